@@ -1,0 +1,30 @@
+# make demo: the whole plugin on real images, in a table.   make test: lint, types and every test.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint types unit clean
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/python -m recipes.demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest
+
+test: lint types unit
+
+clean:
+	rm -rf .venv build dist *.egg-info outputs multirun

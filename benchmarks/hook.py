@@ -1,0 +1,107 @@
+"""What the hook itself costs: float32 through it, against DistributedDataParallel alone, on ResNet-20.
+
+    python -m benchmarks.hook --ranks 2 --steps 40
+
+Two models take turns in one run, a step each, in the same processes; medians of all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.hook import Compression
+from lightning_compress.settings import Settings
+from recipes.resnet.model import ResNet
+
+
+def hooked(compressor: str) -> DistributedDataParallel:
+    """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
+    model = DistributedDataParallel(ResNet(20))
+    Compression(model, Settings.of(compressor), TorchCollective()).register(model)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Milliseconds of one training step, begun together on all ranks."""
+    dist.barrier()
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> None:
+    """Measure on one rank; rank 0 writes the times."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    models: dict[str, Callable[[], nn.Module]] = {
+        "DDP": lambda: DistributedDataParallel(ResNet(20)),
+        "none, through the hook": lambda: hooked("none"),
+        "bf16": lambda: hooked("bf16"),
+        "onebit": lambda: hooked("onebit"),
+        "topk": lambda: hooked("topk"),
+    }
+    built = {name: make() for name, make in models.items()}
+    optimizers = {name: torch.optim.SGD(model.parameters(), 0.01) for name, model in built.items()}
+    images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(steps + 3):
+        for name in times:
+            elapsed = step(built[name], optimizers[name], images, labels)
+            if number >= 3:  # buckets are rebuilt after the first step
+                times[name].append(elapsed)
+    if rank == 0:
+        Path(folder, "times.json").write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run the ranks and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=64, help="images a rank and step")
+    parser.add_argument("--json", type=Path, help="write the medians here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = (arguments.ranks, arguments.steps, arguments.batch, folder)
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=rank_main, args=(rank, *work)) for rank in range(arguments.ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        times: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text())
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    # Of pairs, since what disturbs the machine disturbs neighbours alike.
+    extra = {
+        name: statistics.median(mine / ddp for mine, ddp in zip(values, times["DDP"], strict=True)) - 1
+        for name, values in times.items()
+    }
+    table = Table("averaging", "ms a step", "beyond DDP", title=f"ResNet-20, {arguments.ranks} ranks")
+    for name, median in medians.items():
+        table.add_row(name, f"{median:.1f}", f"{100 * extra[name]:+.1f} %")
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"ms": medians, "beyond_ddp": extra}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Gradient compression for PyTorch Lightning: ``Trainer(strategy=CompressedDDPStrategy(compressor="topk"))``."""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from lightning_compress.codecs import Codec
+from lightning_compress.exchanges import Exchange
+from lightning_compress.hook import Compression, attach
+from lightning_compress.monitor import CommunicationMonitor
+from lightning_compress.strategy import CompressedDDPStrategy
+
+if "pytorch_lightning" in sys.modules:  # its users look names up in a registry of its own
+    import lightning_compress.pytorch_lightning  # noqa: F401
+
+try:
+    __version__ = version("lightning-compress")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0.0.0"
+
+__all__ = ["Codec", "CommunicationMonitor", "CompressedDDPStrategy", "Compression", "Exchange", "attach"]

@@ -1,0 +1,128 @@
+"""What cannot work is refused before training, on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress.collectives import Collective
+from lightning_compress.settings import Settings
+
+_OWN_HOOK = "it brings a communication hook of its own, and DistributedDataParallel takes one only"
+_REFUSED_DDP_ARGUMENTS = {
+    "ddp_comm_hook": "compression is itself the communication hook; choose it with compressor=",
+    "ddp_comm_state": "compression keeps its own state; remove the argument",
+    "ddp_comm_wrapper": "there is no hook to wrap; for 16 bit on the wire use compressor='bf16' or 'fp16'",
+    "mixed_precision": f"{_OWN_HOOK}; use Trainer(precision=...) instead",
+    "delay_all_reduce_named_params": "these parameters would bypass the compression; use exclude=[...] instead",
+    "param_to_hook_all_reduce": "these parameters would bypass the compression; use exclude=[...] instead",
+}
+
+
+def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
+    """Refuse arguments of DistributedDataParallel that take its communication hook away.
+
+    Raises:
+        ValueError: one of them is given.
+    """
+    for name, reason in _REFUSED_DDP_ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name}={arguments[name]!r} cannot be combined with compression: {reason}")
+
+
+def check_accumulation(static_graph: bool, accumulate: int) -> None:
+    """Refuse a static graph with accumulation, which DistributedDataParallel itself cannot do.
+
+    Raises:
+        ValueError: both are on.
+    """
+    if static_graph and accumulate > 1:
+        raise ValueError(
+            f"static_graph=True with accumulate_grad_batches={accumulate} fails inside DistributedDataParallel "
+            "(pytorch#143580); set static_graph=False or accumulate_grad_batches=1"
+        )
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse modules whose gradients never reach the communication hook as dense tensors.
+
+    Raises:
+        ValueError: an embedding has sparse gradients, or an optimizer runs inside backward.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ValueError(f"{name or 'the module'} has sparse gradients; build it with sparse=False")
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"{name} is stepped inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
+                "step the optimizer after backward"
+            )
+    optimize_ddp = getattr(torch._dynamo.config, "optimize_ddp", True)
+    if isinstance(optimize_ddp, str) and optimize_ddp.startswith("python_reducer"):
+        raise ValueError(
+            f"torch._dynamo.config.optimize_ddp={optimize_ddp!r} calls hooks with other arguments; set it to True"
+        )
+
+
+def check_running(ddp: DistributedDataParallel) -> None:
+    """Refuse ``Join``, under which ranks without data would go on exchanging messages of nothing.
+
+    Raises:
+        ValueError: the model runs inside ``torch.distributed.algorithms.Join``.
+    """
+    if ddp._join_config.enable:
+        raise ValueError(
+            "Join (uneven inputs) cannot be combined with compression; give all ranks the same number of batches "
+            "(a DistributedSampler does), or use compressor='none'"
+        )
+
+
+def check_ranks_agree(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
+    """Compare settings and parameters over the ranks.
+
+    Raises:
+        ValueError: on every rank, naming those that differ from rank 0.
+    """
+    described = {
+        "compression settings": settings.digest(),
+        "trained parameters (names, shapes, dtypes)": _parameters_digest(module),
+    }
+    mine = torch.frombuffer(bytearray(b"".join(described.values())), dtype=torch.uint8).to(device)
+    everyone = torch.empty(collective.size, mine.numel(), dtype=torch.uint8, device=device)
+    collective.all_gather(mine, everyone)
+    for place, what in enumerate(described):
+        _check_equal(what, everyone[:, 32 * place : 32 * (place + 1)].cpu(), collective.rank, settings)
+
+
+def _check_equal(what: str, digests: Tensor, rank: int, settings: Settings) -> None:
+    others = [str(peer) for peer, digest in enumerate(digests) if not digest.equal(digests[0])]
+    if others:
+        raise ValueError(
+            f"the {what} of rank {', '.join(others)} differ from those of rank 0; start all ranks with the same script "
+            f"and arguments. Rank {rank} has {settings.codec}, {settings.exchange}, "
+            f"error_feedback={settings.error_feedback}, warmup_steps={settings.warmup_steps}, {settings.rules}"
+        )
+
+
+def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that get gradients, by the names a user knows them under."""
+    return [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def shapes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of parameters."""
+    return [(name, tuple(parameter.shape)) for name, parameter in parameters]
+
+
+def _parameters_digest(module: nn.Module) -> bytes:
+    parts = [(name, tuple(p.shape), str(p.dtype)) for name, p in trained_parameters(module)]
+    return hashlib.sha256(repr(parts).encode()).digest()

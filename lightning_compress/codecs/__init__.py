@@ -1,0 +1,20 @@
+"""Methods that turn a vector into a message and back, one to a file."""
+
+from __future__ import annotations
+
+from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.cast import BF16, FP16
+from lightning_compress.codecs.dense import Dense
+from lightning_compress.codecs.onebit import OneBit
+from lightning_compress.codecs.topk import TopK
+
+CODECS: dict[str, type[Codec]] = {
+    "none": Dense,
+    "fp16": FP16,
+    "bf16": BF16,
+    "topk": TopK,
+    "onebit": OneBit,
+}
+"""What ``compressor=`` takes by name."""
+
+__all__ = ["BF16", "CODECS", "FP16", "Codec", "Dense", "OneBit", "Plan", "TopK"]

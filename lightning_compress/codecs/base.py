@@ -1,0 +1,109 @@
+"""The specification that every codec keeps.
+
+A codec turns a vector into a message and back. It is pure and rank-local: it knows no process group.
+
+* ``encode`` *moves* content: what is in the message is no longer in the vector, so that
+  ``vector_after + decode(message) == vector_before`` (to float32 rounding relative to the block's largest value;
+  exactly, for a sparsifier). Error feedback is then only "keep the vector".
+* Values too large for the message's format saturate, and the rest stays in the vector.
+* ``message_size`` follows from the layout and the settings alone; every byte of the message is written.
+* Randomness comes from ``key`` and from nothing else: equal vectors and keys give equal bytes.
+* ``encode`` may be given any finite vector; ``decode`` may be given any bytes and never writes outside ``out``.
+* Steady state allocates nothing of the vector's size: scratch belongs to the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.layout import Layout
+
+ALIGNMENT = 16
+"""Sections of a message start at multiples of this many bytes."""
+
+
+def aligned(size: int) -> int:
+    """``size`` in bytes, rounded up to the alignment of a section."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Plan(ABC):
+    """A codec made ready for one layout on one device; holds the scratch memory.
+
+    Args:
+        layout: what the vector is made of.
+
+    Attributes:
+        message_size: bytes of a message.
+        sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
+            the decodes), or None where they may not.
+    """
+
+    message_size: int
+    sum_dtype: torch.dtype | None = None
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    @abstractmethod
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        """Move content from the vector into the message.
+
+        Args:
+            vector: float32 ``[numel]``; holds afterwards what the message does not.
+            message: uint8 ``[message_size]``, wholly overwritten.
+            key: unsigned 64-bit number from which all randomness is drawn.
+        """
+
+    @abstractmethod
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """Write ``weight`` times the sum of the decoded messages, summed in the order of the rows.
+
+        Args:
+            messages: uint8 ``[M, message_size]``, M >= 0; rows may be strided.
+            out: float32 ``[numel]``.
+            weight: factor of the sum.
+            accumulate: add to ``out`` instead of overwriting it.
+        """
+
+
+class Codec(ABC):
+    """A compression method; a frozen dataclass of its settings.
+
+    Attributes:
+        contractive: the method is biased and only sound with error feedback (which is then on by default).
+        sparse: messages hold few elements, exactly; encoding a sum again would lose some (a lossy second stage).
+        elementwise: every element is treated alone, so that small parameters need no special care.
+        block: shards are cut at multiples of this many elements.
+    """
+
+    contractive: ClassVar[bool] = False
+    sparse: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    block: int = 1
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Whether the method does no harm beside an optimizer with adaptive learning rates."""
+        return not self.contractive
+
+    @abstractmethod
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """Make ready for vectors of this layout.
+
+        Args:
+            layout: what the vectors are made of.
+            device: where they are.
+            summands: how many messages are summed in the message's own dtype; their sum must not overflow.
+        """
+
+    def digest(self) -> str:
+        """Hash of the method and its settings, equal on ranks that were set up alike."""
+        settings = sorted(dataclasses.asdict(self).items())  # type: ignore[call-overload]
+        return hashlib.sha256(f"{type(self).__module__}.{type(self).__qualname__}{settings}".encode()).hexdigest()

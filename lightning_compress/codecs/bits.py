@@ -1,0 +1,87 @@
+"""Bits and pieces of messages: packing booleans into bytes, reading them back, and checking what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 17
+"""Elements that a loop over a vector handles at a time on a CPU, so that they stay in a core's cache."""
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements to handle at a time: a cache's worth on a CPU, as many as scratch may hold on an accelerator."""
+    return CHUNK if device.type == "cpu" else 1 << 24
+
+
+def pieces(numel: int, size: int) -> Iterator[slice]:
+    """Cut ``numel`` elements into runs of ``size``; the last one may be shorter."""
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))
+
+
+def packed_size(count: int) -> int:
+    """Bytes that ``count`` bits take."""
+    return -(-count // 8)
+
+
+def pack(bits: Tensor, packed: Tensor) -> None:
+    """Pack bits into bytes, the first one lowest; the last byte is filled up with zeros.
+
+    Args:
+        bits: bool ``[n]``, contiguous.
+        packed: uint8 ``[ceil(n / 8)]``, contiguous, wholly overwritten.
+    """
+    if bits.device.type == "cpu":
+        packed.numpy()[:] = np.packbits(bits.numpy(), bitorder="little")
+        return
+    rows = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
+    torch.sum(rows * _powers(bits.device), dim=1, dtype=torch.uint8, out=packed)
+
+
+def unpack(packed: Tensor, out: Tensor) -> None:
+    """Write every bit as 0.0 or 1.0.
+
+    Args:
+        packed: uint8 ``[n]``, contiguous.
+        out: float32 ``[8 n]``, contiguous.
+    """
+    table = _table(packed.device)
+    if packed.device.type == "cpu":  # twice as fast as index_select, which cannot copy short rows by vectors
+        np.take(table.numpy(), packed.numpy(), axis=0, out=out.numpy().reshape(-1, 8), mode="clip")
+    else:
+        torch.index_select(table, 0, packed.int(), out=out.view(-1, 8))
+
+
+def check(vector: Tensor, messages: Tensor, numel: int, size: int) -> None:
+    """Refuse a vector or messages that are not of this plan.
+
+    Raises:
+        ValueError: a length or a dtype is not the plan's, as for a truncated message.
+    """
+    if vector.shape != (numel,) or vector.dtype != torch.float32:
+        raise ValueError(
+            f"the vector is {vector.dtype} of shape {tuple(vector.shape)}, but this plan is for float32 of shape "
+            f"({numel},); make a plan for its layout"
+        )
+    if messages.shape[-1] != size or messages.dtype != torch.uint8:
+        raise ValueError(
+            f"the message is {messages.dtype} with {messages.shape[-1]} bytes, but this plan's messages are uint8 "
+            f"with {size} bytes; it is truncated, or was made by a plan for another layout"
+        )
+
+
+@cache
+def _powers(device: torch.device) -> Tensor:
+    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    """The eight bits of every byte as float32."""
+    values = torch.arange(256, dtype=torch.int32, device=device)
+    return ((values.view(-1, 1) >> torch.arange(8, dtype=torch.int32, device=device)) & 1).float()

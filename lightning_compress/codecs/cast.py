@@ -1,0 +1,99 @@
+"""Casts to 16 bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.bits import check, chunk_size, pieces
+from lightning_compress.layout import Layout
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Send every element rounded to nearest, ties to even, in a 16-bit format; what rounding lost stays.
+
+    Attributes:
+        dtype: the format.
+        digits: its significant binary digits.
+    """
+
+    dtype: ClassVar[torch.dtype]
+    digits: ClassVar[int]
+    elementwise: ClassVar[bool] = True
+
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
+        return _CastPlan(layout, device, self.dtype, self.limit(summands))
+
+    def limit(self, summands: int) -> float:
+        """The largest magnitude sent: about ``finfo(dtype).max / summands``.
+
+        It is rounded down such that every multiple up to ``summands`` is a number of the format: then no rounding on
+        the way can carry a sum of so many past the largest one, in whatever order it is taken.
+        """
+        largest = torch.finfo(self.dtype).max
+        top = 2**self.digits - 1
+        return max(float(top // summands * (largest / top)), 2.0 ** math.floor(math.log2(largest / summands)))
+
+
+@dataclass(frozen=True)
+class FP16(Cast):
+    """IEEE half precision: 16 bits per element, 11 significant digits, magnitudes from 6e-8 to 65504.
+
+    The relative error is at most 2^-11 down to 6.1e-5, below which it grows; magnitudes above ``65504 / summands``
+    saturate, and the rest stays in the vector. Gradients that underflow here (below 3e-8) want BF16 or a loss scale.
+    No settings, no state. Messages may be summed as float16.
+
+    Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float16
+    digits: ClassVar[int] = 11
+
+
+@dataclass(frozen=True)
+class BF16(Cast):
+    """The upper half of a float32: 16 bits per element, 8 significant digits, the range of float32.
+
+    The relative error is at most 2^-8. No settings, no state. Messages may be summed as bfloat16.
+
+    Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", arXiv 1905.12322, 2019.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    digits: ClassVar[int] = 8
+
+
+class _CastPlan(Plan):
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, limit: float) -> None:
+        super().__init__(layout)
+        self.sum_dtype = dtype
+        self.message_size = 2 * layout.numel
+        self._dtype = dtype
+        self._limit = limit
+        self._size = chunk_size(device)
+        self._scratch = torch.empty(min(self._size, layout.numel), device=device)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        casts = message.view(self._dtype)
+        for piece in pieces(self.layout.numel, self._size):
+            part, cast, scratch = vector[piece], casts[piece], self._scratch[: piece.stop - piece.start]
+            cast.copy_(torch.clamp(part, -self._limit, self._limit, out=scratch))
+            part.sub_(scratch.copy_(cast))
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        rows = [message.view(self._dtype) for message in messages]
+        for piece in pieces(self.layout.numel, self._size):
+            part, scratch = out[piece], self._scratch[: piece.stop - piece.start]
+            if not accumulate:
+                part.zero_()
+            for row in rows:
+                part.add_(scratch.copy_(row[piece]), alpha=weight)

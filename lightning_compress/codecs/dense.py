@@ -1,0 +1,47 @@
+"""No compression: the vector as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.bits import check
+from lightning_compress.layout import Layout
+
+
+@dataclass(frozen=True)
+class Dense(Codec):
+    """Send every element as float32: 32 bits per element, nothing lost, nothing left in the vector, no state.
+
+    It carries what is too small or too delicate to compress, and shows what the machinery itself costs.
+    """
+
+    elementwise: ClassVar[bool] = True
+
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """Make ready for vectors of this layout; ``summands`` has no effect."""
+        return _DensePlan(layout)
+
+
+class _DensePlan(Plan):
+    sum_dtype = torch.float32
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self.message_size = 4 * layout.numel
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        message.view(torch.float32).copy_(vector)
+        vector.zero_()
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        if not accumulate:
+            out.zero_()
+        for message in messages:
+            out.add_(message.view(torch.float32), alpha=weight)

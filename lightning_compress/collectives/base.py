@@ -1,0 +1,31 @@
+"""The narrow transport that exchanges talk to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Collective(ABC):
+    """Synchronous collectives among ``size`` ranks, issued by all of them in the same order.
+
+    Attributes:
+        rank: this rank, 0 <= rank < size.
+        size: number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over the ranks, in place, in the tensor's own dtype; every rank gets the same bits."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        """Collect ``tensor [n]`` of every rank in ``out [size, n]``, in the order of the ranks."""
+
+    @abstractmethod
+    def all_to_all(self, send: Tensor, receive: Tensor) -> None:
+        """Row r of ``send [size, n]`` goes to rank r; row r of ``receive [size, n]`` came from rank r."""

@@ -1,0 +1,75 @@
+"""Ranks as threads of one process: the same exchanges without sockets, for tests and simulations."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.collectives.base import Collective
+
+T = TypeVar("T")
+
+
+class _World:
+    def __init__(self, size: int, timeout: float) -> None:
+        self.barrier = threading.Barrier(size, timeout=timeout)
+        self.slots: list[Tensor | None] = [None] * size
+
+
+class ThreadCollective(Collective):
+    """One thread's view of a world of threads; a rank that does not come breaks the barrier of all."""
+
+    def __init__(self, world: _World, rank: int, size: int) -> None:
+        self._world = world
+        self.rank = rank
+        self.size = size
+
+    def _share(self, tensor: Tensor, use: Callable[[list[Tensor]], T]) -> T:
+        self._world.slots[self.rank] = tensor
+        self._world.barrier.wait()
+        result = use([slot for slot in self._world.slots if slot is not None])
+        self._world.barrier.wait()
+        return result
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum in the order of the ranks."""
+        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(torch.add, slots)))
+
+    def all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        """Stack the tensors of all ranks."""
+        self._share(tensor, lambda slots: out.copy_(torch.stack(slots)))
+
+    def all_to_all(self, send: Tensor, receive: Tensor) -> None:
+        """Take this rank's row of every rank."""
+        self._share(send, lambda slots: receive.copy_(torch.stack([slot[self.rank] for slot in slots])))
+
+
+def run_threads(size: int, function: Callable[[Collective], T], timeout: float = 60.0) -> list[T]:
+    """Run ``function(collective)`` on ``size`` thread ranks and return their results in order.
+
+    Args:
+        size: number of ranks, at least 1.
+        function: the program of one rank.
+        timeout: seconds a rank waits for the others in a collective before it raises ``BrokenBarrierError``.
+    """
+    world = _World(size, timeout)
+
+    def program(rank: int) -> T:
+        try:
+            return function(ThreadCollective(world, rank, size))
+        except BaseException:
+            world.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(program, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,33 @@
+"""torch.distributed: NCCL, Gloo and whatever else a process group speaks."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_compress.collectives.base import Collective
+
+
+class TorchCollective(Collective):
+    """Collectives of one process group, issued synchronously.
+
+    Args:
+        group: the process group; None means the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over the ranks with the group's own algorithm."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        """Collect one tensor a rank."""
+        dist.all_gather_into_tensor(out.view(-1), tensor, group=self.group)
+
+    def all_to_all(self, send: Tensor, receive: Tensor) -> None:
+        """Exchange rows pairwise."""
+        dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)

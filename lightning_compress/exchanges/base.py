@@ -1,0 +1,59 @@
+"""The specification that every exchange keeps.
+
+An exchange leaves the mean over the ranks in ``out``, bit-identical on all of them, and in ``vector`` what did not get
+through, such that ``W * mean + sum over ranks of vector_after == sum over ranks of vector_before``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_compress.collectives import Collective
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+
+
+class ExchangePlan(ABC):
+    """An exchange made ready for the vectors of one group; holds the message buffers.
+
+    Attributes:
+        bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula.
+        description: which exchange this is, for the log.
+    """
+
+    bytes_sent: int
+    description: str
+
+    @abstractmethod
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """Average over the ranks.
+
+        Args:
+            vector: float32 ``[numel]``, finite; holds afterwards what was not sent.
+            out: float32 ``[numel]``; gets the mean.
+            key: the step's and the group's key, equal on all ranks.
+            flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
+        """
+
+
+class Exchange(ABC):
+    """A pattern in which messages travel; a frozen dataclass of its settings."""
+
+    @abstractmethod
+    def plan(
+        self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+    ) -> ExchangePlan:
+        """Make ready for vectors that consist of these sections.
+
+        Raises:
+            ValueError: the sections' messages cannot travel in this pattern.
+        """
+
+
+def new_messages(count: int, size: int, device: torch.device) -> Tensor:
+    """Buffers for ``count`` messages; zero, since encoding writes no padding."""
+    return torch.zeros(count, size, dtype=torch.uint8, device=device)

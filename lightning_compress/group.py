@@ -1,0 +1,153 @@
+"""One group of parameters: gradients in, mean out, what was not sent kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Dense
+from lightning_compress.collectives import Collective
+from lightning_compress.exchanges import AllReduce
+from lightning_compress.exchanges.base import ExchangePlan
+from lightning_compress.keys import mix, name_key
+from lightning_compress.layout import Layout, Segment
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+from lightning_compress.rules import Shape
+from lightning_compress.settings import Settings
+from lightning_compress.state import Residual
+
+
+class Scratch:
+    """Float32 memory that the groups of a hook take in turn; it grows to the largest of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+
+    def take(self, name: str, numel: int) -> Tensor:
+        """``[numel]`` elements of undefined content, valid until the next ``take`` of that name."""
+        if name not in self._memory or self._memory[name].numel() < numel:
+            self._memory[name] = torch.empty(numel, device=self._device)
+        return self._memory[name][:numel]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._memory.clear()
+
+
+class Group:
+    """The plans and the state of an ordered list of parameters.
+
+    Args:
+        parameters: names and shapes, in the bucket's order.
+        settings: what the user chose.
+        collective: the ranks to average over.
+        device: where gradients are.
+        meter: counts.
+        scratch: shared with other groups.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Shape]],
+        settings: Settings,
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        scratch: Scratch,
+    ) -> None:
+        self.order, sections = settings.rules.sections(parameters)
+        self.layout = Layout.of(parameters[place] for place in self.order)
+        self.names = self.layout.names
+        self._settings = settings
+        self._collective = collective
+        self._device = device
+        self._meter = meter
+        self._scratch = scratch
+        self._key = mix(settings.seed, name_key(self.names))
+        self._exchange = settings.exchange.plan(sections, collective, device, meter)
+        self._dense: ExchangePlan | None = None
+        self.residual = Residual(self.layout, device) if settings.error_feedback else None
+
+    def plan(self, step: int) -> ExchangePlan:
+        """The exchange of a step: dense while the compression warms up."""
+        if step >= self._settings.warmup_steps:
+            self._dense = None
+            return self._exchange
+        if self._dense is None:
+            whole = [Section(Dense(), self.layout, 0)]
+            self._dense = AllReduce().plan(whole, self._collective, self._device, self._meter)
+        return self._dense
+
+    def reduce(self, gradients: Sequence[Tensor], step: int, scale: Tensor | None) -> Tensor:
+        """Replace gradients by their mean over the ranks.
+
+        Args:
+            gradients: contiguous, in the bucket's order; NaN everywhere afterwards if any rank's are not finite.
+            step: how many steps were committed.
+            scale: what the loss was multiplied by (automatic mixed precision).
+
+        Returns:
+            float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
+        """
+        slices = [gradients[place].reshape(-1) for place in self.order]
+        largest = torch.stack(torch._foreach_norm(slices, math.inf)).float()
+        flag = (largest * 0.0).sum()
+        gradient = self._scratch.take("gradient", self.layout.numel)
+        torch.cat(slices, out=gradient)
+        if scale is not None:
+            gradient.mul_(1.0 / scale)
+        self._drop_nonfinite(gradient, flag)
+        mean = self._mean(gradient, largest == 0, step, flag)
+        if scale is not None:
+            mean.mul_(scale)
+        if not self._known_zero(flag):
+            mean.add_(flag)
+        torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
+        return flag
+
+    def _mean(self, gradient: Tensor, unused: Tensor, step: int, flag: Tensor) -> Tensor:
+        """The mean, written over ``gradient``; the residual advances."""
+        key = mix(self._key, step)
+        held: list[tuple[Segment, Tensor]] = []
+        if self.residual is None:
+            vector = self._scratch.take("vector", self.layout.numel).copy_(gradient)
+        else:
+            vector = self.residual.pending
+            held = self._hold_unused(self.residual.base(), unused)
+            torch.add(self.residual.base(), gradient, out=vector)
+            for segment, kept in held:
+                vector[segment.offset : segment.end].sub_(kept)
+        before = vector.norm() if self._meter.sampling else None
+        self.plan(step).mean(vector, gradient, key, flag)
+        if before is not None:
+            self._meter.add_error(before, vector.norm())
+        for segment, kept in held:
+            vector[segment.offset : segment.end].add_(kept)
+        if self.residual is not None:
+            self.residual.touched = True
+        return gradient
+
+    def _hold_unused(self, base: Tensor, unused: Tensor) -> list[tuple[Segment, Tensor]]:
+        """Residuals of parameters without a gradient on this rank: DDP may throw their mean away, so they stay home."""
+        if self._device.type == "cpu":
+            places = unused.nonzero().flatten().tolist()
+            segments = [self.layout.segments[place] for place in places]
+            return [(segment, base[segment.offset : segment.end].clone()) for segment in segments]
+        return [
+            (segment, base[segment.offset : segment.end] * unused[place])
+            for place, segment in enumerate(self.layout.segments)
+        ]
+
+    def _drop_nonfinite(self, gradient: Tensor, flag: Tensor) -> None:
+        """Codecs are given finite numbers; the flag carries the news."""
+        if not self._known_zero(flag):
+            gradient.masked_fill_(flag.isnan(), 0.0)
+
+    def _known_zero(self, flag: Tensor) -> bool:
+        """Whether the flag is 0.0, where looking costs no wait for the device."""
+        return self._device.type == "cpu" and float(flag) == 0.0

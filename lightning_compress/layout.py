@@ -1,0 +1,81 @@
+"""What a vector is made of: which elements of which parameters stand where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``[start, stop)`` of one parameter, at ``offset`` of a vector.
+
+    Args:
+        name: the parameter's name.
+        shape: the whole parameter's shape, also where only a part of it is here.
+        offset: where in the vector the first of these elements stands.
+        start: first element of the flattened parameter.
+        stop: one past the last element of the flattened parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that stand in the vector."""
+        return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        """One past the last element's place in the vector."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Segments that fill a vector without gaps, in order."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
+        """Lay whole parameters, given as ``(name, shape)``, one after the other."""
+        segments, offset = [], 0
+        for name, shape in parameters:
+            numel = math.prod(shape)
+            segments.append(Segment(name, tuple(shape), offset, 0, numel))
+            offset += numel
+        return cls(tuple(segments))
+
+    @property
+    def numel(self) -> int:
+        """Length of the vector."""
+        return self.segments[-1].end if self.segments else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in order."""
+        return tuple(segment.name for segment in self.segments)
+
+    def cut(self, start: int, stop: int) -> Layout:
+        """The layout of ``vector[start:stop]``: parts keep their names, shapes and ranges."""
+        parts = []
+        for segment in self.segments:
+            first, last = max(segment.offset, start), min(segment.end, stop)
+            if first < last:
+                shift = first - segment.offset
+                parts.append(
+                    Segment(
+                        segment.name,
+                        segment.shape,
+                        first - start,
+                        segment.start + shift,
+                        segment.start + shift + last - first,
+                    )
+                )
+        return Layout(tuple(parts))

@@ -1,0 +1,20 @@
+"""The strategy and the callback for users of ``import pytorch_lightning``, a class tree of its own."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_compress.monitor import MonitorMixin
+from lightning_compress.strategy import CompressedDDPMixin
+
+
+class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
+    """See ``lightning_compress.CompressedDDPStrategy``."""
+
+
+class CommunicationMonitor(MonitorMixin, Callback):
+    """See ``lightning_compress.CommunicationMonitor``."""
+
+
+CompressedDDPStrategy.register_strategies(StrategyRegistry)

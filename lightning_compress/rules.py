@@ -1,0 +1,72 @@
+"""Which parameter takes which codec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.layout import Layout
+from lightning_compress.message import Section
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Small, 1-D and excluded parameters travel as float32, the others by the codec.
+
+    A codec that treats every element alone (a cast) is given the small and 1-D parameters too: it has nothing to lose
+    there, and one dtype is one all-reduce.
+
+    Args:
+        codec: for what is worth compressing.
+        min_numel: parameters with fewer elements stay dense.
+        exclude: shell-style patterns of parameter names that stay dense.
+    """
+
+    codec: Codec
+    min_numel: int
+    exclude: tuple[str, ...]
+
+    def compresses(self, name: str, shape: Shape) -> bool:
+        """Whether this parameter is given to the codec."""
+        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+            return False
+        return self.codec.elementwise or (len(shape) > 1 and prod(shape) >= self.min_numel)
+
+    def sections(self, parameters: Sequence[tuple[str, Shape]]) -> tuple[tuple[int, ...], tuple[Section, ...]]:
+        """Order a group's parameters by codec.
+
+        Args:
+            parameters: name and shape, in the bucket's order.
+
+        Returns:
+            the parameters' places in the bucket, in the vector's order; and the vector's sections.
+        """
+        compressed = [self.compresses(*parameter) for parameter in parameters]
+        order: list[int] = []
+        sections: list[Section] = []
+        for codec, wanted in ((Dense(), False), (self.codec, True)):
+            places = [place for place, is_compressed in enumerate(compressed) if is_compressed is wanted]
+            if places:
+                start = sections[-1].stop if sections else 0
+                sections.append(Section(codec, Layout.of(parameters[place] for place in places), start))
+                order += places
+        return tuple(order), tuple(sections)
+
+    def check(self, parameters: Sequence[tuple[str, Shape]]) -> None:
+        """Refuse patterns that match nothing.
+
+        Raises:
+            ValueError: a pattern in ``exclude`` matches no parameter.
+        """
+        names = [name for name, _ in parameters]
+        for pattern in self.exclude:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"exclude={pattern!r} matches no parameter that is trained; patterns are shell-style "
+                    f"('*.bias', 'head.*') and the names begin with {', '.join(names[:5])}"
+                )

@@ -1,0 +1,111 @@
+"""What a user chooses, checked as soon as it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_compress.codecs import CODECS, Codec
+from lightning_compress.exchanges import EXCHANGES, Exchange
+from lightning_compress.rules import Rules
+
+CompressorLike = str | Mapping[str, object] | Codec
+ExchangeLike = str | Mapping[str, object] | Exchange
+
+
+def _build(kind: str, given: object, known: Mapping[str, type], base: type) -> object:
+    if isinstance(given, base):
+        return given
+    settings = {"name": given} if isinstance(given, str) else given
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
+        raise ValueError(
+            f"{kind}={given!r}: give a name ({', '.join(known)}), a mapping with a 'name' and settings, "
+            f"or a {base.__name__}"
+        )
+    arguments = {str(key): value for key, value in settings.items()}
+    name = arguments.pop("name")
+    if name not in known:
+        raise ValueError(f"unknown {kind} {name!r}; there are: {', '.join(known)}")
+    allowed = [field.name for field in dataclasses.fields(known[name])]
+    unknown = [key for key in arguments if key not in allowed]
+    if unknown:
+        raise ValueError(
+            f"{kind} {name!r} has no setting {', '.join(map(repr, unknown))}; it has: {', '.join(allowed) or 'none'}"
+        )
+    return known[name](**arguments)
+
+
+def build_codec(compressor: CompressorLike) -> Codec:
+    """A codec by name, by ``{"name": ..., **settings}``, or as it is.
+
+    Raises:
+        ValueError: there is no such compressor or setting, or a value is out of range.
+    """
+    codec = _build("compressor", compressor, CODECS, Codec)
+    assert isinstance(codec, Codec)
+    return codec
+
+
+def build_exchange(exchange: ExchangeLike) -> Exchange:
+    """An exchange by name, by ``{"name": ..., **settings}``, or as it is.
+
+    Raises:
+        ValueError: there is no such exchange or setting.
+    """
+    built = _build("exchange", exchange, EXCHANGES, Exchange)
+    assert isinstance(built, Exchange)
+    return built
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what travels; must be equal on all ranks."""
+
+    codec: Codec
+    exchange: Exchange
+    error_feedback: bool
+    warmup_steps: int
+    rules: Rules
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        compressor: CompressorLike,
+        exchange: ExchangeLike = "auto",
+        error_feedback: bool | None = None,
+        warmup_steps: int = 0,
+        min_numel: int = 1024,
+        exclude: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Settings:
+        """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
+
+        Raises:
+            ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
+        """
+        codec = build_codec(compressor)
+        for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
+        if isinstance(exclude, str):
+            raise ValueError(f"exclude={exclude!r} must be a list of patterns; write exclude=[{exclude!r}]")
+        if error_feedback not in (None, True, False):
+            raise ValueError(
+                f"error_feedback={error_feedback!r} must be true, false, or null (on for methods that need it)"
+            )
+        return cls(
+            codec=codec,
+            exchange=build_exchange(exchange),
+            error_feedback=codec.contractive if error_feedback is None else error_feedback,
+            warmup_steps=warmup_steps,
+            rules=Rules(codec, min_numel, tuple(str(pattern) for pattern in exclude)),
+            seed=seed,
+        )
+
+    def digest(self) -> bytes:
+        """32 bytes that are equal where the settings are."""
+        parts = (self.codec.digest(), self.exchange, self.error_feedback, self.warmup_steps, self.rules, self.seed)
+        return hashlib.sha256(repr(parts).encode()).digest()

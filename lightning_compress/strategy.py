@@ -1,0 +1,158 @@
+"""Lightning glue and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress import checks
+from lightning_compress.codecs import CODECS, Codec
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.exchanges import Exchange
+from lightning_compress.hook import Compression, check_setup, compress
+from lightning_compress.settings import Settings
+
+_VARIANTS: dict[str, dict[str, object]] = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
+}
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+
+class CompressedDDPMixin(_Base):
+    """Turns a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
+
+    def __init__(
+        self,
+        compressor: str | dict[str, Any] | Codec = "bf16",
+        exchange: str | dict[str, Any] | Exchange = "auto",
+        error_feedback: bool | None = None,
+        warmup_steps: int = 0,
+        min_numel: int = 1024,
+        exclude: Sequence[str] = (),
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        checks.check_ddp_arguments(kwargs)
+        super().__init__(**kwargs)
+        self._settings = Settings.of(compressor, exchange, error_feedback, warmup_steps, min_numel, exclude, seed)
+        self._compression: Compression | None = None
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot work, on every rank, before DistributedDataParallel is built."""
+        assert self.lightning_module is not None
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            schedules = [getattr(callback, "scheduling", {}) for callback in trainer.callbacks]
+            accumulate = max([trainer.accumulate_grad_batches, *(max(each.values()) for each in schedules if each)])
+            checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), accumulate)
+            check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
+        super().setup(trainer)
+        if fitting:
+            self._warn_of_adaptive_optimizers()
+
+    def _warn_of_adaptive_optimizers(self) -> None:
+        adaptive = [type(each).__name__ for each in self.optimizers if "Adam" in type(each).__name__]
+        if adaptive and self.world_size > 1 and not self._settings.codec.safe_with_adam:
+            rank_zero_warn(
+                f"{self._settings.codec} with {adaptive[0]} trains worse than without compression: error feedback of "
+                "such a coarse method does not mix with adaptive learning rates. Use SGD with momentum, or "
+                "compressor='bf16'."
+            )
+
+    def _register_ddp_hooks(self) -> None:
+        # The base class registers hooks on CUDA only, and silently none on CPU.
+        assert isinstance(self.model, DistributedDataParallel)
+        self._compression = compress(self.model, self._settings, self._loss_scale)
+
+    def _loss_scale(self) -> torch.Tensor | None:
+        return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step; what the optimizer did not make true by now (a skipped step) is forgotten."""
+        output = super().optimizer_step(*args, **kwargs)
+        if self._compression is not None:
+            self._compression.roll_back()
+        return output
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers, and say that residuals were not saved."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._settings.error_feedback and self.world_size > 1:
+            rank_zero_warn("checkpoints hold no residuals yet: error feedback begins again from zero in this run")
+
+    def comm_stats(self) -> dict[str, float]:
+        """Traffic of the last step and in total, see ``Compression.stats``.
+
+        Raises:
+            RuntimeError: there is no fit under way.
+        """
+        return self.compression.stats()
+
+    @property
+    def compression(self) -> Compression:
+        """The compression of the fit under way.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._compression is None:
+            raise RuntimeError("there is no compression yet: it begins with trainer.fit()")
+        return self._compression
+
+    def teardown(self) -> None:
+        """Stop watching the optimizers; the figures stay readable."""
+        if self._compression is not None:
+            self._compression.close()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``compressed_ddp``, one name per compressor, and the variants of each."""
+        named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
+        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in CODECS}
+        for name, arguments in named.items():
+            for suffix, more in _VARIANTS.items():
+                if name + suffix not in strategy_registry:
+                    description = f"Compressed DDP: {arguments | more or 'defaults'}"
+                    strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+
+
+class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
+    """DistributedDataParallel whose gradient averaging is compressed.
+
+    Args:
+        compressor: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``), or a codec. The default,
+            ``bf16``, halves the traffic, has float32's range, and is safe with any optimizer and in a short run;
+            everything stronger is a choice that depends on the optimizer and on the length of the run.
+        exchange: the pattern in which messages travel, by name, mapping or object. ``auto`` takes all-reduce for
+            messages that may be summed, all-gather up to 3 ranks and for sparse messages, else two-shot.
+        error_feedback: add what was not sent to the next gradient. None: on exactly for methods that are biased
+            (topk, onebit), whose theory needs it, and off for casts, where it would gain little for 8 bytes a
+            parameter.
+        warmup_steps: optimizer steps with dense averaging before compression begins; 0, since not every method
+            needs them.
+        min_numel: parameters with fewer elements, and 1-D ones (biases, norms), travel as float32 in the same
+            message: together they are a percent of the bytes and the most sensitive. Casts take them too.
+        exclude: shell-style patterns of parameter names that travel as float32, e.g. ``["head.*"]``.
+        seed: of all randomness; equal seeds give equal messages.
+        **kwargs: of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``, ``start_method``, ...
+
+    Raises:
+        ValueError: unknown names or settings, values out of range, or arguments that compression cannot work with.
+    """
+
+
+CompressedDDPStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,58 @@
+"""The table of cases: one row per method; every law runs over every row."""
+
+from dataclasses import dataclass
+
+from lightning_compress.codecs import BF16, FP16, Codec, Dense, OneBit, TopK
+from lightning_compress.layout import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with small settings, and what is true of it.
+
+    Args:
+        codec: the method.
+        tolerance: of the conservation law, relative to the largest value.
+        lossless: settings at which the method changes nothing, if there are any.
+    """
+
+    name: str
+    codec: Codec
+    tolerance: float
+    lossless: Codec | None = None
+
+    def message_size(self, layout: Layout) -> int:
+        """The method's formula: bytes without flag and padding."""
+        return SIZES[self.name](self.codec, layout)
+
+
+def _topk_bytes(codec: TopK, layout: Layout) -> int:
+    lengths = [segment.numel for segment in layout.segments] if codec.scope == "parameter" else [layout.numel]
+    return sum(8 * max(1, -int(-codec.density * length // 1)) for length in lengths)
+
+
+def _onebit_bytes(codec: OneBit, layout: Layout) -> int:
+    bits = -(-layout.numel // 8)
+    means = 8 * -(-layout.numel // min(codec.block, 8 * bits))
+    return -(-means // 16) * 16 + bits
+
+
+SIZES = {
+    "none": lambda codec, layout: 4 * layout.numel,
+    "fp16": lambda codec, layout: 2 * layout.numel,
+    "bf16": lambda codec, layout: 2 * layout.numel,
+    "topk": _topk_bytes,
+    "topk_group": _topk_bytes,
+    "topk_sampled": _topk_bytes,
+    "onebit": _onebit_bytes,
+}
+
+CASES = [
+    Case("none", Dense(), 0.0, lossless=Dense()),
+    Case("fp16", FP16(), 0.0),
+    Case("bf16", BF16(), 0.0),
+    Case("topk", TopK(density=0.05), 0.0, lossless=TopK(density=1.0)),
+    Case("topk_group", TopK(density=0.05, scope="group"), 0.0, lossless=TopK(density=1.0, scope="group")),
+    Case("topk_sampled", TopK(density=0.05, selection="sampled"), 0.0, lossless=TopK(density=1.0)),
+    Case("onebit", OneBit(block=64), 1e-6),
+]

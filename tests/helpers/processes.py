@@ -1,0 +1,97 @@
+"""Lasting pools of Gloo ranks, to which tests send functions."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+
+class RankError(AssertionError):
+    """A rank raised; carries its traceback."""
+
+
+def _serve(rank: int, size: int, store: str, pipe) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while (job := pipe.recv()) is not None:
+        function, arguments = job
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """``size`` processes in one Gloo group."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable, *arguments, timeout: float = 240.0) -> list:
+        """``function(*arguments)`` on every rank; the results in the order of the ranks.
+
+        Raises:
+            RankError: a rank raised; the pool must not be used afterwards unless all ranks raised.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        replies: dict[int, tuple] = {}
+        while len(replies) < self.size:
+            open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in replies]
+            ready = wait(open_pipes, timeout)
+            if not ready:
+                raise RankError(f"ranks {sorted(set(range(self.size)) - set(replies))} did not answer in {timeout} s")
+            for pipe in ready:
+                replies[self._pipes.index(pipe)] = pipe.recv()
+        for rank in range(self.size):
+            succeeded, result = replies[rank]
+            if not succeeded:
+                raise RankError(f"rank {rank}:\n{result}")
+        return [replies[rank][1] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+
+class Pools:
+    """A pool per world size, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __getitem__(self, size: int) -> Pool:
+        if size not in self._pools:
+            self._pools[size] = Pool(size)
+        return self._pools[size]
+
+    def close(self) -> None:
+        """End all of them."""
+        for pool in self._pools.values():
+            pool.close()

@@ -1,0 +1,86 @@
+"""A small real training job that runs inside a rank of a pool."""
+
+import warnings
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_compress import CompressedDDPStrategy
+
+
+class Net(pl.LightningModule):
+    """Convolution, batch norm and linear layers, large enough to be compressed."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__()
+        self.optimizer = optimizer
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.Flatten()
+        )
+        self.head = nn.Sequential(nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self(images), labels)
+
+    def configure_optimizers(self):
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+def digits(seed=0, count=960):
+    """Images ``[count, 1, 8, 8]`` and labels of real handwritten digits, in a random order."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))[:count]
+    images = torch.tensor(data.images, dtype=torch.float32)[order, None] / 8 - 1
+    return TensorDataset(images, torch.tensor(data.target)[order])
+
+
+def loader(dataset, batch=16):
+    """Every rank its own share; the Trainer puts the distributed sampler in."""
+    return DataLoader(dataset, batch, drop_last=True)
+
+
+def fit(strategy, steps=10, make=Net, callbacks=(), seed=1, loggers=False, **trainer):
+    """Train on this rank; returns the trainer and the model."""
+    torch.manual_seed(seed)
+    model = make()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)
+        fitted = pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=strategy,
+            max_steps=steps,
+            max_epochs=100,
+            logger=loggers,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+            **trainer,
+        )
+        fitted.fit(model, loader(digits()))
+    return fitted, model
+
+
+def parameters(model):
+    """All parameters in one vector, on no graph."""
+    return torch.cat([parameter.detach().reshape(-1).clone() for parameter in model.parameters()])
+
+
+def train(compressor, steps=10, optimizer="sgd", trainer=None, **strategy):
+    """Train with a compressor on this rank; parameters and traffic."""
+    chosen = CompressedDDPStrategy(compressor, **strategy)
+    _, model = fit(chosen, steps, partial(Net, optimizer), **(trainer or {}))
+    return parameters(model).numpy(), chosen.comm_stats()

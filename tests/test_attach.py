@@ -1,0 +1,192 @@
+"""A bare DistributedDataParallel model: state, flags, unused parameters, dtypes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress import attach
+
+
+class TwoHeads(nn.Module):
+    """One of the heads may go unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.left = nn.Linear(64, 64)
+        self.right = nn.Linear(64, 64)
+
+    def forward(self, x, head):
+        return getattr(self, head)(self.body(x))
+
+
+def _model(dtype=torch.float32, **ddp):
+    torch.manual_seed(0)
+    return DistributedDataParallel(TwoHeads().to(dtype), **ddp)
+
+
+def _data(step):
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def _residuals(compression):
+    return {
+        segment.name: group.residual.committed[segment.offset : segment.end].clone()
+        for group in compression.groups
+        for segment in group.layout.segments
+    }
+
+
+def _unused():
+    """Residual of the unused head before and after a step that does not use it."""
+    model = _model(find_unused_parameters=True)
+    compression = attach(model, "onebit")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    kept = []
+    for step, head in enumerate(["left", "right", "left"]):
+        optimizer.zero_grad()
+        model(_data(step), head).square().mean().backward()
+        optimizer.step()
+        kept.append(_residuals(compression))
+    return [{name: value.numpy() for name, value in each.items()} for each in kept]
+
+
+def test_an_unused_parameter_keeps_its_residual(pools):
+    for first, second, third in pools[2].run(_unused):
+        assert np.array_equal(first["module.left.weight".removeprefix("module.")], second["left.weight"])
+        assert not np.array_equal(second["left.weight"], third["left.weight"])
+        assert not first["right.weight"].any()
+        assert second["right.weight"].any()
+
+
+def _loss(model, step, dtype=torch.float32):
+    """Uses both heads."""
+    data = _data(step).to(dtype)
+    return model(data, "left").square().mean() + model.module.right(data).square().mean()
+
+
+def _nonfinite(bucket_cap_mb):
+    """One rank has a NaN in one bucket of the second step; no residual of any bucket may move."""
+    model = _model(bucket_cap_mb=bucket_cap_mb)
+    compression = attach(model, "onebit")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        poison = model.module.left.bias.register_hook(lambda gradient: gradient * math.nan)
+        if step != 1 or dist.get_rank() != 1:
+            poison.remove()
+        _loss(model, step).backward()
+        poison.remove()
+        poisoned = bool(model.module.left.bias.grad.isnan().any())
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer.step()
+        if poisoned:
+            with torch.no_grad():
+                torch._foreach_copy_(list(model.parameters()), before)
+        seen.append((poisoned, {name: value.numpy() for name, value in _residuals(compression).items()}))
+    return seen, compression.stats()["nonfinite_steps"]
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
+def test_nan_on_one_rank_reaches_all_and_moves_no_residual(pools, bucket_cap_mb):
+    for seen, count in pools[2].run(_nonfinite, bucket_cap_mb):
+        assert [poisoned for poisoned, _ in seen] == [False, True, False]
+        (_, before), (_, during), (_, after) = seen
+        assert all(np.array_equal(before[name], during[name]) for name in before)
+        assert all(np.isfinite(value).all() for value in after.values())
+        assert any(not np.array_equal(before[name], after[name]) for name in before)
+        assert count == 1
+
+
+def _dtype(dtype, compressor):
+    model = _model(dtype)
+    compression = attach(model, compressor)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, step, dtype).backward()
+        optimizer.step()
+    flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in model.parameters()])
+    return flat.numpy(), compression.stats()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("compressor", ["topk", "onebit", "fp16"])
+def test_buckets_of_every_dtype(pools, dtype, compressor):
+    (first, stats), (second, _) = pools[2].run(_dtype, dtype, compressor)
+    assert np.isfinite(first).all()
+    assert np.array_equal(first, second)
+    assert stats["bytes_dense"] == stats["total_bytes_dense"] / 3
+
+
+def _scaled(scales):
+    """Train under a loss scale that changes."""
+    model = _model()
+    scale = torch.tensor(1.0)
+    compression = attach(model, "onebit", scale=lambda: scale)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, value in enumerate(scales):
+        scale.fill_(value)
+        optimizer.zero_grad()
+        loss = _loss(model, step)
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(scale)
+        optimizer.step()
+    compression.close()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy()
+
+
+def test_residuals_do_not_depend_on_the_loss_scale(pools):
+    plain = pools[2].run(_scaled, [1.0, 1.0, 1.0, 1.0])
+    scaled = pools[2].run(_scaled, [256.0, 512.0, 512.0, 4.0])
+    assert np.array_equal(plain[0], scaled[0])
+
+
+def _warmup():
+    model = _model()
+    compression = attach(model, "topk", warmup_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sent = []
+    for step in range(4):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+        sent.append(compression.stats()["ratio"])
+    return sent
+
+
+def test_warmup_steps_are_dense(pools):
+    ratios = pools[2].run(_warmup)[0]
+    assert all(0.9 < ratio <= 1.0 for ratio in ratios[:2])
+    assert all(ratio > 10 for ratio in ratios[2:])
+
+
+def _twice():
+    """Two backwards before one step: both gradients count."""
+    model = _model()
+    compression = attach(model, "topk", exclude=[], min_numel=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    total = torch.zeros(64, 64)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = _loss(model, step)
+        local = torch.autograd.grad(loss, model.module.left.weight, retain_graph=True)[0]
+        dist.all_reduce(local)
+        total += local
+        loss.backward()
+        total -= dist.get_world_size() * model.module.left.weight.grad
+    optimizer.step()
+    kept = _residuals(compression)["left.weight"].view(64, 64)
+    dist.all_reduce(kept)
+    return float((total - kept).abs().max() / total.abs().max())
+
+
+def test_a_second_backward_before_the_step_goes_on_from_the_first(pools):
+    assert max(pools[2].run(_twice)) < 1e-5

@@ -1,0 +1,116 @@
+"""The laws of the house, over every method, exchange and world size, on ranks that are threads."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_compress.codecs import Dense
+from lightning_compress.collectives import CountingCollective, run_threads
+from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.layout import Layout
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+from tests.cases import CASES
+
+CPU = torch.device("cpu")
+DENSE = Layout.of([("bias", (37,)), ("norm", (5,))])
+LARGE = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 347))])
+SIZES = [1, 2, 3, 4, 5]
+
+
+def sections(codec):
+    """A group as the rules make it: a dense section, then the codec's."""
+    return [Section(Dense(), DENSE, 0), Section(codec, LARGE, DENSE.numel)]
+
+
+def vector(rank, seed=0):
+    """Different data on every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    numel = DENSE.numel + LARGE.numel
+    return torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator).square()
+
+
+def can_travel(case, exchange):
+    return exchange != "all_reduce" or case.name in ("none", "fp16", "bf16")
+
+
+def average(case_codec, exchange, size, flag_rank=None):
+    """Run one mean on every rank: (vector before, after, mean, flag, meter, bytes by formula)."""
+
+    def program(collective):
+        meter = Meter(CPU)
+        plan = EXCHANGES[exchange]().plan(sections(case_codec), CountingCollective(collective, meter), CPU, meter)
+        before = vector(collective.rank)
+        after, mean = before.clone(), torch.full_like(before, 7.0)
+        flag = torch.tensor(math.nan if collective.rank == flag_rank else 0.0)
+        plan.mean(after, mean, 5, flag)
+        return before, after, mean, flag, meter, plan.bytes_sent
+
+    return run_threads(size, program)
+
+
+GRID = [
+    pytest.param(case, exchange, size, id=f"{case.name}-{exchange}-{size}")
+    for case in CASES
+    for exchange in EXCHANGES
+    for size in SIZES
+    if can_travel(case, exchange)
+]
+
+
+@pytest.mark.parametrize(("case", "exchange", "size"), GRID)
+def test_mass_is_conserved_and_all_ranks_agree(case, exchange, size):
+    ranks = average(case.codec, exchange, size)
+    total = sum(before.double() for before, *_ in ranks)
+    kept = sum(after.double() for _, after, *_ in ranks)
+    mean = ranks[0][2]
+    assert all(other[2].equal(mean) for other in ranks)
+    assert mean.isfinite().all()
+    error = (size * mean.double() + kept - total).abs().max()
+    assert error <= tolerance(case, exchange, size) * total.abs().max()
+
+
+def tolerance(case, exchange, size):
+    # A cast that the transport itself adds up owes the local half only: its sums round to 16 bits.
+    if case.name in ("fp16", "bf16") and exchange in ("all_reduce", "auto"):
+        return 2.0 ** (-10 if case.name == "fp16" else -7) * size
+    return 1e-6 * size
+
+
+@pytest.mark.parametrize(("case", "exchange", "size"), GRID)
+def test_bytes_equal_the_formula(case, exchange, size):
+    for _, _, _, _, meter, promised in average(case.codec, exchange, size):
+        assert meter.bytes_sent == promised
+    if exchange == "all_gather":
+        pad = lambda count: -(-count // 16) * 16  # noqa: E731
+        message = 16 + pad(4 * DENSE.numel) + pad(case.message_size(LARGE))
+        assert promised == (size - 1) * message
+
+
+@pytest.mark.parametrize(("case", "exchange", "size"), [each for each in GRID if each.values[0].lossless])
+def test_lossless_settings_are_the_mean(case, exchange, size):
+    ranks = average(case.lossless, exchange, size)
+    mean = sum(before.double() for before, *_ in ranks) / size
+    assert (ranks[0][2].double() - mean).abs().max() <= 1e-6
+    assert all(not after.any() for _, after, *_ in ranks)
+
+
+@pytest.mark.parametrize(("case", "exchange", "size"), GRID)
+def test_a_flag_on_any_rank_reaches_every_rank(case, exchange, size):
+    for bad in (0, size - 1):
+        assert all(flag.isnan() for _, _, _, flag, _, _ in average(case.codec, exchange, size, flag_rank=bad))
+    assert all(flag == 0.0 for _, _, _, flag, _, _ in average(case.codec, exchange, size))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_shot_traffic_does_not_grow_with_the_ranks(case):
+    few, many = (average(case.codec, "two_shot", size)[0][5] for size in (4, 16))
+    assert many <= 1.35 * few
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_auto_never_sends_more_than_dense(case):
+    for size in (2, 3, 8, 16):
+        dense = average(Dense(), "all_reduce", size)[0][5]
+        assert average(case.codec, "auto", size)[0][5] <= dense

@@ -1,0 +1,55 @@
+"""Bytes reported are bytes sent: the loopback interface's own counters say so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_compress.codecs import Dense
+from lightning_compress.collectives import CountingCollective, TorchCollective
+from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.layout import Layout
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+from tests.cases import CASES
+from tests.test_laws import can_travel
+
+COUNTERS = Path("/proc/net/dev")
+REPEATS = 8
+
+
+def _loopback_bytes():
+    line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def _send(codec, exchange):
+    """Bytes by the interface (all ranks together) and by this rank's meter."""
+    device = torch.device("cpu")
+    meter = Meter(device)
+    dense, large = Layout.of([("bias", (1000,))]), Layout.of([("weight", (1 << 10, 1 << 10))])
+    sections = [Section(Dense(), dense, 0), Section(codec, large, dense.numel)]
+    plan = EXCHANGES[exchange]().plan(sections, CountingCollective(TorchCollective(), meter), device, meter)
+    gradient = torch.randn(dense.numel + large.numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    out = torch.empty_like(gradient)
+    plan.mean(gradient.clone(), out, 0, torch.tensor(0.0))  # opens the connections
+    dist.barrier()
+    before, counted = _loopback_bytes(), meter.bytes_sent
+    dist.barrier()
+    for step in range(REPEATS):
+        plan.mean(gradient.clone(), out, step, torch.tensor(0.0))
+    dist.barrier()
+    return _loopback_bytes() - before, meter.bytes_sent - counted
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="needs Linux's interface counters")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_interface_counters_agree(pools, case, exchange, size):
+    if not can_travel(case, exchange):
+        pytest.skip("these messages cannot be summed")
+    ranks = pools[size].run(_send, case.codec, exchange)
+    counted = sum(mine for _, mine in ranks)
+    assert ranks[0][0] == pytest.approx(counted, rel=0.05)
