@@ -36,8 +36,8 @@ class CompressedDDPMixin(_Base):
 
     def __init__(
         self,
-        compressor: str | dict[str, Any] | Codec = "bf16",
-        exchange: str | dict[str, Any] | Exchange = "auto",
+        compressor: Codec | str | dict[str, Any] = "bf16",
+        exchange: Exchange | str | dict[str, Any] = "auto",
         error_feedback: bool | None = None,
         warmup_steps: int = 0,
         min_numel: int = 1024,

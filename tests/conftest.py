@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.helpers.data import public_data
 from tests.helpers.processes import Pools
 
 
@@ -15,3 +16,9 @@ def pools():
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def cifar10(tmp_path_factory):
+    """The folder of CIFAR-10's binary files."""
+    return public_data("cifar10", tmp_path_factory.mktemp("data")) / "cifar-10-batches-bin"

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check, pack, packed_size, pieces, unpack
+from lightning_compress.codecs.bits import check, chunk_size, pack, packed_size, pieces, unpack
 from lightning_compress.layout import Layout
-
-CHUNK = (1 << 18, 1 << 24)
-"""Elements at a time on a CPU, on an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,8 @@ class OneBit(Codec):
     (0 where there is none). The receiver puts these in place; ``v - hi`` or ``v - lo`` stays in the vector, so what
     stays sums to zero in each block and is 1 - 2/pi = 0.363 of normal data's squared norm. The method is
     biased and needs error feedback. The paper's blocks are the columns of a weight matrix; fixed ones do not
-    degenerate for convolutions and narrow layers. A message is the pairs ``hi, lo`` as float32, zeros up to a multiple
-    of 16 bytes, then the bits, the first one lowest.
+    degenerate for convolutions and narrow layers. A message is every block's ``hi``, then every
+    block's ``lo`` as float32, zeros up to a multiple of 16 bytes, then the bits, the first one lowest.
 
     Args:
         block: elements that share two means; a multiple of 8, at least 64 (2 bits per element, closest), and as large
@@ -60,7 +57,7 @@ class _OneBitPlan(Plan):
         self._bits = aligned(self._header)
         self.message_size = self._bits + packed_size(layout.numel)
         self._means = torch.empty(2, self._blocks, device=device)
-        rows = max(1, min(CHUNK[device.type != "cpu"] // block, self._blocks))
+        rows = max(1, min(chunk_size(device) // block, self._blocks))
         buffers = _Buffers(rows * block, rows, device)
         self._pieces = [
             _Piece(blocks, slice(blocks.start * block, blocks.stop * block), self._bits, buffers)
@@ -87,7 +84,7 @@ class _OneBitPlan(Plan):
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
         header = messages[:, : self._header].clone(memory_format=torch.contiguous_format)
-        means = header.view(torch.float32).view(-1, 2, self._blocks, 1).mul_(weight)
+        means = header.view(-1).view(torch.float32).view(len(messages), 2, self._blocks, 1).mul_(weight)
         for piece in self._pieces:
             rows = out[piece.elements].view(piece.shape)
             if not accumulate:
@@ -142,9 +139,12 @@ class _Piece:
         Returns:
             1.0 where an element is on the upper side and 0.0 elsewhere; in scratch.
         """
-        for side, (low, high) in zip(self.sums, ((0, None), (None, 0)), strict=True):
-            self.wide.copy_(torch.clamp(rows, low, high, out=self.floats))
-            torch.sum(self.wide, dim=1, out=side)
+        high, low = self.sums
+        torch.sum(self.wide.copy_(rows), dim=1, out=low)
+        torch.sum(self.wide.clamp_(min=0), dim=1, out=high)
+        low.sub_(high)
+        if rows.device.type != "cpu" or torch.any(low.neg() < high * 1e-3):  # few digits are left of the difference
+            torch.sum(self.wide.copy_(rows).clamp_(max=0), dim=1, out=low)
         signs = torch.ge(rows, 0, out=self.floats)  # floats, as torch compares into these by vectors
         upper, lower = self.counts
         upper.copy_(signs.sum(dim=1))  # of ones, so exact

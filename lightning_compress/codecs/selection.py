@@ -16,7 +16,8 @@ from lightning_compress.codecs.bits import CHUNK, pieces
 SMALL = 4096
 """Up to this many elements no sample is worth taking."""
 TAIL = 400
-"""Elements of the sample that should reach the threshold: their number errs by 1 / sqrt(TAIL) = 5 %."""
+"""Elements of the sample that should reach the threshold: their number errs by 1 / sqrt(TAIL) = 5 %; by more where the
+sample would have to be more than a 16th of all (densities below 0.006)."""
 
 
 class Selector(ABC):
@@ -46,7 +47,7 @@ class Selector(ABC):
         """Which elements to look at, and how many of them should reach the threshold (0: take no threshold)."""
         if numel <= SMALL:
             return slice(0, 0), 0
-        wanted = min(max(TAIL * numel // k, SMALL), max(numel // 64, SMALL))
+        wanted = min(max(TAIL * numel // k, SMALL), max(numel // 16, SMALL))
         stride = max(1, numel // wanted) | 1  # odd, so that it does not fall in step with the rows of a matrix
         offset = key % stride
         size = len(range(offset, numel, stride))
@@ -69,18 +70,18 @@ class CpuSelector(Selector):
 
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
         """Write places and values of the largest elements; see the base class."""
-        source, slots, k = vector.numpy()[part.start : part.stop], indices.numpy(), len(indices)
-        if k == len(part):
-            found, slots[:] = k, part
-        else:
-            found = self._find(source, key, slots)
-            slots[:found] += np.int32(part.start)
-            slots[found:] = 0
+        slots = indices.numpy()
+        found = self._find(vector.numpy()[part.start : part.stop], key, slots)
+        slots[:found] += np.int32(part.start)
+        slots[found:] = 0
         torch.index_select(vector, 0, indices[:found], out=values[:found])
         values[found:] = 0
 
     def _find(self, source: npt.NDArray[np.float32], key: int, slots: npt.NDArray[np.int32]) -> int:
         k = len(slots)
+        if k == len(source):
+            slots[:] = np.arange(k)
+            return k
         where, rank = self.sample(len(source), k, key)
         threshold = np.float32(0)
         if rank:
@@ -160,7 +161,7 @@ class SortSelector(Selector):
             least = magnitudes[where].topk(rank, sorted=True).values[-1]
             magnitudes = torch.where(magnitudes >= least, magnitudes, 0)
         largest, places = torch.sort(magnitudes, descending=True, stable=True)
-        if self.exact:
+        if self.exact or k == len(part):
             chosen = places[:k].sort().values
             indices.copy_(chosen + part.start)
             values.copy_(source[chosen])

@@ -31,8 +31,8 @@ class TopK(Codec):
         scope: "parameter" takes the share of each parameter (or of the part of it that is in the vector), which is
             safe where gradients differ in scale; "group" takes it of the whole vector.
         selection: "exact" sends the k largest, and the first ones among equals; "sampled" sends what reaches the
-            k-th magnitude as estimated on a strided sample, at most k (the largest), so 5-10 % fewer at times; the
-            places left over hold index 0 and value 0.
+            k-th magnitude as estimated on a strided sample, at most k (the largest); that is a few per cent fewer
+            on average, and the slots left over hold index 0 and value 0.
 
     Raises:
         ValueError: a setting is none of these, or (from ``plan``) the vector has 2^31 elements or more.
@@ -49,12 +49,17 @@ class TopK(Codec):
     selection: Selection = "exact"
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
+        if not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
             raise ValueError(f"TopK(density={self.density!r}): density must be in (0, 1]; 0.01 sends 1 %")
         for field, allowed in (("scope", get_args(Scope)), ("selection", get_args(Selection))):
             value = getattr(self, field)
             if value not in allowed:
                 raise ValueError(f"TopK({field}={value!r}): {field} must be one of {', '.join(map(repr, allowed))}")
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Only where most of the gradient is sent at once."""
+        return self.density > 0.1
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from lightning_compress.collectives.base import Collective
 
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class TorchCollective(Collective):
     """Collectives of one process group, issued synchronously.
@@ -26,7 +29,7 @@ class TorchCollective(Collective):
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Collect one tensor a rank."""
-        dist.all_gather_into_tensor(out.view(-1), tensor, group=self.group)
+        _all_gather(out.view(-1), tensor, group=self.group)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Exchange rows pairwise."""

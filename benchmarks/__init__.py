@@ -1,0 +1,1 @@
+"""What the claims about speed rest on; each module is a program."""

@@ -1,0 +1,131 @@
+"""Speed of the codecs on one thread of a CPU, against ``copy_`` of the vector.
+
+    python -m benchmarks.codecs --codecs onebit,topk --json codecs.json
+
+All that is measured takes turns, and of each the least thread CPU time counts, so that a busy machine does little harm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_compress.codecs import CODECS, Codec, TopK
+from lightning_compress.layout import Layout
+
+CASES: dict[str, Codec] = {name: codec() for name, codec in CODECS.items()}
+CASES["topk-sampled"] = TopK(selection="sampled")
+
+
+def measure(cases: dict[str, Codec], numel: int, repeats: int) -> dict[str, Any]:
+    """Time every case on N(0, 1).
+
+    Args:
+        cases: codecs by the name to show.
+        numel: length of the vector, which is laid out as one parameter.
+        repeats: rounds; the least time of all counts.
+
+    Returns:
+        Milliseconds of ``copy_``, and of each case ``encode_ms`` (residual included), ``decode_ms`` (accumulating one
+        message), both as ratios to ``copy_``, bits per element, and the relative squared error.
+    """
+    source = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    vector, out = torch.empty_like(source), torch.zeros_like(source)
+    device, layout = torch.device("cpu"), Layout.of([("weight", (numel,))])
+    plans = {name: codec.plan(layout, device) for name, codec in cases.items()}
+    messages = {name: torch.empty(1, plan.message_size, dtype=torch.uint8) for name, plan in plans.items()}
+    times: dict[tuple[str, str], list[float]] = {}
+    errors = {}
+    for key in range(repeats):
+        _time(times, ("copy", ""), vector.copy_, source)
+        for name, plan in plans.items():
+            vector.copy_(source)
+            _time(times, (name, "encode"), plan.encode, vector, messages[name][0], key)
+            if key == 0:
+                errors[name] = _relative_error(vector, source)
+            _time(times, (name, "decode"), plan.decode, messages[name], out, 1.0, True)
+    copy = min(times["copy", ""])
+    rows = []
+    for name, plan in plans.items():
+        encode, decode = min(times[name, "encode"]), min(times[name, "decode"])
+        rows.append(
+            {
+                "codec": name,
+                "settings": repr(cases[name]),
+                "encode_ms": encode,
+                "encode_ratio": encode / copy,
+                "decode_ms": decode,
+                "decode_ratio": decode / copy,
+                "bits_per_element": 8 * plan.message_size / numel,
+                "relative_error": errors[name],
+            }
+        )
+    return {"copy_ms": copy, "codecs": rows}
+
+
+def main() -> None:
+    """Measure, print a table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--numel", type=int, default=1 << 23, help="elements of the vector (default: 2^23)")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds, of which the least time counts (default: 20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--codecs", default=",".join(CASES), help="which ones, by commas (default: %(default)s)")
+    args = parser.parse_args()
+    names = args.codecs.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CASES)}")
+    torch.set_num_threads(1)
+    result = _surroundings(args.numel, args.repeats)
+    result |= measure({name: CASES[name] for name in names}, args.numel, args.repeats)
+    Console().print(_table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _time(
+    times: dict[tuple[str, str], list[float]], name: tuple[str, str], function: Callable[..., object], *args: object
+) -> None:
+    start = time.thread_time()
+    function(*args)
+    times.setdefault(name, []).append(1e3 * (time.thread_time() - start))
+
+
+def _relative_error(residual: Tensor, source: Tensor) -> float:
+    return float(residual.double().square().sum() / source.double().square().sum())
+
+
+def _surroundings(numel: int, repeats: int) -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.split(":")[1].strip() for line in info.open() if line.startswith("model name")), cpu)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"torch": torch.__version__, "cpu": cpu, "date": date, "numel": numel, "repeats": repeats}
+
+
+def _table(result: dict[str, Any]) -> Table:
+    title = f"{result['numel']:,} elements, one thread; copy_ takes {result['copy_ms']:.2f} ms"
+    caption = f"bits per element, squared error on N(0, 1); {result['cpu']}, torch {result['torch']}"
+    table = Table(title=title, caption=caption)
+    table.add_column("codec")
+    for column in ("encode ms", "/ copy_", "decode ms", "/ copy_", "bits", "error"):
+        table.add_column(column, justify="right")
+    for row in result["codecs"]:
+        times = (f"{row[f'{part}_{unit}']:.2f}" for part in ("encode", "decode") for unit in ("ms", "ratio"))
+        table.add_row(row["codec"], *times, f"{row['bits_per_element']:.3f}", f"{row['relative_error']:.2g}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

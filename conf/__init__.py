@@ -1,0 +1,1 @@
+"""Hydra's config tree; its compressor, exchange, strategy and monitor groups ship as ``lightning_compress.conf``."""

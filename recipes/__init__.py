@@ -1,0 +1,1 @@
+"""Training recipes that use lightning_compress; run ``python -m recipes.train``."""

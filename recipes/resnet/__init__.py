@@ -1,0 +1,1 @@
+"""Image classification with a ResNet in the CIFAR form."""

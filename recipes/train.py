@@ -1,0 +1,94 @@
+"""Train a recipe: ``python -m recipes.train recipe=resnet compressor=topk compressor.density=0.01 trainer.devices=2``.
+
+``--cfg job`` prints every setting, ``--help`` the groups. Multi-process runs start their own processes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from recipes.build import build
+
+__all__ = ["main", "train"]
+
+
+def train(cfg: DictConfig) -> float:
+    """Fit and test what ``cfg`` describes.
+
+    Args:
+        cfg: the composed config of ``conf/config.yaml``.
+
+    Returns:
+        Accuracy on the test set, in [0, 1].
+
+    Raises:
+        ValueError: a setting is wrong, or the data is missing or damaged.
+    """
+    # Images are in memory and augmented on the device: more workers would only copy them.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Our test sets are padded with blank images that the metrics leave out, so no image counts twice.
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    seed_everything(cfg.seed, workers=True)
+    data = build(cfg.data)
+    model = build(cfg.recipe, **data.dims)
+    trainer: Trainer = build(cfg.trainer)
+    settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    for logger in trainer.loggers:
+        logger.log_hyperparams(settings)
+    trainer.fit(model, datamodule=data)
+    ratio = trainer.callback_metrics.get("comm/ratio")
+    trainer.test(model, datamodule=data, verbose=False)
+    accuracy = float(trainer.callback_metrics["test/acc"])
+    _report(accuracy, ratio)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()  # so that the next run of this process is a run of its own
+    return accuracy
+
+
+def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
+    """Stop a ``--multirun`` whose every process would start a multirun of its own.
+
+    Args:
+        cfg: the composed config.
+        mode: Hydra's mode, ``HydraConfig.get().mode``.
+
+    Raises:
+        ValueError: the trainer would start more than one process by running this command line again.
+    """
+    devices = cfg.trainer.devices
+    single = devices in (1, "1") and cfg.trainer.num_nodes == 1
+    if mode != RunMode.MULTIRUN or single or cfg.strategy.get("start_method", "popen") != "popen":
+        return
+    raise ValueError(
+        f"--multirun with trainer.devices={devices}, trainer.num_nodes={cfg.trainer.num_nodes}: each process would "
+        "start the whole multirun again. Use trainer.devices=1, or strategy.start_method=spawn, or one command per "
+        "run: a shell loop, torchrun, or W&B agents (recipes/*/sweeps)"
+    )
+
+
+@rank_zero_only
+def _report(accuracy: float, ratio: Tensor | None) -> None:
+    saving = f", {ratio:.1f} x fewer bytes than float32" if ratio is not None and ratio > 1 else ""
+    print(f"test accuracy {100 * accuracy:.2f} %{saving}")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg: DictConfig) -> float:
+    """Hydra's entry point; returns the test accuracy, the metric that sweepers maximise."""
+    refuse_multirun(cfg, HydraConfig.get().mode)
+    return train(cfg)
+
+
+if __name__ == "__main__":
+    main()

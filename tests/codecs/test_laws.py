@@ -1,0 +1,121 @@
+"""What every codec owes, on vectors of every kind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_compress.codecs import BF16, FP16, Codec, Dense, OneBit, TopK
+from tests.codecs.helpers import CODECS, CPU, layout, make, trip, vectors
+
+every = pytest.mark.parametrize("codec", CODECS, ids=repr)
+modest = settings(deadline=None, derandomize=True, max_examples=40)
+
+
+@every
+@modest
+@given(vector=vectors())
+def test_conservation(codec: Codec, vector: torch.Tensor) -> None:
+    decoded, residual, _ = trip(codec, vector)
+    assert torch.isfinite(residual).all()
+    together = decoded.double() + residual.double()
+    if isinstance(codec, OneBit):
+        blocks = vector.split(codec.block)
+        largest = torch.cat([block.abs().amax().expand(len(block)) for block in blocks])
+        tolerance = 2.0**-23 * largest.double() + 2.0**-149
+    else:
+        tolerance = torch.zeros(len(vector), dtype=torch.float64)
+    assert ((together - vector.double()).abs() <= tolerance).all()
+    if codec.contractive:
+        assert residual.double().norm() <= vector.double().norm() * (1 + 1e-6)
+
+
+@every
+@modest
+@given(vector=vectors(), key=st.integers(0, 2**64 - 1))
+def test_equal_vectors_and_keys_give_equal_bytes(codec: Codec, vector: torch.Tensor, key: int) -> None:
+    plan = codec.plan(layout(len(vector)), CPU)
+    messages = [torch.full((plan.message_size,), fill, dtype=torch.uint8) for fill in (0x00, 0xFF)]
+    for message in messages:  # what is left unwritten shows, and so does what the plan remembers
+        plan.encode(vector.clone(), message, key)
+        plan.encode(torch.randn(len(vector)), message.clone(), key + 1 & 2**64 - 1)
+    assert torch.equal(*messages)
+
+
+@every
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("numel", [1, 100, 5000])
+def test_decode_sums_rows_in_order(codec: Codec, accumulate: bool, numel: int) -> None:
+    plan = codec.plan(layout(numel), CPU)
+    wide = torch.zeros(3, plan.message_size + 24, dtype=torch.uint8)
+    rows = wide[:, 8 : 8 + plan.message_size]  # strided, as sections of longer messages are
+    singles = []
+    for seed, row in enumerate(rows):
+        plan.encode(make("normal", numel, seed), row, seed)
+        singles.append(torch.zeros(numel))
+        plan.decode(row[None], singles[-1], 1.0, False)
+    out = torch.ones(numel)
+    plan.decode(rows, out, 0.25, accumulate)
+    expected = 0.25 * sum(singles) + accumulate
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    plan.decode(rows[:0], out, 0.25, False)
+    assert not out.any()
+
+
+@every
+@modest
+@given(seed=st.integers(0, 2**32), numel=st.integers(1, 3000), accumulate=st.booleans())
+def test_any_bytes_stay_inside(codec: Codec, seed: int, numel: int, accumulate: bool) -> None:
+    plan = codec.plan(layout(numel), CPU)
+    generator = torch.Generator().manual_seed(seed)
+    messages = torch.randint(0, 256, (2, plan.message_size), dtype=torch.uint8, generator=generator)
+    guarded = torch.full((numel + 200,), 5.0)
+    if isinstance(codec, TopK):  # random indices are hardly ever all inside
+        with pytest.raises(ValueError, match="indices outside"):
+            plan.decode(messages, guarded[100:-100], 1.0, accumulate)
+        assert (guarded == 5).all()
+    else:
+        plan.decode(messages, guarded[100:-100], 1.0, accumulate)
+    assert (guarded[:100] == 5).all()
+    assert (guarded[-100:] == 5).all()
+
+
+@every
+def test_wrong_lengths_are_refused(codec: Codec) -> None:
+    plan = codec.plan(layout(100), CPU)
+    message = torch.zeros(plan.message_size, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="truncated"):
+        plan.decode(message[None, :-1], torch.zeros(100), 1.0, False)
+    with pytest.raises(ValueError, match="truncated"):
+        plan.encode(torch.zeros(100), message[:-1], 0)
+    with pytest.raises(ValueError, match="this plan is for"):
+        plan.encode(torch.zeros(99), message, 0)
+    with pytest.raises(ValueError, match="this plan is for"):
+        plan.decode(message[None], torch.zeros(100, dtype=torch.float64), 1.0, False)
+
+
+@every
+def test_empty_vector(codec: Codec) -> None:
+    plan = codec.plan(layout(1).cut(0, 0), CPU)
+    assert plan.message_size == 0
+    message = torch.zeros(0, dtype=torch.uint8)
+    plan.encode(torch.zeros(0), message, 0)
+    plan.decode(message[None], torch.zeros(0), 1.0, True)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 64, 1000, 1024, 1025, 70_000])
+def test_message_size_follows_the_formula(numel: int) -> None:
+    def size(codec: Codec) -> int:
+        return codec.plan(layout(numel), CPU).message_size
+
+    assert size(Dense()) == 4 * numel
+    assert size(FP16()) == size(BF16()) == 2 * numel
+    assert size(TopK(0.01, "group")) == 8 * max(1, math.ceil(0.01 * numel))
+    sizes = [segment.numel for segment in layout(numel).segments]
+    assert size(TopK(0.01)) == sum(8 * max(1, math.ceil(0.01 * n)) for n in sizes)
+    means = 8 * math.ceil(numel / 512)
+    assert size(OneBit(512)) == math.ceil(means / 16) * 16 + math.ceil(numel / 8)

@@ -1,0 +1,49 @@
+"""Every codec equals a slow reference written from its rules, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from lightning_compress.codecs import BF16, FP16, Codec, Dense, OneBit, TopK
+from lightning_compress.codecs.bits import CHUNK
+from tests.codecs.helpers import layout, make, trip, vectors
+from tests.reference import codecs as reference
+
+
+def expected(codec: Codec, vector: torch.Tensor) -> tuple[reference.Array, reference.Array]:
+    values = vector.numpy()
+    if isinstance(codec, TopK):
+        segments = [(s.offset, s.end) for s in layout(len(vector)).segments if s.numel]
+        ranges = segments if codec.scope == "parameter" else [(0, len(vector))]
+        return reference.topk(values, codec.density, ranges)
+    if isinstance(codec, OneBit):
+        return reference.onebit(values, codec.block)
+    return {Dense: reference.dense, FP16: reference.fp16, BF16: reference.bf16}[type(codec)](values)
+
+
+def compare(codec: Codec, vector: torch.Tensor) -> None:
+    decoded, residual, message = trip(codec, vector)
+    sent, stays = expected(codec, vector)
+    np.testing.assert_array_equal(decoded.numpy(), sent)  # takes 0.0 and -0.0 as equal
+    np.testing.assert_array_equal(residual.numpy(), stays)
+    if isinstance(codec, OneBit):
+        np.testing.assert_array_equal(reference.parse_onebit(message, len(vector), codec.block), sent)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Dense(), FP16(), BF16(), TopK(0.01), TopK(0.2, "group"), TopK(0.7), TopK(1.0), OneBit(), OneBit(64), OneBit(72)],
+    ids=repr,
+)
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(vector=vectors())
+def test_equals_the_reference(codec: Codec, vector: torch.Tensor) -> None:
+    compare(codec, vector)
+
+
+@pytest.mark.parametrize("codec", [FP16(), TopK(0.01), TopK(0.6, "group"), OneBit(), OneBit(72)], ids=repr)
+def test_equals_the_reference_over_several_chunks(codec: Codec) -> None:
+    compare(codec, make("normal", 2 * CHUNK + 12_345))

@@ -1,0 +1,26 @@
+"""Compose the repository's config without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from recipes.build import build
+
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
+
+
+def composed(*overrides: str) -> DictConfig:
+    """What ``python -m recipes.train *overrides`` would run, in a folder of its own under the working one."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose("config", [*overrides, "output_dir=run"])
+
+
+def built(cfg: DictConfig) -> tuple[LightningDataModule, LightningModule, Trainer]:
+    """Build all that ``recipes.train`` builds."""
+    data = build(cfg.data)
+    return data, build(cfg.recipe, **data.dims), build(cfg.trainer)

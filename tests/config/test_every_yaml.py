@@ -1,0 +1,109 @@
+"""Every config file composes, builds, and says what its class says."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+from lightning_compress import CompressedDDPStrategy
+from lightning_compress.codecs import CODECS
+from lightning_compress.exchanges import EXCHANGES
+from lightning_compress_hydra import LightningCompressSearchPathPlugin
+from tests.config.composing import CONF, built, composed
+
+FILES = sorted(CONF.glob("*/*.yaml"))
+PACKAGED = [path for path in FILES if path.parent.name in ("compressor", "exchange", "strategy", "monitor")]
+
+
+def name(path: Path) -> str:
+    return f"{path.parent.name}={path.stem}"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def test_groups() -> None:
+    groups = {path.parent.name for path in FILES}
+    wanted = "recipe optimizer data compressor exchange strategy monitor trainer logger experiment debug"
+    assert groups == set(wanted.split())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_composes_and_builds(path: Path) -> None:
+    cfg = composed(name(path))
+    if cfg.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        OmegaConf.resolve(cfg)
+        pytest.skip("no GPU to build this trainer for")
+    _, model, trainer = built(cfg)
+    assert isinstance(trainer.strategy, CompressedDDPStrategy)
+    assert sum(p.numel() for p in model.parameters()) > 200_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_head_comment_has_a_command_that_composes(path: Path) -> None:
+    commands = [line for line in path.read_text().splitlines() if line.startswith("# run: ")]
+    assert len(commands) == 1
+    words = shlex.split(commands[0].removeprefix("# run: "), comments=True)
+    assert words[:3] == ["python", "-m", "recipes.train"]
+    OmegaConf.resolve(composed(*words[3:]))
+
+
+@pytest.mark.parametrize(("group", "known"), [("compressor", CODECS), ("exchange", EXCHANGES)])
+def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: dict[str, type]) -> None:
+    assert {path.stem for path in FILES if path.parent.name == group} == set(known)
+    for option, cls in known.items():
+        settings = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
+        assert isinstance(settings, dict)
+        assert get_object(settings.pop("_target_")) is cls
+        assert settings == {key: each.default for key, each in inspect.signature(cls).parameters.items()}
+
+
+def test_strategy_shows_every_setting_of_ours() -> None:
+    shown = OmegaConf.load(CONF / "strategy/compressed_ddp.yaml")
+    settings = set(inspect.signature(CompressedDDPStrategy).parameters) - {"kwargs"}
+    assert settings < set(shown)
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=name)
+def test_packaged_targets_are_public_and_resolve(path: Path) -> None:
+    target = OmegaConf.load(path)["_target_"]
+    module, _, symbol = target.rpartition(".")
+    assert target.startswith("lightning_compress.")
+    assert symbol in get_object(module).__all__
+
+
+def test_settings_of_another_method_are_refused() -> None:
+    with pytest.raises(Exception, match="density"):
+        composed("compressor=onebit", "compressor.density=0.1")
+
+
+def test_unknown_compressor_lists_what_there_is() -> None:
+    with pytest.raises(MissingConfigException) as info:
+        composed("compressor=nosuch")
+    assert all(option in str(info.value) for option in CODECS)
+
+
+def test_experiment_is_stronger_than_the_primary_file() -> None:
+    assert composed("experiment=resnet_topk").trainer.devices == 2
+    assert composed("experiment=resnet_topk", "trainer.devices=4").trainer.devices == 4
+
+
+def test_plugin_appends_our_groups() -> None:
+    assert LightningCompressSearchPathPlugin in Plugins.instance().discover(SearchPathPlugin)
+    path = ConfigSearchPathImpl()
+    path.append("main", "pkg://theirs")
+    LightningCompressSearchPathPlugin().manipulate_search_path(path)
+    assert [each.path for each in path.get_path()] == ["pkg://theirs", "pkg://lightning_compress.conf"]

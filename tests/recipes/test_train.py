@@ -1,0 +1,78 @@
+"""The command line, in real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.types import RunMode
+
+from recipes.train import refuse_multirun
+from tests.config.composing import ROOT, composed
+
+
+def train(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m recipes.train`` as a user does; a hang is a failure."""
+    launched = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    environment = {key: value for key, value in os.environ.items() if key not in launched}
+    return subprocess.run(
+        [sys.executable, "-m", "recipes.train", *overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"],
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_two_processes_with_a_compressor(tmp_path: Path) -> None:
+    overrides = ["debug=fast", "logger=csv", "trainer=cpu_2proc", "compressor=topk", "compressor.density=0.05"]
+    done = train(*overrides, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1  # rank 0 speaks for all
+    assert "x fewer bytes than float32" in done.stdout
+    hparams = next(tmp_path.rglob("hparams.yaml")).read_text()
+    assert "density: 0.05" in hparams
+    header = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()[0].split(",")
+    assert {"comm/ratio", "comm/bytes_sent", "train/loss", "test/acc"} <= set(header)
+
+
+def test_one_process(tmp_path: Path) -> None:
+    done = train("debug=fast", "trainer=cpu", "compressor=onebit", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1
+
+
+def test_missing_data_stops_every_rank(tmp_path: Path) -> None:
+    done = train("debug=fast", "trainer=cpu_2proc", "data=cifar10", f"data.root={tmp_path}", folder=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("ValueError: data.root=") == 2
+    assert "data.download=true" in done.stderr
+
+
+def test_multirun_of_several_processes_is_refused(tmp_path: Path) -> None:
+    done = train("--multirun", "debug=fast", "trainer=cpu_2proc", "compressor=none,bf16", folder=tmp_path)
+    assert done.returncode != 0
+    assert "ValueError: --multirun with trainer.devices=2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "overrides", "refused"),
+    [
+        (RunMode.RUN, ["trainer.devices=2"], False),
+        (RunMode.MULTIRUN, ["trainer.devices=1"], False),
+        (RunMode.MULTIRUN, ["trainer.devices=2", "strategy.start_method=spawn"], False),
+        (RunMode.MULTIRUN, ["trainer.devices=-1"], True),
+        (RunMode.MULTIRUN, ["trainer.devices=1", "trainer.num_nodes=2"], True),
+    ],
+)
+def test_what_multirun_refuses(mode: RunMode, overrides: list[str], refused: bool) -> None:
+    cfg = composed(*overrides)
+    if not refused:
+        refuse_multirun(cfg, mode)
+        return
+    with pytest.raises(ValueError, match=r"torchrun|W&B agents"):
+        refuse_multirun(cfg, mode)

@@ -1,0 +1,103 @@
+"""Right before good: ResNet-20 on CIFAR-10 follows a slow single-process simulation of the same algorithm."""
+
+from itertools import accumulate
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_compress import CompressedDDPStrategy
+from recipes.resnet.cifar10 import TRAIN_FILES, read_batches
+from recipes.resnet.model import ResNet
+from tests.reference.codecs import onebit, topk
+from tests.reference.simulation import simulate
+
+STEPS, BATCH, RATE, MOMENTUM = 50, 16, 0.1, 0.9
+
+
+def ranges(lengths):
+    """Where each parameter stands."""
+    ends = list(accumulate(lengths))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+METHODS = {
+    "topk": ({"name": "topk", "density": 0.01}, lambda vector, lengths: topk(vector, 0.01, ranges(lengths))),
+    "onebit": ({"name": "onebit", "block": 1024}, lambda vector, lengths: onebit(vector, 1024)),
+}
+
+
+class Learner(pl.LightningModule):
+    """ResNet-20 from a fixed start; remembers the groups of every step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = ResNet(20)
+        self.groups = []
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        groups = self.trainer.strategy.compression.groups
+        self.groups.append([[name.removeprefix("net.") for name in group.names] for group in groups])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), RATE, momentum=MOMENTUM)
+
+
+def _images(root):
+    """Real images, normalised, and their labels."""
+    split = read_batches(root, TRAIN_FILES[:1])
+    return (split.images[: STEPS * BATCH * 3].float() / 255 - 0.47) / 0.25, split.labels[: STEPS * BATCH * 3]
+
+
+def _train(compressor, root):
+    learner = Learner()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=CompressedDDPStrategy(compressor),
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    share = TensorDataset(*(each[dist.get_rank() :: dist.get_world_size()] for each in _images(root)))
+    trainer.fit(learner, DataLoader(share, BATCH))
+    return {name: parameter.detach().numpy() for name, parameter in learner.net.named_parameters()}, learner.groups
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_training_follows_the_simulation(pools, cifar10, name, size):
+    compressor, method = METHODS[name]
+    real, groups = pools[size].run(_train, compressor, cifar10)[0]
+    assert len(groups) == STEPS
+    assert len(groups[1]) > 1  # DDP has rebuilt its buckets
+    images, labels = _images(cifar10)
+    batches = [
+        [
+            (
+                images[rank::size][step * BATCH : (step + 1) * BATCH],
+                labels[rank::size][step * BATCH : (step + 1) * BATCH],
+            )
+            for rank in range(size)
+        ]
+        for step in range(STEPS)
+    ]
+    simulated = simulate(Learner().net, batches, groups, method, RATE, MOMENTUM)
+    start = dict(Learner().net.named_parameters())
+    for parameter, value in simulated.items():
+        moved = np.abs(value.numpy() - start[parameter].detach().numpy()).max()
+        difference = np.abs(real[parameter] - value.numpy()).max()
+        assert difference <= 1e-4, f"{parameter}: {difference}, where training moved it by {moved}"
+        assert moved > 1e-3
