@@ -1,0 +1,77 @@
+"""What a user of the wheel gets, away from the source tree."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lightning_compress.codecs import CODECS
+from lightning_compress.exchanges import EXCHANGES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+APPLICATION = """
+import hydra, sys
+from omegaconf import OmegaConf
+import lightning_compress_hydra
+assert "torch" not in sys.modules
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="app")
+def main(cfg):
+    import lightning_compress
+    print("FROM", lightning_compress.__file__)
+    print("BUILT", hydra.utils.instantiate(cfg.strategy)._settings.codec)
+
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The wheel, and a folder it is installed into."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs a git checkout, to know what the source is")
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
+    subprocess.run(build, check=True, capture_output=True)  # the wheel is built from the sdist
+    (wheel,) = folder.glob("*.whl")
+    target = folder / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    return wheel, target
+
+
+def test_what_ships(installed):
+    names = set(zipfile.ZipFile(installed[0]).namelist())
+    wanted = {f"lightning_compress/conf/compressor/{name}.yaml" for name in CODECS}
+    wanted |= {f"lightning_compress/conf/exchange/{name}.yaml" for name in EXCHANGES}
+    wanted |= {"lightning_compress/conf/__init__.py", "lightning_compress/py.typed", "lightning_compress_hydra.py"}
+    wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_compress").rglob("*.py")}
+    assert wanted <= names
+    assert not [name for name in names if name.startswith(("recipes", "tests", "benchmarks", "conf/"))]
+
+
+@pytest.mark.parametrize("overrides", [["compressor=topk", "compressor.density=0.3"], ["compressor=onebit"]])
+def test_another_hydra_application(installed, tmp_path, overrides):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "app.yaml").write_text(
+        "defaults:\n  - _self_\n  - compressor: none\n  - exchange: auto\n  - strategy: compressed_ddp\n"
+    )
+    (tmp_path / "app.py").write_text(APPLICATION)
+    environment = os.environ | {"PYTHONPATH": str(installed[1])}
+    run = subprocess.run(
+        [sys.executable, "app.py", *overrides, "hydra.run.dir=out"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert f"FROM {installed[1]}" in run.stdout
+    assert ("BUILT TopK(density=0.3" if "topk" in overrides[0] else "BUILT OneBit") in run.stdout

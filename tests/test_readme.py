@@ -1,0 +1,72 @@
+"""Every code block of the README runs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for kind, body in BLOCKS
+    if kind == "bash"
+    for line in body.splitlines()
+    if line.strip()
+]
+
+
+def run(command, cwd=ROOT):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("code", [body for kind, body in BLOCKS if kind == "python"])
+def test_python(code, tmp_path):
+    run([sys.executable, "-c", code], tmp_path)
+
+
+@pytest.mark.parametrize("text", [body for kind, body in BLOCKS if kind == "yaml"])
+@pytest.mark.filterwarnings("ignore")
+def test_yaml(text, tmp_path):
+    from lightning.pytorch.cli import LightningCLI
+
+    from lightning_compress import CompressedDDPStrategy
+    from tests.helpers.training import Net
+
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(text)))
+    arguments = [f"--config={config}", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    assert isinstance(LightningCLI(Net, args=arguments, run=False).trainer.strategy, CompressedDDPStrategy)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command, tmp_path):
+    words = shlex.split(command)
+    if words[:3] == ["python", "-m", "recipes.train"]:
+        assert "_target_: lightning_compress" in run([sys.executable, *words[1:], "--cfg", "job", "--resolve"])
+    elif words[0] == "make":
+        run([words[0], "--dry-run", *words[1:]])
+    elif words[:2] == ["pip", "install"]:
+        extras = re.findall(r"\[(\w+)\]", command)
+        assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
+    else:
+        pytest.fail(f"nobody knows how to try {command!r}")
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_every_benchmark_says_how_to_use_it():
+    for path in (ROOT / "benchmarks").glob("[!_]*.py"):
+        assert "--" in run([sys.executable, "-m", f"benchmarks.{path.stem}", "--help"])
