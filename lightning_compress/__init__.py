@@ -1,15 +1,16 @@
 """Gradient compression for PyTorch Lightning: ``Trainer(strategy=CompressedDDPStrategy(compressor="topk"))``."""
 
-import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from lightning_compress.codecs import Codec
+from lightning_compress.entry import attach
 from lightning_compress.exchanges import Exchange
-from lightning_compress.hook import Compression, attach
+from lightning_compress.hook import Compression
 from lightning_compress.monitor import CommunicationMonitor
 from lightning_compress.strategy import CompressedDDPStrategy
 
-if "pytorch_lightning" in sys.modules:  # its users look names up in a registry of its own
+if find_spec("pytorch_lightning"):  # its users look names up in a registry of its own
     import lightning_compress.pytorch_lightning  # noqa: F401
 
 try:

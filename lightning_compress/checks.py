@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,26 +47,44 @@ def check_accumulation(static_graph: bool, accumulate: int) -> None:
         )
 
 
-def check_module(module: nn.Module) -> None:
-    """Refuse modules whose gradients never reach the communication hook as dense tensors.
+def check_ddp(ddp: DistributedDataParallel) -> None:
+    """Refuse a model that was built with what ``check_ddp_arguments`` refuses.
 
     Raises:
-        ValueError: an embedding has sparse gradients, or an optimizer runs inside backward.
+        ValueError: it was.
+    """
+    check_ddp_arguments(
+        {
+            "mixed_precision": ddp.mixed_precision,
+            "delay_all_reduce_named_params": getattr(ddp, "_delay_all_reduce_params", None) or None,
+        }
+    )
+
+
+def check_module(module: nn.Module, settings: Settings) -> None:
+    """Refuse modules whose gradients cannot be compressed as they reach the communication hook, and idle patterns.
+
+    Raises:
+        ValueError: an embedding has sparse gradients, an optimizer runs inside backward, a parameter is complex, or
+            a pattern in ``exclude`` matches nothing.
     """
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ValueError(f"{name or 'the module'} has sparse gradients; build it with sparse=False")
-    for name, parameter in module.named_parameters():
+    for name, parameter in trained_parameters(module):
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
                 f"{name} is stepped inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
                 "step the optimizer after backward"
             )
+        if parameter.is_complex():
+            raise ValueError(f"{name} is {parameter.dtype}: only real gradients are compressed; use compressor='none'")
     optimize_ddp = getattr(torch._dynamo.config, "optimize_ddp", True)
     if isinstance(optimize_ddp, str) and optimize_ddp.startswith("python_reducer"):
         raise ValueError(
             f"torch._dynamo.config.optimize_ddp={optimize_ddp!r} calls hooks with other arguments; set it to True"
         )
+    settings.rules.check([name for name, _ in trained_parameters(module)])
 
 
 def check_running(ddp: DistributedDataParallel) -> None:
@@ -82,45 +100,53 @@ def check_running(ddp: DistributedDataParallel) -> None:
         )
 
 
-def check_ranks_agree(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
-    """Compare settings and parameters over the ranks.
+def check_ranks_agree(
+    settings: Settings, module: nn.Module, problem: ValueError | None, collective: Collective, device: torch.device
+) -> None:
+    """Compare settings and parameters over the ranks, and let all of them stop where one has to.
+
+    Args:
+        settings: this rank's.
+        module: this rank's.
+        problem: why this rank cannot train, or None.
+        collective: the ranks.
+        device: where to exchange.
 
     Raises:
-        ValueError: on every rank, naming those that differ from rank 0.
+        ValueError: on every rank, naming those that differ from rank 0, or this rank's problem, or whose it is.
     """
     described = {
         "compression settings": settings.digest(),
         "trained parameters (names, shapes, dtypes)": _parameters_digest(module),
     }
-    mine = torch.frombuffer(bytearray(b"".join(described.values())), dtype=torch.uint8).to(device)
+    digests = [*described.values(), hashlib.sha256(str(problem).encode()).digest()]
+    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
     everyone = torch.empty(collective.size, mine.numel(), dtype=torch.uint8, device=device)
     collective.all_gather(mine, everyone)
-    for place, what in enumerate(described):
-        _check_equal(what, everyone[:, 32 * place : 32 * (place + 1)].cpu(), collective.rank, settings)
+    for what, ranks in zip(described, everyone.cpu().split(32, dim=1), strict=False):
+        if others := _different(ranks, ranks[0]):
+            raise ValueError(
+                f"the {what} of rank {others} differ from those of rank 0; start all ranks with the same script and "
+                f"arguments. Rank {collective.rank} has {settings}"
+            )
+    if problem:
+        raise problem
+    healthy = torch.frombuffer(bytearray(digests[-1]), dtype=torch.uint8)
+    if others := _different(everyone.cpu()[:, -32:], healthy):
+        raise ValueError(f"rank {others} cannot train and says why in an error of its own")
 
 
-def _check_equal(what: str, digests: Tensor, rank: int, settings: Settings) -> None:
-    others = [str(peer) for peer, digest in enumerate(digests) if not digest.equal(digests[0])]
-    if others:
-        raise ValueError(
-            f"the {what} of rank {', '.join(others)} differ from those of rank 0; start all ranks with the same script "
-            f"and arguments. Rank {rank} has {settings.codec}, {settings.exchange}, "
-            f"error_feedback={settings.error_feedback}, warmup_steps={settings.warmup_steps}, {settings.rules}"
-        )
+def _different(digests: Tensor, wanted: Tensor) -> str:
+    return ", ".join(str(rank) for rank, digest in enumerate(digests) if not digest.equal(wanted))
 
 
-def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:
     """Parameters that get gradients, by the names a user knows them under."""
     return [
         (name.replace("_orig_mod.", ""), parameter)
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad and name not in ignored
     ]
-
-
-def shapes(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of parameters."""
-    return [(name, tuple(parameter.shape)) for name, parameter in parameters]
 
 
 def _parameters_digest(module: nn.Module) -> bytes:

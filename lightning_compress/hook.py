@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_compress import checks
-from lightning_compress.codecs import Dense
-from lightning_compress.collectives import Collective, CountingCollective, TorchCollective
+from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.group import Group, Scratch
 from lightning_compress.meter import Meter
-from lightning_compress.settings import CompressorLike, ExchangeLike, Settings
+from lightning_compress.settings import Settings
+from lightning_compress.state import Residual
 
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
 
@@ -28,8 +28,9 @@ ScaleSource = Callable[[], Tensor | None]
 class Compression:
     """The compression of one DistributedDataParallel model, from ``attach`` to ``close``.
 
-    A step ends when an optimizer that owns any of the model's parameters has really stepped: then residuals are
-    committed. ``roll_back`` ends it without.
+    A step begins with the first bucket after an optimizer stepped, and ends when an optimizer that owns any of the
+    model's parameters has really stepped: then the residuals of its parameters are committed. A step that an optimizer
+    skipped is rolled back by ``roll_back``, or by itself where a rank's gradient was not finite.
 
     Args:
         ddp: the model.
@@ -45,7 +46,7 @@ class Compression:
         collective: Collective,
         scale: ScaleSource = lambda: None,
     ) -> None:
-        parameters = checks.trained_parameters(ddp.module)
+        parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
         self.settings = settings
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
@@ -60,21 +61,31 @@ class Compression:
         self._scratch = Scratch(self.device)
         self._flag = torch.zeros((), device=self.device)
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._reduced: set[int] = set()
+        self._stepped = True
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
-        self._unhooked_bytes = 0
-        self._join_check = ddp.register_forward_pre_hook(lambda module, _: checks.check_running(module))
+        self._handles: list[Any] = []
         _watch_optimizers()
         _live.add(self)
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Take the averaging over from ``ddp``."""
+        self._handles.append(ddp.register_forward_pre_hook(lambda module, _: checks.check_running(module)))
         ddp.register_comm_hook(None, self.hook)
 
     def leave_to(self, ddp: DistributedDataParallel) -> None:
         """Let ``ddp`` average by itself, and only count what it sends."""
-        parameters = [parameter for _, parameter in checks.trained_parameters(ddp.module)]
-        size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        self._unhooked_bytes = all_reduce_bytes(size, self._collective.size)
+        parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
+        size = sum(parameter.numel() * parameter.element_size() for _, parameter in parameters)
+        sent = all_reduce_bytes(size, self._collective.size)
+
+        def count(module: nn.Module, _: object) -> None:
+            if self._stepped and module.training and torch.is_grad_enabled():
+                self._begin_step()
+                self.meter.bytes_sent += sent
+                self.meter.bytes_dense += sent
+
+        self._handles.append(ddp.register_forward_pre_hook(count))
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean; synchronous, in the order of DistributedDataParallel."""
@@ -95,15 +106,37 @@ class Compression:
     def _reduce(self, bucket: Any) -> None:
         buffer = bucket.buffer()
         group = self._group(bucket.parameters())
+        if self._stepped:
+            self._begin_step()
+        elif id(group) in self._reduced:  # a second backward in the same step
+            self._drop_unsound()
+        self._reduced.add(id(group))
         self.meter.bytes_dense += all_reduce_bytes(buffer.numel() * buffer.element_size(), self._collective.size)
         self._flag.add_(group.reduce(bucket.gradients(), self.step, self._scale()))
+
+    def _begin_step(self) -> None:
+        """The first bucket of a step: what no optimizer made true in the last one was thrown away."""
+        self._stepped = False
+        self._reduced.clear()
+        self._flag.zero_()
+        for residual in self._residuals():
+            residual.roll_back()
+        self.meter.begin_step()
+
+    def _drop_unsound(self) -> None:
+        """Forget a backward that was not finite, which a GradScaler skipped."""
+        rejected = self._flag.isnan()
+        self._nonfinite_steps.add_(rejected)
+        for residual in self._residuals():
+            residual.reject(rejected)
+        self._flag.zero_()
+        self._reduced.clear()
 
     def _group(self, parameters: Sequence[Tensor]) -> Group:
         """The group of a bucket; made, with the residuals its parameters have so far, when the bucket is new."""
         bucket = tuple(map(id, parameters))
         if bucket not in self._by_bucket:
-            names = [self._names[each] for each in bucket]
-            shaped = [(name, self._shapes[name]) for name in names]
+            shaped = [(self._names[each], self._shapes[self._names[each]]) for each in bucket]
             self._scratch.clear()
             group = Group(shaped, self.settings, self._collective, self.device, self.meter, self._scratch)
             self._take_over(group)
@@ -113,58 +146,69 @@ class Compression:
     def _take_over(self, group: Group) -> None:
         """Move state from the groups that had these parameters, and drop those that have none left."""
         for old in self.groups:
-            names = [name for name in group.names if self._owner.get(name) is old]
+            names = {name for name in group.names if self._owner.get(name) is old}
             if names and old.residual and group.residual:
                 group.residual.adopt(old.residual, names)
         self._owner.update(dict.fromkeys(group.names, group))
         self.groups = [each for each in [*self.groups, group] if each in self._owner.values()]
         self._by_bucket = {bucket: each for bucket, each in self._by_bucket.items() if each in self.groups}
 
-    def owns(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer steps any of the model's parameters."""
-        return any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"])
+    def _residuals(self) -> list[Residual]:
+        return [group.residual for group in self.groups if group.residual]
 
-    def commit(self) -> None:
-        """The optimizer stepped: residuals become true, unless a rank's gradient was not finite."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        names = {name for parameter, name in self._names.items() if parameter in owned}
+        if not names:
+            return
         rejected = self._flag.isnan()
-        self._nonfinite_steps.add_(rejected)
-        for group in self.groups:
-            if group.residual:
-                group.residual.commit(rejected)
-        self._flag.zero_()
-        self.step += 1
-        self.meter.bytes_sent += self._unhooked_bytes
-        self.meter.bytes_dense += self._unhooked_bytes
-        self.meter.end_step()
+        if (found := getattr(optimizer, "found_inf", None)) is not None:  # a fused optimizer skips by itself
+            rejected = rejected | (found > 0).to(rejected.device)
+        for residual in self._residuals():
+            residual.commit(rejected, names)
+        if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
+            self._stepped = True
+            self._nonfinite_steps.add_(rejected.squeeze())
+            self.step += 1
+            self.meter.end_step()
 
     def roll_back(self) -> None:
-        """The optimizer did not step: residuals stay as they were."""
-        self._nonfinite_steps.add_(self._flag.isnan())
-        for group in self.groups:
-            if group.residual:
-                group.residual.roll_back()
+        """The optimizer did not step: residuals stay as they were. Nothing happens where it did."""
+        if not self._stepped:
+            self._nonfinite_steps.add_(self._flag.isnan())
+            self._begin_step()
+            self._stepped = True
+
+    def reset(self) -> None:
+        """Begin again: no residuals, no steps."""
+        for residual in self._residuals():
+            residual.reset()
         self._flag.zero_()
+        self._stepped = True
+        self.step = 0
 
     def stats(self) -> dict[str, float]:
-        """Traffic of the last step and in total; on a sampled step also times, error and residual norm.
+        """Traffic of the last step and in total, time and error of the last sampled step; waits for the device.
 
         Returns:
-            ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio`` of the last step; ``total_bytes_sent``,
-            ``total_bytes_dense``, ``steps``, ``nonfinite_steps``; and, of steps that ran after
-            ``meter.begin_sampling()``, ``encode_ms``, ``exchange_ms``, ``decode_ms``, ``relative_error`` (the norm of
-            what was not sent over that of gradient plus residual) and ``residual_norm``.
+            ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio`` of the last step; ``encode_ms``,
+            ``exchange_ms``, ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus
+            residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
+            ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
-        sampled = self.meter.sampling
-        figures = self.meter.read() | {"nonfinite_steps": float(self._nonfinite_steps)}
-        if sampled:
-            norms = [group.residual.committed.norm() for group in self.groups if group.residual]
-            figures["residual_norm"] = float(torch.stack(norms).norm()) if norms else 0.0
-        return figures
+        norms = [residual.committed.norm() for residual in self._residuals()]
+        return self.meter.read() | {
+            "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
+            "nonfinite_steps": float(self._nonfinite_steps),
+        }
 
     def close(self) -> None:
-        """Stop watching the optimizers; the hook itself ends with the model."""
+        """Stop watching the optimizers and give memory back, when the model will not be trained any more."""
         _live.discard(self)
-        self._join_check.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self.groups.clear()
         self._by_bucket.clear()
         self._owner.clear()
@@ -176,72 +220,10 @@ _live: "weakref.WeakSet[Compression]" = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """Commit after every step of an optimizer that owns parameters of a compressed model; one hook per process."""
+    """Tell every compression when an optimizer has stepped; one hook per process."""
 
-    def commit_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for compression in list(_live):
-            if compression.owns(optimizer):
-                compression.commit()
+            compression.after_step(optimizer)
 
-    register_optimizer_step_post_hook(commit_owners)
-
-
-def attach(
-    ddp: DistributedDataParallel,
-    compressor: CompressorLike = "bf16",
-    exchange: ExchangeLike = "auto",
-    error_feedback: bool | None = None,
-    warmup_steps: int = 0,
-    min_numel: int = 1024,
-    exclude: Sequence[str] = (),
-    seed: int = 0,
-    scale: ScaleSource = lambda: None,
-) -> Compression:
-    """Compress the gradient averaging of a bare DistributedDataParallel model.
-
-    Call it on every rank, once, before the first backward. ``none`` and one rank leave the model as it is.
-
-    Args:
-        ddp: the model.
-        compressor: see ``CompressedDDPStrategy``, as the other arguments.
-        exchange: the pattern in which messages travel.
-        error_feedback: add what was not sent to the next gradient.
-        warmup_steps: dense steps before compression begins.
-        min_numel: smaller parameters stay dense.
-        exclude: patterns of parameter names that stay dense.
-        seed: of all randomness.
-        scale: returns what the loss is multiplied by (``scaler._scale`` of a GradScaler), so that residuals survive a
-            change of it; None where there is no scaler.
-
-    Returns:
-        the handle: ``stats()``, ``roll_back()`` and ``close()``.
-
-    Raises:
-        ValueError: settings, module or ranks that cannot work together.
-    """
-    settings = Settings.of(compressor, exchange, error_feedback, warmup_steps, min_numel, exclude, seed)
-    collective = TorchCollective(ddp.process_group)
-    check_setup(settings, ddp.module, collective, next(ddp.module.parameters()).device)
-    return compress(ddp, settings, scale)
-
-
-def check_setup(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
-    """Everything that can be refused before training; talks to the other ranks.
-
-    Raises:
-        ValueError: on every rank.
-    """
-    checks.check_module(module)
-    settings.rules.check(checks.shapes(checks.trained_parameters(module)))
-    checks.check_ranks_agree(settings, module, collective, device)
-
-
-def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None) -> Compression:
-    """``attach`` for what was checked already."""
-    collective = TorchCollective(ddp.process_group)
-    compression = Compression(ddp, settings, collective, scale)
-    if collective.size == 1 or isinstance(settings.codec, Dense):
-        compression.leave_to(ddp)
-    else:
-        compression.register(ddp)
-    return compression
+    register_optimizer_step_post_hook(stepped)

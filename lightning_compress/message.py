@@ -67,26 +67,26 @@ class MessagePlan:
         self._meter = meter
         self._parts: list[tuple[slice, slice, Plan]] = []
         offset = ALIGNMENT
+        sections = [section for section in sections if section.layout.numel]
         for section in sections:
-            if section.layout.numel:
-                plan = section.codec.plan(section.layout, device, summands)
-                stretch = slice(section.start, section.stop)
-                self._parts.append((stretch, slice(offset, offset + plan.message_size), plan))
-                offset += aligned(plan.message_size)
+            plan = section.codec.plan(section.layout, device, summands)
+            stretch = slice(section.start, section.stop)
+            self._parts.append((stretch, slice(offset, offset + plan.message_size), plan))
+            offset += aligned(plan.message_size)
         self.size = offset
-        self.sum_runs = self._find_sum_runs()
+        self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
         self._flag_dtype = self.sum_runs[0].dtype if self.sum_runs else torch.float32
 
-    def _find_sum_runs(self) -> tuple[SumRun, ...] | None:
+    def _find_sum_runs(self, dtypes: Sequence[torch.dtype | None]) -> tuple[SumRun, ...] | None:
         runs: list[SumRun] = []
-        for _, place, plan in self._parts:
-            if plan.sum_dtype is None:
+        for dtype, (_, place, plan) in zip(dtypes, self._parts, strict=True):
+            if dtype is None:
                 return None
             end = place.start + aligned(plan.message_size)
-            if runs and runs[-1].dtype == plan.sum_dtype:
-                runs[-1] = SumRun(plan.sum_dtype, runs[-1].start, end)
+            if runs and runs[-1].dtype == dtype:
+                runs[-1] = SumRun(dtype, runs[-1].start, end)
             else:
-                runs.append(SumRun(plan.sum_dtype, place.start if runs else 0, end))
+                runs.append(SumRun(dtype, place.start if runs else 0, end))
         return tuple(runs) or (SumRun(torch.float32, 0, ALIGNMENT),)
 
     def encode(self, vector: Tensor, message: Tensor, key: int, flag: Tensor) -> None:

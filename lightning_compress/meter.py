@@ -5,17 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 SPANS = ("encode", "exchange", "decode")
+
+
+@dataclass
+class _Sample:
+    """Raw measurements of one step; on CUDA they are read when somebody asks."""
+
+    spans: list[tuple[str, object, object]] = field(default_factory=list)
+    errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class Meter:
     """Counters of one rank.
 
     Attributes:
-        sampling: measure time and error from now on; bytes are counted always.
+        sample_every: time and error are measured on each so-manieth step, and on the first; 0: on none.
+        sampling: they are measured now.
         steps: steps that ended.
         bytes_sent: bytes that this rank handed to the transport, over all steps.
         bytes_dense: bytes that stock DDP would have sent, over all steps.
@@ -23,14 +34,28 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.sample_every = 50
         self.sampling = False
         self.steps = 0
         self.bytes_sent = 0
         self.bytes_dense = 0
         self._started = (0, 0)
         self._last = (0, 0)
-        self._spans: list[tuple[str, object, object]] = []
-        self._error: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sample = _Sample()
+
+    def begin_step(self) -> None:
+        """Open the books of a step."""
+        due = self.steps == 0 or (self.steps + 1) % self.sample_every == 0 if self.sample_every else False
+        self.sampling = due
+        self._started = (self.bytes_sent, self.bytes_dense)
+        if due:
+            self._sample = _Sample()
+
+    def end_step(self) -> None:
+        """Close them: the step counts."""
+        self.steps += 1
+        self.sampling = False
+        self._last = (self.bytes_sent - self._started[0], self.bytes_dense - self._started[1])
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -40,7 +65,7 @@ class Meter:
             return
         start = self._now()
         yield
-        self._spans.append((name, start, self._now()))
+        self._sample.spans.append((name, start, self._now()))
 
     def _now(self) -> object:
         if self.device.type != "cuda":
@@ -49,46 +74,27 @@ class Meter:
         event.record()
         return event
 
-    def add_error(self, before: torch.Tensor, after: torch.Tensor) -> None:
+    def add_error(self, before: Tensor, after: Tensor) -> None:
         """Note the norms of a vector before it was encoded and of what stayed behind."""
-        self._error.append((before, after))
-
-    def end_step(self) -> None:
-        """Close the books of one step."""
-        self.steps += 1
-        self._last = (self.bytes_sent - self._started[0], self.bytes_dense - self._started[1])
-        self._started = (self.bytes_sent, self.bytes_dense)
-
-    def begin_sampling(self) -> None:
-        """Measure the steps from here until the next ``read``."""
-        self.sampling = True
-        self._spans.clear()
-        self._error.clear()
+        self._sample.errors.append((before, after))
 
     def read(self) -> dict[str, float]:
-        """The last step's figures and the totals; ends the sampling and waits for the device if it was on."""
-        figures = {
+        """Figures of the last step, of the last sampled step, and totals; waits for the device."""
+        milliseconds = dict.fromkeys(SPANS, 0.0)
+        for name, start, end in self._sample.spans:
+            milliseconds[name] += _elapsed_ms(start, end)
+        before = sum(float(norm) ** 2 for norm, _ in self._sample.errors) ** 0.5
+        after = sum(float(norm) ** 2 for _, norm in self._sample.errors) ** 0.5
+        return {
             "bytes_sent": float(self._last[0]),
             "bytes_dense": float(self._last[1]),
             "ratio": self._last[1] / self._last[0] if self._last[0] else 1.0,
+            **{f"{name}_ms": value for name, value in milliseconds.items()},
+            "relative_error": after / before if before else 0.0,
             "steps": float(self.steps),
             "total_bytes_sent": float(self.bytes_sent),
             "total_bytes_dense": float(self.bytes_dense),
         }
-        if self.sampling:
-            figures |= self._sampled()
-            self.sampling = False
-        return figures
-
-    def _sampled(self) -> dict[str, float]:
-        milliseconds = dict.fromkeys(SPANS, 0.0)
-        for name, start, end in self._spans:
-            milliseconds[name] += _elapsed_ms(start, end)
-        before = sum(float(b) ** 2 for b, _ in self._error) ** 0.5
-        after = sum(float(a) ** 2 for _, a in self._error) ** 0.5
-        figures = {f"{name}_ms": value for name, value in milliseconds.items()}
-        figures["relative_error"] = after / before if before else 0.0
-        return figures
 
 
 def _elapsed_ms(start: object, end: object) -> float:

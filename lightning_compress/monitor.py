@@ -13,6 +13,7 @@ class MonitorMixin:
     def __init__(self, prefix: str = "comm/", progress_bar: bool = True) -> None:
         self.prefix = prefix
         self.progress_bar = progress_bar
+        self._logged = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a strategy that has nothing to tell.
@@ -26,16 +27,17 @@ class MonitorMixin:
                 f"{type(trainer.strategy).__name__}; for an uncompressed baseline use compressor='none'"
             )
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Measure the steps that will be logged."""
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            trainer.strategy.compression.meter.begin_sampling()
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Have those steps measured that will be logged."""
+        trainer.strategy.compression.meter.sample_every = trainer.log_every_n_steps
+        self._logged = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what was measured."""
-        meter = trainer.strategy.compression.meter
-        if not meter.sampling or trainer.global_step % trainer.log_every_n_steps:
+        """Log a step that ended in this batch, if it is due."""
+        steps, every = trainer.strategy.compression.meter.steps, trainer.log_every_n_steps
+        if not every or steps == self._logged or steps % every:
             return
+        self._logged = steps
         figures = trainer.strategy.comm_stats()
         for logger in trainer.loggers:
             logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, trainer.global_step)
@@ -49,7 +51,7 @@ class CommunicationMonitor(MonitorMixin, Callback):
     Per step ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio``, ``encode_ms``, ``exchange_ms``,
     ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus residual),
     ``residual_norm``; in total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``. The figures
-    are rank 0's. Steps between are not measured and cost nothing.
+    are rank 0's. Steps between are not timed.
 
     Args:
         prefix: of the metrics' names.

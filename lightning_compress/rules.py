@@ -57,16 +57,16 @@ class Rules:
                 order += places
         return tuple(order), tuple(sections)
 
-    def check(self, parameters: Sequence[tuple[str, Shape]]) -> None:
+    def check(self, names: Sequence[str]) -> None:
         """Refuse patterns that match nothing.
 
         Raises:
             ValueError: a pattern in ``exclude`` matches no parameter.
         """
-        names = [name for name, _ in parameters]
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
                     f"exclude={pattern!r} matches no parameter that is trained; patterns are shell-style "
-                    f"('*.bias', 'head.*') and the names begin with {', '.join(names[:5])}"
+                    f"('*.bias', 'head.*'), a shared parameter has its first name, and the names begin with "
+                    f"{', '.join(names[:5])}"
                 )

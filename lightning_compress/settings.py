@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_compress.codecs import CODECS, Codec
@@ -63,12 +63,16 @@ def build_exchange(exchange: ExchangeLike) -> Exchange:
 class Settings:
     """Everything that decides what travels; must be equal on all ranks."""
 
-    codec: Codec
+    rules: Rules
     exchange: Exchange
     error_feedback: bool
     warmup_steps: int
-    rules: Rules
     seed: int
+
+    @property
+    def codec(self) -> Codec:
+        """What compresses."""
+        return self.rules.codec
 
     @classmethod
     def of(
@@ -78,7 +82,7 @@ class Settings:
         error_feedback: bool | None = None,
         warmup_steps: int = 0,
         min_numel: int = 1024,
-        exclude: Sequence[str] = (),
+        exclude: Sequence[str] | None = (),
         seed: int = 0,
     ) -> Settings:
         """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
@@ -86,26 +90,32 @@ class Settings:
         Raises:
             ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
         """
-        codec = build_codec(compressor)
+        codec, pattern = build_codec(compressor), build_exchange(exchange)
+        pattern.check(codec)
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
-        if isinstance(exclude, str):
-            raise ValueError(f"exclude={exclude!r} must be a list of patterns; write exclude=[{exclude!r}]")
         if error_feedback not in (None, True, False):
             raise ValueError(
                 f"error_feedback={error_feedback!r} must be true, false, or null (on for methods that need it)"
             )
         return cls(
-            codec=codec,
-            exchange=build_exchange(exchange),
+            rules=Rules(codec, min_numel, _patterns(exclude)),
+            exchange=pattern,
             error_feedback=codec.contractive if error_feedback is None else error_feedback,
             warmup_steps=warmup_steps,
-            rules=Rules(codec, min_numel, tuple(str(pattern) for pattern in exclude)),
             seed=seed,
         )
 
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""
-        parts = (self.codec.digest(), self.exchange, self.error_feedback, self.warmup_steps, self.rules, self.seed)
-        return hashlib.sha256(repr(parts).encode()).digest()
+        return hashlib.sha256(repr(self).encode()).digest()
+
+
+def _patterns(exclude: object) -> tuple[str, ...]:
+    if isinstance(exclude, str):
+        raise ValueError(f"exclude={exclude!r} must be a list of patterns; write exclude=[{exclude!r}]")
+    patterns = [] if exclude is None else list(exclude) if isinstance(exclude, Iterable) else [exclude]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"exclude={exclude!r} must be a list of name patterns, such as ['head.*', '*.bias']")
+    return tuple(map(str, patterns))

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import checks
 from lightning_compress.codecs import CODECS, Codec
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.entry import check_setup, compress
 from lightning_compress.exchanges import Exchange
-from lightning_compress.hook import Compression, check_setup, compress
+from lightning_compress.hook import Compression
 from lightning_compress.settings import Settings
 
 _VARIANTS: dict[str, dict[str, object]] = {
@@ -41,7 +42,7 @@ class CompressedDDPMixin(_Base):
         error_feedback: bool | None = None,
         warmup_steps: int = 0,
         min_numel: int = 1024,
-        exclude: Sequence[str] = (),
+        exclude: Sequence[str] | None = (),
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -55,9 +56,7 @@ class CompressedDDPMixin(_Base):
         assert self.lightning_module is not None
         fitting = trainer.state.fn == "fit"
         if fitting:
-            schedules = [getattr(callback, "scheduling", {}) for callback in trainer.callbacks]
-            accumulate = max([trainer.accumulate_grad_batches, *(max(each.values()) for each in schedules if each)])
-            checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), accumulate)
+            checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), _accumulation(trainer))
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
         super().setup(trainer)
         if fitting:
@@ -81,17 +80,21 @@ class CompressedDDPMixin(_Base):
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step; what the optimizer did not make true by now (a skipped step) is forgotten."""
+        """Step; if no optimizer did (a GradScaler skips steps), the residuals stay as they were."""
         output = super().optimizer_step(*args, **kwargs)
         if self._compression is not None:
             self._compression.roll_back()
         return output
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, and say that residuals were not saved."""
+        """Restore the optimizers, begin compression again, and say that its state was not saved."""
         super().load_optimizer_state_dict(checkpoint)
+        if self._compression is not None:
+            self._compression.reset()
         if self._settings.error_feedback and self.world_size > 1:
-            rank_zero_warn("checkpoints hold no residuals yet: error feedback begins again from zero in this run")
+            rank_zero_warn(
+                "checkpoints hold no residuals yet: error feedback begins again from zero, and warmup_steps count anew"
+            )
 
     def comm_stats(self) -> dict[str, float]:
         """Traffic of the last step and in total, see ``Compression.stats``.
@@ -109,7 +112,10 @@ class CompressedDDPMixin(_Base):
             RuntimeError: there is none.
         """
         if self._compression is None:
-            raise RuntimeError("there is no compression yet: it begins with trainer.fit()")
+            raise RuntimeError(
+                "there is no compression in this process: it begins with trainer.fit(), and with start_method='spawn' "
+                "it lives in the spawned processes; use CommunicationMonitor to see their figures"
+            )
         return self._compression
 
     def teardown(self) -> None:
@@ -128,6 +134,13 @@ class CompressedDDPMixin(_Base):
                 if name + suffix not in strategy_registry:
                     description = f"Compressed DDP: {arguments | more or 'defaults'}"
                     strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+
+
+def _accumulation(trainer: Any) -> int:
+    """The most batches that are accumulated at any time of the training."""
+    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
+    scheduled = [max(each.values()) for each in schedules if isinstance(each, dict) and each]
+    return int(max([trainer.accumulate_grad_batches, *scheduled]))
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):

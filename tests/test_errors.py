@@ -27,6 +27,8 @@ from tests.helpers.training import Net, fit
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"min_numel": 1.5}, "min_numel=1.5"),
         ({"exclude": "head"}, "write exclude=['head']"),
+        ({"exclude": 5}, "exclude=5 must be a list"),
+        ({"compressor": "topk", "exchange": "all_reduce"}, "those of TopK"),
         ({"error_feedback": "yes"}, "error_feedback='yes'"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook"),
         ({"ddp_comm_state": object()}, "ddp_comm_state"),
@@ -107,8 +109,14 @@ def _stepped():
     return _refusal({"compressor": "topk"}, make=BackwardStepped)
 
 
-def _summed():
-    return _refusal({"compressor": "topk", "exchange": "all_reduce"})
+class ComplexNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(64, 64, dtype=torch.complex64))
+
+
+def _complex():
+    return _refusal({"compressor": "bf16"}, make=ComplexNet)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +128,7 @@ def _summed():
         (_pattern, "exclude='nosuch.*' matches no parameter"),
         (_sparse, "words has sparse gradients; build it with sparse=False"),
         (_stepped, "stepped inside backward"),
-        (_summed, "messages cannot be added"),
+        (_complex, "phase is torch.complex64"),
     ],
 )
 def test_refused_before_training_on_every_rank(pools, job, message):
@@ -150,3 +158,34 @@ def test_join_is_refused(pools):
         assert all("Join (uneven inputs)" in answer for answer in pool.run(_join))
     finally:
         pool.close()
+
+
+def _one_rank_cannot():
+    try:
+        attach(DistributedDataParallel(nn.EmbeddingBag(64, 64, sparse=dist.get_rank() == 1)), "onebit")
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_problem_of_one_rank_stops_all(pools):
+    first, second, third = pools[3].run(_one_rank_cannot)
+    assert "has sparse gradients" in second
+    assert first == third == "rank 1 cannot train and says why in an error of its own"
+
+
+def _delayed():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    delayed = {
+        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+        "param_to_hook_all_reduce": model[1].weight,
+    }
+    try:
+        attach(DistributedDataParallel(model, **delayed), "onebit")
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_bare_model_with_delayed_parameters_is_refused(pools):
+    assert all("delay_all_reduce_named_params" in answer for answer in pools[2].run(_delayed))

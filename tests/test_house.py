@@ -21,6 +21,7 @@ LAYERS = [
     ("settings",),
     ("group", "checks"),
     ("hook",),
+    ("entry",),
     ("monitor", "strategy"),
     ("pytorch_lightning",),
 ]

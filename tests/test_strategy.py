@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CompressedDDPStrategy
@@ -15,10 +15,21 @@ def _stock(steps, **strategy):
     return parameters(model).numpy()
 
 
-def _hooked(compressor):
-    strategy = CompressedDDPStrategy(compressor)
-    fit(strategy, 1)
-    return bool(strategy.compression.meter.bytes_sent), strategy.comm_stats()
+def _comm_hooks(compressor):
+    """Hooks that a fit registers with DistributedDataParallel."""
+    seen = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer, module):
+            seen.extend(trainer.strategy.model._comm_hooks)
+
+    fit(CompressedDDPStrategy(compressor), 1, callbacks=[Look()])
+    return len(seen)
+
+
+@pytest.mark.parametrize(("compressor", "size", "hooks"), [("none", 2, 0), ("topk", 1, 0), ("topk", 2, 1)])
+def test_none_and_one_rank_register_no_hook(pools, compressor, size, hooks):
+    assert pools[size].run(_comm_hooks, compressor) == [hooks] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -37,18 +48,7 @@ def test_every_method_trains_and_ranks_stay_identical(pools, case, size):
     assert all(np.array_equal(first, other) for other, _ in ranks)
     assert np.isfinite(first).all()
     assert stats["steps"] == 6
-    assert stats["ratio"] >= 0.99
-
-
-def _commits(steps):
-    """Residual norms over steps, and whether a buffer was swapped by reference."""
-    strategy = CompressedDDPStrategy("topk")
-    fit(strategy, steps)
-    return strategy.compression.step
-
-
-def test_steps_are_counted_by_the_optimizer_not_by_batches(pools):
-    assert pools[2].run(_commits, 5) == [5, 5]
+    assert stats["ratio"] > (1.9 if case.name != "none" else 0.99)
 
 
 def _trace(accumulate):
@@ -75,7 +75,6 @@ def test_accumulation_compresses_once_a_step(pools):
 
 def _buckets(bucket_cap_mb):
     """Names and residuals survive the rebuilding of buckets after the first step."""
-    from lightning.pytorch import Callback
 
     class Watch(Callback):
         def __init__(self):
@@ -104,22 +103,6 @@ def test_groups_follow_the_buckets_and_keep_every_parameter_once(pools):
     assert seen[0][1] == 1
     assert seen[1][1] > 1
     assert all(each[2] > 0 for each in seen)
-
-
-def _move(_):
-    """Residuals of a group that is cut into two."""
-    from lightning_compress.layout import Layout
-    from lightning_compress.state import Residual
-
-    old = Residual(Layout.of([("a", (3,)), ("b", (2, 2)), ("c", (5,))]), torch.device("cpu"))
-    old.committed.copy_(torch.arange(12.0))
-    new = Residual(Layout.of([("c", (5,)), ("b", (2, 2))]), torch.device("cpu"))
-    new.adopt(old, ["b", "c"])
-    return new.committed.tolist()
-
-
-def test_residuals_move_by_name():
-    assert _move(None) == [7, 8, 9, 10, 11, 3, 4, 5, 6]
 
 
 def _by_name(name):

@@ -14,8 +14,7 @@ A codec turns a vector into a message and back. It is pure and rank-local: it kn
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -41,12 +40,9 @@ class Plan(ABC):
 
     Attributes:
         message_size: bytes of a message.
-        sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
-            the decodes), or None where they may not.
     """
 
     message_size: int
-    sum_dtype: torch.dtype | None = None
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -80,18 +76,25 @@ class Codec(ABC):
         contractive: the method is biased and only sound with error feedback (which is then on by default).
         sparse: messages hold few elements, exactly; encoding a sum again would lose some (a lossy second stage).
         elementwise: every element is treated alone, so that small parameters need no special care.
+        sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
+            the decodes), or None where they may not.
         block: shards are cut at multiples of this many elements.
     """
 
     contractive: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
+    sum_dtype: ClassVar[torch.dtype | None] = None
     block: int = 1
 
     @property
     def safe_with_adam(self) -> bool:
         """Whether the method does no harm beside an optimizer with adaptive learning rates."""
         return not self.contractive
+
+    def limit(self, summands: int) -> float:
+        """The largest magnitude that a message holds if ``summands`` of them are added up in its own dtype."""
+        return math.inf
 
     @abstractmethod
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
@@ -102,8 +105,3 @@ class Codec(ABC):
             device: where they are.
             summands: how many messages are summed in the message's own dtype; their sum must not overflow.
         """
-
-    def digest(self) -> str:
-        """Hash of the method and its settings, equal on ranks that were set up alike."""
-        settings = sorted(dataclasses.asdict(self).items())  # type: ignore[call-overload]
-        return hashlib.sha256(f"{type(self).__module__}.{type(self).__qualname__}{settings}".encode()).hexdigest()

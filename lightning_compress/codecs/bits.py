@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import cache
 
@@ -16,6 +17,20 @@ CHUNK = 1 << 18
 def chunk_size(device: torch.device) -> int:
     """Elements to handle at a time: a cache's worth on a CPU, as many as scratch may hold on an accelerator."""
     return CHUNK if device.type == "cpu" else 1 << 24
+
+
+_local = threading.local()
+
+
+def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[numel]`` elements of undefined content, which all plans of this thread use in turn under this name.
+
+    A plan takes them when it is made; those made before a larger one keep the memory that they have.
+    """
+    memory: dict[tuple[str, torch.device], Tensor] = _local.__dict__.setdefault("memory", {})
+    if (name, device) not in memory or memory[name, device].numel() < numel:
+        memory[name, device] = torch.empty(numel, dtype=dtype, device=device)
+    return memory[name, device][:numel]
 
 
 def pieces(numel: int, size: int) -> Iterator[slice]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.bits import check, chunk_size, pieces
+from lightning_compress.codecs.bits import check, chunk_size, pieces, scratch
 from lightning_compress.layout import Layout
 
 
@@ -19,17 +19,17 @@ class Cast(Codec):
     """Send every element rounded to nearest, ties to even, in a 16-bit format; what rounding lost stays.
 
     Attributes:
-        dtype: the format.
+        sum_dtype: the format.
         digits: its significant binary digits.
     """
 
-    dtype: ClassVar[torch.dtype]
+    sum_dtype: ClassVar[torch.dtype]
     digits: ClassVar[int]
     elementwise: ClassVar[bool] = True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
-        return _CastPlan(layout, device, self.dtype, self.limit(summands))
+        return _CastPlan(layout, device, self.sum_dtype, self.limit(summands))
 
     def limit(self, summands: int) -> float:
         """The largest magnitude sent: about ``finfo(dtype).max / summands``.
@@ -37,7 +37,7 @@ class Cast(Codec):
         It is rounded down such that every multiple up to ``summands`` is a number of the format: then no rounding on
         the way can carry a sum of so many past the largest one, in whatever order it is taken.
         """
-        largest = torch.finfo(self.dtype).max
+        largest = torch.finfo(self.sum_dtype).max
         top = 2**self.digits - 1
         return max(float(top // summands * (largest / top)), 2.0 ** math.floor(math.log2(largest / summands)))
 
@@ -53,7 +53,7 @@ class FP16(Cast):
     Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
 
-    dtype: ClassVar[torch.dtype] = torch.float16
+    sum_dtype: ClassVar[torch.dtype] = torch.float16
     digits: ClassVar[int] = 11
 
 
@@ -66,34 +66,33 @@ class BF16(Cast):
     Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", arXiv 1905.12322, 2019.
     """
 
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    sum_dtype: ClassVar[torch.dtype] = torch.bfloat16
     digits: ClassVar[int] = 8
 
 
 class _CastPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, limit: float) -> None:
         super().__init__(layout)
-        self.sum_dtype = dtype
         self.message_size = 2 * layout.numel
         self._dtype = dtype
         self._limit = limit
         self._size = chunk_size(device)
-        self._scratch = torch.empty(min(self._size, layout.numel), device=device)
+        self._scratch = scratch("cast", min(self._size, layout.numel), torch.float32, device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         check(vector, message, self.layout.numel, self.message_size)
         casts = message.view(self._dtype)
         for piece in pieces(self.layout.numel, self._size):
-            part, cast, scratch = vector[piece], casts[piece], self._scratch[: piece.stop - piece.start]
-            cast.copy_(torch.clamp(part, -self._limit, self._limit, out=scratch))
-            part.sub_(scratch.copy_(cast))
+            part, cast, floats = vector[piece], casts[piece], self._scratch[: piece.stop - piece.start]
+            cast.copy_(torch.clamp(part, -self._limit, self._limit, out=floats))
+            part.sub_(floats.copy_(cast))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
         rows = [message.view(self._dtype) for message in messages]
         for piece in pieces(self.layout.numel, self._size):
-            part, scratch = out[piece], self._scratch[: piece.stop - piece.start]
+            part, floats = out[piece], self._scratch[: piece.stop - piece.start]
             if not accumulate:
                 part.zero_()
             for row in rows:
-                part.add_(scratch.copy_(row[piece]), alpha=weight)
+                part.add_(floats.copy_(row[piece]), alpha=weight)

@@ -21,6 +21,7 @@ class Dense(Codec):
     """
 
     elementwise: ClassVar[bool] = True
+    sum_dtype: ClassVar[torch.dtype | None] = torch.float32
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; ``summands`` has no effect."""
@@ -28,8 +29,6 @@ class Dense(Codec):
 
 
 class _DensePlan(Plan):
-    sum_dtype = torch.float32
-
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self.message_size = 4 * layout.numel

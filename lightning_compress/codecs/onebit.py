@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check, chunk_size, pack, packed_size, pieces, unpack
+from lightning_compress.codecs.bits import check, chunk_size, pack, packed_size, pieces, scratch, unpack
 from lightning_compress.layout import Layout
 
 
@@ -99,11 +99,11 @@ class _Buffers:
     """Scratch for a run of blocks."""
 
     def __init__(self, numel: int, rows: int, device: torch.device) -> None:
-        self.bits = torch.empty(numel, dtype=torch.bool, device=device)
-        self.floats = torch.empty(numel, device=device)
-        self.wide = torch.empty(numel, dtype=torch.float64, device=device)
-        self.sums = torch.empty(2 * rows, dtype=torch.float64, device=device)
-        self.counts = torch.empty(2 * rows, dtype=torch.float64, device=device)
+        self.bits = scratch("onebit bits", numel, torch.bool, device)
+        self.floats = scratch("onebit floats", numel, torch.float32, device)
+        self.wide = scratch("onebit wide", numel, torch.float64, device)
+        self.sums = scratch("onebit sums", 2 * rows, torch.float64, device)
+        self.counts = scratch("onebit counts", 2 * rows, torch.float64, device)
 
 
 class _Piece:

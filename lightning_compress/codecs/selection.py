@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import CHUNK, pieces
+from lightning_compress.codecs.bits import CHUNK, pieces, scratch
 
 SMALL = 4096
 """Up to this many elements no sample is worth taking."""
@@ -62,8 +62,9 @@ class CpuSelector(Selector):
 
     def __init__(self, exact: bool) -> None:
         super().__init__(exact)
-        self._magnitude = np.empty(CHUNK, np.float32)
-        self._mask = np.empty(CHUNK, np.bool_)
+        cpu = torch.device("cpu")
+        self._magnitude = scratch("selection magnitude", CHUNK, torch.float32, cpu).numpy()
+        self._mask = scratch("selection mask", CHUNK, torch.bool, cpu).numpy()
         self._candidates = np.empty(0, np.int32)
         self._magnitudes = np.empty(0, np.float32)
         self._order = np.empty(0, np.float32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
@@ -24,6 +25,14 @@ class AllReduce(Exchange):
     no rank's residual: a cast owes the local half of the conservation law only.
     """
 
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        if codec.sum_dtype is None:
+            raise ValueError(
+                f"exchange='all_reduce' adds messages up, and those of {codec} cannot be added; "
+                "use exchange='auto', 'all_gather' or 'two_shot'"
+            )
+
     def plan(
         self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
     ) -> ExchangePlan:
@@ -35,11 +44,7 @@ class _Plan(ExchangePlan):
     description = "all_reduce"
 
     def __init__(self, plan: MessagePlan, collective: Collective, device: torch.device) -> None:
-        if plan.sum_runs is None:
-            raise ValueError(
-                "exchange 'all_reduce' adds messages up, and this compressor's messages cannot be added; "
-                "use exchange='all_gather', 'two_shot' or 'auto'"
-            )
+        assert plan.sum_runs is not None
         self._plan = plan
         self._collective = collective
         self._messages = new_messages(1, plan.size, device)

@@ -16,7 +16,6 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.two_shot import TwoShot
-from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 
@@ -38,7 +37,7 @@ class Auto(Exchange):
         self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        plan = self._choose(sections, collective.size, device).plan(sections, collective, device, meter)
+        plan = self._choose(sections, collective.size).plan(sections, collective, device, meter)
         reason = ""
         if plan.bytes_sent > dense_bytes(sections, collective.size):
             reason = f" of float32, since {plan.description} would send {plan.bytes_sent:,} bytes"
@@ -50,9 +49,9 @@ class Auto(Exchange):
         return plan
 
     @staticmethod
-    def _choose(sections: Sequence[Section], ranks: int, device: torch.device) -> Exchange:
+    def _choose(sections: Sequence[Section], ranks: int) -> Exchange:
         codecs = {section.codec for section in sections}
-        if all(codec.plan(Layout(()), device).sum_dtype for codec in codecs):
+        if all(codec.sum_dtype for codec in codecs):
             return AllReduce()
         if ranks < TWO_SHOT_RANKS or any(codec.sparse for codec in codecs):
             return AllGather()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
@@ -43,15 +44,18 @@ class ExchangePlan(ABC):
 class Exchange(ABC):
     """A pattern in which messages travel; a frozen dataclass of its settings."""
 
+    def check(self, codec: Codec) -> None:  # noqa: B027  # most take any method
+        """Refuse a method whose messages cannot travel in this pattern.
+
+        Raises:
+            ValueError: they cannot; the message says in which they can.
+        """
+
     @abstractmethod
     def plan(
         self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
     ) -> ExchangePlan:
-        """Make ready for vectors that consist of these sections.
-
-        Raises:
-            ValueError: the sections' messages cannot travel in this pattern.
-        """
+        """Make ready for vectors that consist of these sections, whose codecs passed ``check``."""
 
 
 def new_messages(count: int, size: int, device: torch.device) -> Tensor:

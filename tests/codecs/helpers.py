@@ -6,21 +6,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from lightning_compress.codecs import BF16, FP16, Codec, Dense, OneBit, TopK
+from lightning_compress.codecs import Codec
 from lightning_compress.layout import Layout
+from tests.cases import CASES
 
 CPU = torch.device("cpu")
-CODECS: list[Codec] = [
-    Dense(),
-    FP16(),
-    BF16(),
-    TopK(),
-    TopK(density=0.3, scope="group"),
-    TopK(density=0.1, selection="sampled"),
-    TopK(density=1.0),
-    OneBit(),
-    OneBit(block=64),
-]
+CODECS: list[Codec] = list(dict.fromkeys([case.codec for case in CASES] + [type(case.codec)() for case in CASES]))
 KINDS = (
     "normal",
     "heavy",

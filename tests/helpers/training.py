@@ -51,12 +51,13 @@ def loader(dataset, batch=16):
     return DataLoader(dataset, batch, drop_last=True)
 
 
-def fit(strategy, steps=10, make=Net, callbacks=(), seed=1, loggers=False, **trainer):
+def fit(strategy, steps=10, make=Net, callbacks=(), seed=1, loggers=False, quiet=True, **trainer):
     """Train on this rank; returns the trainer and the model."""
     torch.manual_seed(seed)
     model = make()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning)
+        if quiet:
+            warnings.simplefilter("ignore")
         fitted = pl.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
