@@ -2,7 +2,8 @@
 
     python -m benchmarks.hook --ranks 2 --steps 40
 
-Two models take turns in one run, a step each, in the same processes; medians of all steps.
+The models take turns in one run, a step each in changing order, in the same processes; medians of all steps. The
+monitor measures one step in log_every_n_steps: its cost is that share of what measuring every step costs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
@@ -29,10 +31,12 @@ from lightning_compress.settings import Settings
 from recipes.resnet.model import ResNet
 
 
-def hooked(compressor: str) -> DistributedDataParallel:
+def hooked(compressor: str, sample_every: int = 0) -> DistributedDataParallel:
     """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
     model = DistributedDataParallel(ResNet(20))
-    Compression(model, Settings.of(compressor), TorchCollective()).register(model)
+    compression = Compression(model, Settings.of(compressor), TorchCollective())
+    compression.meter.sample_every = sample_every
+    compression.register(model)
     return model
 
 
@@ -56,6 +60,7 @@ def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> Non
         "none, through the hook": lambda: hooked("none"),
         "bf16": lambda: hooked("bf16"),
         "onebit": lambda: hooked("onebit"),
+        "onebit, measured in every step": lambda: hooked("onebit", sample_every=1),
         "topk": lambda: hooked("topk"),
     }
     built = {name: make() for name, make in models.items()}
@@ -63,7 +68,7 @@ def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> Non
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
     times: dict[str, list[float]] = {name: [] for name in models}
     for number in range(steps + 3):
-        for name in times:
+        for name in random.Random(number).sample(list(times), len(times)):  # the same order on all ranks
             elapsed = step(built[name], optimizers[name], images, labels)
             if number >= 3:  # buckets are rebuilt after the first step
                 times[name].append(elapsed)
