@@ -1,7 +1,7 @@
 """Gradient compression for PyTorch Lightning: ``Trainer(strategy=CompressedDDPStrategy(compressor="topk"))``."""
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 from lightning_compress.codecs import Codec
 from lightning_compress.entry import attach
@@ -10,7 +10,8 @@ from lightning_compress.hook import Compression
 from lightning_compress.monitor import CommunicationMonitor
 from lightning_compress.strategy import CompressedDDPStrategy
 
-if find_spec("pytorch_lightning"):  # its users look names up in a registry of its own
+# The other class tree has a registry of its own. It is not imported unasked: that would redirect Lightning's log.
+if "pytorch_lightning" in sys.modules:
     import lightning_compress.pytorch_lightning  # noqa: F401
 
 try:
