@@ -90,7 +90,7 @@ CASES = [
     Case("onebit", OneBit(block=64)),
     Case("efsign", EFSign(block=64)),
     Case("qsgd", QSGD(bits=4, bucket=64)),
-    Case("qsgd_l2", QSGD(bits=3, bucket=128, norm="l2")),
+    Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2")),
     Case("rotated", Rotated(bits=5, block=64)),
     Case("rotated_7", Rotated(bits=7, block=128)),
     Case("natural", Natural(bucket=64)),

@@ -13,7 +13,7 @@ from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.layout import Layout
 
 RUN = 1 << 18
-"""Elements that are encoded at a time: what they need fits the second cache of a CPU core."""
+"""Elements that are encoded at a time: what they need fits a CPU's caches."""
 MANTISSA = 23
 WINDOW = 127
 """Exponents of float32 that a message can tell apart in a bucket, beside 0."""

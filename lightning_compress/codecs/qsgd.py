@@ -15,7 +15,7 @@ from lightning_compress.layout import Layout
 
 Norm = Literal["max", "l2"]
 RUN = 1 << 18
-"""Elements that are encoded at a time: what they need fits the second cache of a CPU core."""
+"""Elements that are encoded at a time: what they need fits a CPU's caches."""
 
 
 @dataclass(frozen=True)

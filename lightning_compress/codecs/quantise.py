@@ -67,7 +67,8 @@ class Quantiser:
 
     def steps(self, norms: Tensor) -> Tensor:
         """The distance between two numbers of blocks with these norms; such that no number overflows."""
-        return (norms / self.top).clamp_(max=LARGEST / self.top * (1 - 2**-22))
+        steps: Tensor = norms / self.top
+        return steps.clamp_(max=LARGEST / self.top * (1 - 2**-22))
 
     def encode(self, rows: Tensor, factors: Tensor, elements: slice, key: int, body: Tensor) -> Tensor:
         """Round and pack.

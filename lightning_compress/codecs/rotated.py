@@ -15,7 +15,7 @@ from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.layout import Layout
 
 RUN = 1 << 18
-"""Elements that are cut into blocks together, in the message's format: what they need fits a CPU core's caches."""
+"""Elements that are cut into blocks together, in the message's format: what they need fits a CPU's caches."""
 LARGEST = 2.0**110
 """Blocks with a larger coefficient stay: the sums of the way back might overflow."""
 
@@ -31,7 +31,7 @@ class Rotated(Codec):
     receiver adds up all messages' numbers and rotates once: ``D H c``. The method is unbiased; what rounding did stays
     in the vector, where error feedback, off by default, would find it. No state.
 
-    Elements are taken in runs of 2^16 (the last one shorter, filled up with zeros to whole blocks); a run of b blocks
+    Elements are taken in runs of 2^18 (the last one shorter, filled up with zeros to whole blocks); a run of b blocks
     is a matrix of n rows and b columns, row by row, and its columns are the blocks. A vector that is shorter than a
     block is one block of the next power of two. A message is every block's m as float32, zeros up to a multiple of 16
     bytes, then q of the matrices, as two's complements in planes of 4, 2 and 1 bits of all of them (8 bits are one
@@ -42,7 +42,8 @@ class Rotated(Codec):
         bits: 2 (error 0.5 of normal data's squared norm or more) to 8 (1e-4). Judged by that error, 4 and more do no
             harm beside Adam.
         block: elements that are rotated together and share a scale; a power of two from 64 (half a bit each for the
-            scale) to 8192 (robust, slowest).
+            scale) to 8192 (slowest). Smaller ones have smaller m on normal data, and larger ones spread an outlier
+            further: at equal bits in all 128 to 512 are best.
         seed: which signs are flipped; any integer, the same on all ranks.
 
     Raises:
@@ -53,14 +54,14 @@ class Rotated(Codec):
     """
 
     bits: int = 4
-    block: int = 1024
+    block: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"Rotated(bits={self.bits!r}): bits must be an integer from 2 to 8; try 4")
         if not isinstance(self.block, int) or not 64 <= self.block <= 8192 or self.block & (self.block - 1):
-            raise ValueError(f"Rotated(block={self.block!r}): block must be a power of two from 64 to 8192; try 1024")
+            raise ValueError(f"Rotated(block={self.block!r}): block must be a power of two from 64 to 8192; try 256")
         if not isinstance(self.seed, int):
             raise ValueError(f"Rotated(seed={self.seed!r}): seed must be an integer; try 0")
 
@@ -103,7 +104,7 @@ class _RotatedPlan(Plan):
             norms, factors = self._quantiser.fit(largest.double(), LARGEST)
             self._norms[piece.blocks] = norms
             numbers = self._quantiser.encode(coefficients, factors, piece.numbers, key, message[self._body :])
-            torch.mul(numbers, self._quantiser.steps(norms), out=piece.hadamard.input)
+            torch.mul(numbers, self._quantiser.steps(norms), out=piece.hadamard.matrix)
             piece.add_back(part, -1.0)
         message[: self._header] = self._norms.view(torch.uint8)
         message[self._header : self._body] = 0
@@ -115,7 +116,7 @@ class _RotatedPlan(Plan):
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), self._blocks)
         for piece in self._pieces if len(messages) else ():
-            total = piece.hadamard.input
+            total = piece.hadamard.matrix
             for index, (message, step) in enumerate(zip(messages, steps[:, piece.blocks], strict=True)):
                 numbers = self._quantiser.decode(message[self._body :], piece.numbers, total.shape)
                 if index:
@@ -136,7 +137,7 @@ class _Piece:
     """
 
     def __init__(self, first: int, numel: int, hadamard: Hadamard, signs: Tensor) -> None:
-        block, columns = hadamard.input.shape
+        block, columns = hadamard.matrix.shape
         self.blocks = slice(first, first + columns)
         self.elements = slice(first * block, first * block + numel)
         self.numbers = slice(first * block, (first + columns) * block)
@@ -145,7 +146,7 @@ class _Piece:
 
     def rotate(self, part: Tensor) -> Tensor:
         """Coefficients of the part's blocks, ``H D x / n``; in scratch."""
-        matrix = self.hadamard.input
+        matrix = self.hadamard.matrix
         if part.numel() == matrix.numel():
             torch.mul(part.view(matrix.shape), self._scaled, out=matrix)
         else:
@@ -153,11 +154,13 @@ class _Piece:
             flat[: part.numel()] = part
             flat[part.numel() :] = 0
             matrix.mul_(self._scaled)
-        return self.hadamard.transform()
+        self.hadamard.transform()
+        return matrix
 
     def add_back(self, part: Tensor, factor: float) -> None:
         """Add ``factor * D H c`` for the coefficients in the transform's input."""
-        matrix = self.hadamard.transform()
+        self.hadamard.transform()
+        matrix = self.hadamard.matrix
         if part.numel() == matrix.numel():
             part.view(matrix.shape).addcmul_(matrix, self._signs, value=factor)
         else:

@@ -107,7 +107,7 @@ def test_measured_variance_and_sizes() -> None:
         _, residual, _ = trip(QSGD(bits, 512, "l2"), vector)
         assert residual.square().sum() / vector.square().sum() == pytest.approx(error, rel=0.25)
     assert 8 * len(trip(QSGD(), vector)[2]) / len(vector) == 4.0625
-    assert 8 * len(trip(Rotated(), vector)[2]) / len(vector) == 4.03125
+    assert 8 * len(trip(Rotated(), vector)[2]) / len(vector) == 4.125
     assert 8 * len(trip(Natural(), vector)[2]) / len(vector) == 8 + 8 / 1024
     _, residual, _ = trip(Natural(), vector)
     assert residual.square().sum() / vector.square().sum() == pytest.approx(0.0816, rel=0.03)
@@ -154,10 +154,12 @@ def test_rotation_helps_where_few_elements_are_large(bits: int) -> None:
 def test_the_transform_is_its_own_inverse(rows: int, columns: int) -> None:
     hadamard = Hadamard(rows, columns, CPU)
     matrix = make("normal", rows * columns).view(rows, columns)
-    hadamard.input.copy_(matrix)
-    once = hadamard.transform() / rows
-    hadamard.input.copy_(once)
-    assert (hadamard.transform() - matrix).abs().max() <= 1e-6 * matrix.abs().max()
+    hadamard.matrix.copy_(matrix)
+    hadamard.transform()
+    once = hadamard.matrix / rows
+    hadamard.matrix.copy_(once)
+    hadamard.transform()
+    assert (hadamard.matrix - matrix).abs().max() <= 1e-6 * matrix.abs().max()
 
 
 @pytest.mark.parametrize("seed", [1, -1])
