@@ -46,7 +46,7 @@ class Quantiser:
         self._codes = scratch("codes", 8 * packed_size(most), torch.uint8, device)
         self._random = RandomBits(most, device)
         # Random numbers are -32768 to 32767: brought to the middles of the UNIT parts of [0, 1).
-        self._offset = torch.tensor(0.5 + 0.5 / UNIT - shift, device=device)
+        self._offset = torch.tensor(0.5 + 0.5 / UNIT - shift, dtype=torch.float32, device=device)
 
     def fit(self, norms: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
         """What to send for the norms of blocks, and what to multiply elements with.

@@ -34,7 +34,7 @@ class SignPlan(Plan):
         self._header = 4 * values * self._blocks
         self._bits = aligned(self._header)
         self.message_size = self._bits + packed_size(layout.numel)
-        self._values = torch.empty(values, self._blocks, device=device)
+        self._values = torch.empty(values, self._blocks, dtype=torch.float32, device=device)
         rows = max(1, min(chunk_size(device) // block, self._blocks))
         buffers = _Buffers(rows * block, rows, device)
         self._pieces = [
