@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_compress.codecs import BF16, FP16, Codec, Dense, OneBit, TopK
+from lightning_compress.codecs import BF16, FP16, QSGD, Codec, Dense, EFSign, Natural, OneBit, Rotated, TopK
 from lightning_compress.layout import Layout
 
 
@@ -37,6 +37,33 @@ def _onebit_bytes(codec: OneBit, layout: Layout) -> int:
     return -(-means // 16) * 16 + bits
 
 
+def _efsign_bytes(codec: EFSign, layout: Layout) -> int:
+    bits = -(-layout.numel // 8)
+    return -(-4 * -(-layout.numel // min(codec.block, 8 * bits)) // 16) * 16 + bits
+
+
+def _planes_bytes(bits: int, count: int) -> int:
+    return sum(-(-count * width // 8) for width in (8, 4, 2, 1) if bits & width)
+
+
+def _qsgd_bytes(codec: QSGD, layout: Layout) -> int:
+    bucket = min(codec.bucket, 8 * -(-layout.numel // 8))
+    return -(-4 * -(-layout.numel // bucket) // 16) * 16 + _planes_bytes(codec.bits, layout.numel)
+
+
+def _rotated_bytes(codec: Rotated, layout: Layout) -> int:
+    block = codec.block
+    while block > 8 and block // 2 >= layout.numel:
+        block //= 2
+    blocks = -(-layout.numel // block)
+    return -(-4 * blocks // 16) * 16 + _planes_bytes(codec.bits, blocks * block)
+
+
+def _natural_bytes(codec: Natural, layout: Layout) -> int:
+    buckets = -(-layout.numel // min(codec.bucket, 8 * -(-layout.numel // 8)))
+    return -(-buckets // 16) * 16 + layout.numel
+
+
 SIZES = {
     "none": lambda codec, layout: 4 * layout.numel,
     "fp16": lambda codec, layout: 2 * layout.numel,
@@ -45,6 +72,12 @@ SIZES = {
     "topk_group": _topk_bytes,
     "topk_sampled": _topk_bytes,
     "onebit": _onebit_bytes,
+    "efsign": _efsign_bytes,
+    "qsgd": _qsgd_bytes,
+    "qsgd_l2": _qsgd_bytes,
+    "rotated": _rotated_bytes,
+    "rotated_7": _rotated_bytes,
+    "natural": _natural_bytes,
 }
 
 CASES = [
@@ -55,4 +88,10 @@ CASES = [
     Case("topk_group", TopK(density=0.05, scope="group"), lossless=TopK(density=1.0, scope="group")),
     Case("topk_sampled", TopK(density=0.05, selection="sampled"), lossless=TopK(density=1.0, selection="sampled")),
     Case("onebit", OneBit(block=64)),
+    Case("efsign", EFSign(block=64)),
+    Case("qsgd", QSGD(bits=4, bucket=64)),
+    Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2")),
+    Case("rotated", Rotated(bits=5, block=64)),
+    Case("rotated_7", Rotated(bits=7, block=128)),
+    Case("natural", Natural(bucket=64)),
 ]

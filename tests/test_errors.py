@@ -16,7 +16,10 @@ from tests.helpers.training import Net, fit
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compressor": "nosuch"}, "unknown compressor 'nosuch'; there are: none, fp16, bf16, topk, onebit"),
+        (
+            {"compressor": "nosuch"},
+            "unknown compressor 'nosuch'; there are: none, fp16, bf16, topk, onebit, efsign, qsgd, rotated, ",
+        ),
         ({"compressor": {"name": "topk", "ratio": 3}}, "no setting 'ratio'; it has: density, scope, selection"),
         ({"compressor": {"density": 0.1}}, "a mapping with a 'name'"),
         ({"compressor": 7}, "compressor=7"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_compress.codecs import CODECS, Dense
+from lightning_compress.codecs import CODECS, QSGD, Dense, Natural, Rotated
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, run_threads
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.layout import Layout
@@ -135,6 +135,18 @@ def test_auto_never_sends_more_than_dense(case):
     for size in (2, 3, 8, 16):
         dense = average(Dense(), "all_reduce", size)[0][5]
         assert average(case.codec, "auto", size)[0][5] <= dense
+
+
+@pytest.mark.parametrize("codec", [QSGD(), Rotated(), Natural()], ids=repr)
+def test_private_noise_averages_out(codec):
+    def error(collective):
+        plan = EXCHANGES["all_gather"]().plan([Section(codec, LARGE, 0)], collective, CPU, Meter(CPU))
+        same = torch.randn(LARGE.numel, generator=torch.Generator().manual_seed(3))
+        own, mean = same.clone(), torch.empty_like(same)
+        plan.mean(own, mean, 5, torch.tensor(0.0))
+        return (mean - same).square().sum() / own.square().sum()  # own: what this rank's rounding did
+
+    assert run_threads(8, error)[0] == pytest.approx(1 / 8, rel=0.1)
 
 
 def test_every_codec_has_a_case():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_compress import CompressedDDPStrategy
 from recipes.resnet.cifar10 import TRAIN_FILES, read_batches
 from recipes.resnet.model import ResNet
-from tests.reference.codecs import onebit, topk
+from tests.reference.codecs import efsign, onebit, topk
 from tests.reference.simulation import simulate
 
 STEPS, BATCH, RATE, MOMENTUM = 50, 16, 0.1, 0.9
@@ -28,6 +28,7 @@ def ranges(lengths):
 METHODS = {
     "topk": ({"name": "topk", "density": 0.01}, lambda vector, lengths: topk(vector, 0.01, ranges(lengths))),
     "onebit": ({"name": "onebit", "block": 1024}, lambda vector, lengths: onebit(vector, 1024)),
+    "efsign": ({"name": "efsign", "block": 512}, lambda vector, lengths: efsign(vector, 512)),
 }
 
 

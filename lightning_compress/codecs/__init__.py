@@ -5,7 +5,11 @@ from __future__ import annotations
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.cast import BF16, FP16
 from lightning_compress.codecs.dense import Dense
+from lightning_compress.codecs.efsign import EFSign
+from lightning_compress.codecs.natural import Natural
 from lightning_compress.codecs.onebit import OneBit
+from lightning_compress.codecs.qsgd import QSGD
+from lightning_compress.codecs.rotated import Rotated
 from lightning_compress.codecs.topk import TopK
 
 CODECS: dict[str, type[Codec]] = {
@@ -14,7 +18,24 @@ CODECS: dict[str, type[Codec]] = {
     "bf16": BF16,
     "topk": TopK,
     "onebit": OneBit,
+    "efsign": EFSign,
+    "qsgd": QSGD,
+    "rotated": Rotated,
+    "natural": Natural,
 }
 """What ``compressor=`` takes by name."""
 
-__all__ = ["BF16", "CODECS", "FP16", "Codec", "Dense", "OneBit", "Plan", "TopK"]
+__all__ = [
+    "BF16",
+    "CODECS",
+    "FP16",
+    "QSGD",
+    "Codec",
+    "Dense",
+    "EFSign",
+    "Natural",
+    "OneBit",
+    "Plan",
+    "Rotated",
+    "TopK",
+]

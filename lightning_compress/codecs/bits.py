@@ -1,10 +1,11 @@
-"""Bits and pieces of messages: packing booleans into bytes, reading them back, and checking what arrives."""
+"""Bits and pieces of messages: packing bits and small numbers into bytes, reading them back, checking what arrives."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +73,90 @@ def unpack(packed: Tensor, out: Tensor) -> None:
         torch.index_select(table, 0, packed.int(), out=out.view(-1, 8))
 
 
+def planes(bits: int) -> list[tuple[int, int]]:
+    """The planes that codes of ``bits`` bits are stored in: ``(position of the lowest bit, bits of a code)``.
+
+    A plane holds 8, 4, 2 or 1 bits of every code, so that its bytes can be made by whole vectors of them: 5 bits are
+    a plane of 4 and a plane of 1.
+    """
+    widths = [width for width in (8, 4, 2, 1) if bits & width]
+    return [(sum(widths[:number]), width) for number, width in enumerate(widths)]
+
+
+def plane_size(count: int, width: int) -> int:
+    """Bytes that a plane of ``width`` bits takes for ``count`` codes."""
+    return -(-count * width // 8)
+
+
+def pack_plane(codes: Tensor, low: int, width: int, packed: Tensor) -> None:
+    """Pack bits ``low`` to ``low + width - 1`` of every code, the first code lowest.
+
+    Args:
+        codes: uint8 ``[n]``, contiguous, n a multiple of 8.
+        low: the lowest bit to take.
+        width: 1, 2, 4 or 8 (then ``low`` is 0).
+        packed: uint8 ``[at most plane_size(n, width)]``, wholly overwritten.
+    """
+    if width == 8:
+        packed.copy_(codes[: len(packed)])
+    elif codes.device.type == "cpu":  # lanes of as many codes as a byte will hold, folded in halves
+        kind, folds = _lanes(width)
+        source = codes.numpy().view(kind)
+        lanes, shifted = (
+            scratch(name, len(codes), torch.uint8, codes.device).numpy().view(kind) for name in ("lanes", "shifted")
+        )
+        np.right_shift(source, kind.type(low), out=lanes)
+        np.bitwise_and(lanes, folds[0][1], out=lanes)
+        for shift, _ in folds:
+            np.bitwise_or(lanes, np.right_shift(lanes, shift, out=shifted), out=lanes)
+        np.copyto(packed.numpy(), lanes[: len(packed)], casting="unsafe")
+    else:
+        pack_plane_torch(codes, low, width, packed)
+
+
+def unpack_plane(packed: Tensor, low: int, width: int, codes: Tensor) -> None:
+    """Put a plane back into the codes; the plane at 0 overwrites all of a code, others add to it.
+
+    Args:
+        packed: uint8 ``[at most plane_size(n, width)]``; the codes beyond it become 0, or stay.
+        low: where the plane's bits stand in a code.
+        width: bits of a code that are in the plane.
+        codes: uint8 ``[n]``, contiguous, n a multiple of 8.
+    """
+    if width == 8:
+        codes[: len(packed)] = packed
+    elif codes.device.type == "cpu":
+        kind, folds = _lanes(width)
+        lanes, shifted = (
+            scratch(name, len(codes), torch.uint8, codes.device).numpy().view(kind) for name in ("lanes", "shifted")
+        )
+        if low == 0:
+            lanes = codes.numpy().view(kind)
+        np.copyto(lanes[: len(packed)], packed.numpy(), casting="unsafe")
+        lanes[len(packed) :] = 0
+        for shift, mask in reversed(folds):
+            np.bitwise_or(lanes, np.left_shift(lanes, shift, out=shifted), out=lanes)
+            np.bitwise_and(lanes, mask, out=lanes)
+        if low:
+            target = codes.numpy().view(kind)
+            np.bitwise_or(target, np.left_shift(lanes, kind.type(low), out=lanes), out=target)
+    else:
+        unpack_plane_torch(packed, low, width, codes)
+
+
+def pack_plane_torch(codes: Tensor, low: int, width: int, packed: Tensor) -> None:
+    """``pack_plane`` by torch alone, for accelerators."""
+    rows = ((codes >> low) & (2**width - 1)).view(-1, 8 // width)
+    packed.copy_((rows << _positions(width, codes.device)).sum(dim=1, dtype=torch.uint8)[: len(packed)])
+
+
+def unpack_plane_torch(packed: Tensor, low: int, width: int, codes: Tensor) -> None:
+    """``unpack_plane`` by torch alone, for accelerators."""
+    rows = torch.nn.functional.pad(packed, (0, plane_size(len(codes), width) - len(packed)))
+    bits = ((rows.view(-1, 1) >> _positions(width, codes.device)) & (2**width - 1)) << low
+    codes.copy_(bits.view(-1) if low == 0 else codes | bits.view(-1))
+
+
 def check(vector: Tensor, messages: Tensor, numel: int, size: int) -> None:
     """Refuse a vector or messages that are not of this plan.
 
@@ -88,6 +173,24 @@ def check(vector: Tensor, messages: Tensor, numel: int, size: int) -> None:
             f"the message is {messages.dtype} with {messages.shape[-1]} bytes, but this plan's messages are uint8 "
             f"with {size} bytes; it is truncated, or was made by a plan for another layout"
         )
+
+
+@cache
+def _lanes(width: int) -> tuple[np.dtype[Any], list[tuple[Any, Any]]]:
+    """The lane type whose codes make one byte, and ``(shift, mask before it)`` of each fold, smallest first."""
+    kind = np.dtype(f"u{8 // width}")
+    bits = 8 * kind.itemsize
+    folds, group = [], 1
+    while width * group < 8:
+        mask = sum((2 ** (width * group) - 1) << start for start in range(0, bits, 8 * group))
+        folds.append((kind.type((8 - width) * group), kind.type(mask)))
+        group *= 2
+    return kind, folds
+
+
+@cache
+def _positions(width: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=device)
 
 
 @cache

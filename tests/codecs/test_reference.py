@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightning_compress.codecs import BF16, FP16, Codec, Dense, OneBit, TopK
+from lightning_compress.codecs import BF16, FP16, Codec, Dense, EFSign, Natural, OneBit, TopK
 from lightning_compress.codecs.bits import CHUNK
 from tests.codecs.helpers import layout, make, trip, vectors
 from tests.reference import codecs as reference
@@ -21,6 +21,10 @@ def expected(codec: Codec, vector: torch.Tensor) -> tuple[reference.Array, refer
         return reference.topk(values, codec.density, ranges)
     if isinstance(codec, OneBit):
         return reference.onebit(values, codec.block)
+    if isinstance(codec, EFSign):
+        return reference.efsign(values, codec.block)
+    if isinstance(codec, Natural):
+        return reference.natural(values, codec.bucket, key=1)
     return {Dense: reference.dense, FP16: reference.fp16, BF16: reference.bf16}[type(codec)](values)
 
 
@@ -35,7 +39,22 @@ def compare(codec: Codec, vector: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "codec",
-    [Dense(), FP16(), BF16(), TopK(0.01), TopK(0.2, "group"), TopK(0.7), TopK(1.0), OneBit(), OneBit(64), OneBit(72)],
+    [
+        Dense(),
+        FP16(),
+        BF16(),
+        TopK(0.01),
+        TopK(0.2, "group"),
+        TopK(0.7),
+        TopK(1.0),
+        OneBit(),
+        OneBit(64),
+        OneBit(72),
+        EFSign(),
+        EFSign(72),
+        Natural(),
+        Natural(72),
+    ],
     ids=repr,
 )
 @settings(deadline=None, derandomize=True, max_examples=30)
@@ -44,6 +63,6 @@ def test_equals_the_reference(codec: Codec, vector: torch.Tensor) -> None:
     compare(codec, vector)
 
 
-@pytest.mark.parametrize("codec", [FP16(), TopK(0.01), TopK(0.6, "group"), OneBit(), OneBit(72)], ids=repr)
+@pytest.mark.parametrize("codec", [FP16(), TopK(0.01), TopK(0.6, "group"), OneBit(), OneBit(72), EFSign(72)], ids=repr)
 def test_equals_the_reference_over_several_chunks(codec: Codec) -> None:
     compare(codec, make("normal", 2 * CHUNK + 12_345))

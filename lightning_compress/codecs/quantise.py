@@ -1,0 +1,112 @@
+"""Stochastic rounding to evenly spaced levels, packed: what the codecs with a few bits per element share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.bits import pack_plane, packed_size, plane_size, planes, scratch, unpack_plane
+from lightning_compress.codecs.randomness import RandomBits
+
+SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
+UNIT = 1 << 16
+"""Random numbers per level: the probability of rounding up is a multiple of 1 / UNIT."""
+
+
+class Quantiser:
+    """Rounds ``v / step`` to ``2^bits`` numbers or one fewer, evenly spaced around 0, and packs them.
+
+    The numbers are ``level + shift`` with integer levels from ``-2^(bits-1)`` (or one more if shift is 0) to
+    ``2^(bits-1) - 1``, stored as two's complements in planes (``bits.planes``). Rounding takes the lower neighbour or
+    the upper one with probabilities that make the mean exact (to 2^-17 of a step), and leaves neighbours alone.
+
+    Args:
+        bits: 2 to 8.
+        shift: 0.0 for numbers among which is 0, 0.5 for as many on either side.
+        count: numbers in a message.
+        most: numbers in the largest piece that is rounded at a time.
+        device: where.
+
+    Attributes:
+        top: the largest number.
+        size: bytes of a message's numbers.
+    """
+
+    def __init__(self, bits: int, shift: float, count: int, most: int, device: torch.device) -> None:
+        self.top = 2 ** (bits - 1) - 1 + shift
+        self.size = sum(plane_size(count, width) for _, width in planes(bits))
+        self._sign, self._shift = 2 ** (bits - 1), shift
+        self._planes = []
+        start = 0
+        for low, width in planes(bits):
+            self._planes.append((low, width, start))
+            start += plane_size(count, width)
+        self._floats = scratch("levels", most, torch.float32, device)
+        self._codes = scratch("codes", 8 * packed_size(most), torch.uint8, device)
+        self._random = RandomBits(most, device)
+        # Random numbers are -32768 to 32767: brought to the middles of the UNIT parts of [0, 1).
+        self._offset = torch.tensor(0.5 + 0.5 / UNIT - shift, dtype=torch.float32, device=device)
+
+    def fit(self, norms: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
+        """What to send for the norms of blocks, and what to multiply elements with.
+
+        Args:
+            norms: float64; at least the largest magnitude of each block.
+            largest: norms above it are sent as 0, as are those below 2^-100, so that the block stays as it is.
+
+        Returns:
+            float32 norms, and factors that bring elements to ``UNIT`` times the numbers' scale, never beyond top.
+        """
+        sent = norms.clamp(max=LARGEST).float()
+        sent.masked_fill_((sent < SMALLEST) | (sent > largest), 0)
+        exact = UNIT * self.top / sent.double()
+        factors = exact.float()
+        factors = torch.where(factors.double() > exact, factors.nextafter(factors.new_zeros(())), factors)
+        return sent, factors.masked_fill_(sent == 0, 0)
+
+    def steps(self, norms: Tensor) -> Tensor:
+        """The distance between two numbers of blocks with these norms; such that no number overflows."""
+        steps: Tensor = norms / self.top
+        return steps.clamp_(max=LARGEST / self.top * (1 - 2**-22))
+
+    def encode(self, rows: Tensor, factors: Tensor, elements: slice, key: int, body: Tensor) -> Tensor:
+        """Round and pack.
+
+        Args:
+            rows: float32, contiguous.
+            factors: from ``fit``, broadcast to ``rows``.
+            elements: which numbers of the message these are; starts at a multiple of 8.
+            key: where the randomness comes from.
+            body: uint8 ``[size]``, in which the bytes of these numbers are overwritten.
+
+        Returns:
+            The numbers, of the shape of ``rows``; in scratch.
+        """
+        numel = rows.numel()
+        floats = torch.mul(rows, factors, out=self._floats[:numel].view(rows.shape))
+        random = self._random.draw(key, elements.start, numel).view(rows.shape)
+        if rows.device.type == "cpu":  # torch would allocate a cast of the random numbers
+            np.add(floats.numpy(), random.numpy(), out=floats.numpy())
+        else:
+            floats.add_(random)
+        torch.add(self._offset, floats, alpha=1 / UNIT, out=floats).floor_()
+        codes = self._codes[: 8 * packed_size(numel)]
+        codes.view(torch.int8)[:numel].view(rows.shape).copy_(floats)
+        codes[numel:] = 0
+        for low, width, start in self._planes:
+            pack_plane(codes, low, width, body[self._place(elements, width, start)])
+        return floats.add_(self._shift) if self._shift else floats
+
+    def decode(self, body: Tensor, elements: slice, shape: tuple[int, ...]) -> Tensor:
+        """The numbers of a message's piece, float32 of this shape; in scratch."""
+        numel = elements.stop - elements.start
+        codes = self._codes[: 8 * packed_size(numel)]
+        for low, width, start in self._planes:
+            unpack_plane(body[self._place(elements, width, start)], low, width, codes)
+        codes.bitwise_xor_(self._sign).sub_(self._sign)  # extends the sign; uint8 wraps
+        floats = self._floats[:numel].copy_(codes.view(torch.int8)[:numel]).view(shape)
+        return floats.add_(self._shift) if self._shift else floats
+
+    def _place(self, elements: slice, width: int, start: int) -> slice:
+        return slice(start + elements.start * width // 8, start + plane_size(elements.stop, width))

@@ -1,0 +1,37 @@
+"""Steady state allocates nothing of the vector's size, by torch's account and by NumPy's."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_compress.codecs import QSGD, Codec, EFSign, Natural, OneBit, Rotated
+from tests.codecs.helpers import CPU, layout, make
+
+NUMEL = (1 << 21) + 1234
+
+
+@pytest.mark.parametrize(
+    "codec", [OneBit(), EFSign(), QSGD(), QSGD(7, norm="l2"), Rotated(5), Natural()], ids=lambda codec: repr(codec)
+)
+def test_no_large_allocations(codec: Codec) -> None:
+    plan = codec.plan(layout(NUMEL), CPU)
+    vector, out = make("normal", NUMEL), torch.zeros(NUMEL)
+    messages = torch.zeros(2, plan.message_size, dtype=torch.uint8)
+
+    def step() -> None:
+        plan.encode(vector, messages[0], 1)
+        plan.decode(messages, out, 0.5, True)
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert max(event.cpu_memory_usage for event in profiler.events()) <= 1 << 20
+    tracemalloc.start()
+    step()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 1 << 20
