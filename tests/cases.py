@@ -1,8 +1,9 @@
 """The table of cases: one row per method; every law runs over every row."""
 
+import math
 from dataclasses import dataclass
 
-from lightning_compress.codecs import BF16, FP16, Codec, Dense, OneBit, TopK
+from lightning_compress.codecs import BF16, DCT, FFT, FP16, Codec, Dense, OneBit, RangeFloat, TopK
 from lightning_compress.layout import Layout
 
 
@@ -37,6 +38,26 @@ def _onebit_bytes(codec: OneBit, layout: Layout) -> int:
     return -(-means // 16) * 16 + bits
 
 
+def _range_float_bytes(codec: RangeFloat, layout: Layout) -> int:
+    ranges = 16 + 8 * -(-layout.numel // codec.block)
+    codes = -(-layout.numel * codec.bits // 8)
+    return sum(-(-each // 16) * 16 for each in (ranges, codes))
+
+
+def _spectrum_bytes(codec: FFT | DCT, layout: Layout) -> int:
+    whole, rest = divmod(layout.numel, codec.block)
+    size = 16
+    for blocks, length in ((whole, codec.block), (1, rest)):
+        if blocks and length:
+            padded = max(8, 2 ** math.ceil(math.log2(length)))
+            bins = padded // 2 + 1 if isinstance(codec, FFT) else padded
+            keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))
+            places = 0 if keep == bins else min(2 * keep, math.ceil(bins / 8))
+            codes = codec.bits * math.ceil(keep * (2 if isinstance(codec, FFT) else 1) / 8)
+            size += sum(16 * math.ceil(blocks * each / 16) for each in (12, places, codes))
+    return size
+
+
 SIZES = {
     "none": lambda codec, layout: 4 * layout.numel,
     "fp16": lambda codec, layout: 2 * layout.numel,
@@ -45,6 +66,9 @@ SIZES = {
     "topk_group": _topk_bytes,
     "topk_sampled": _topk_bytes,
     "onebit": _onebit_bytes,
+    "range_float": _range_float_bytes,
+    "fft": _spectrum_bytes,
+    "dct": _spectrum_bytes,
 }
 
 CASES = [
@@ -55,4 +79,7 @@ CASES = [
     Case("topk_group", TopK(density=0.05, scope="group"), lossless=TopK(density=1.0, scope="group")),
     Case("topk_sampled", TopK(density=0.05, selection="sampled"), lossless=TopK(density=1.0, selection="sampled")),
     Case("onebit", OneBit(block=64)),
+    Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
+    Case("fft", FFT(block=64)),
+    Case("dct", DCT(block=64)),
 ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.cast import BF16, FP16
+from lightning_compress.codecs.dct import DCT
 from lightning_compress.codecs.dense import Dense
+from lightning_compress.codecs.fft import FFT
 from lightning_compress.codecs.onebit import OneBit
+from lightning_compress.codecs.range_float import RangeFloat
 from lightning_compress.codecs.topk import TopK
 
 CODECS: dict[str, type[Codec]] = {
@@ -14,7 +17,10 @@ CODECS: dict[str, type[Codec]] = {
     "bf16": BF16,
     "topk": TopK,
     "onebit": OneBit,
+    "range_float": RangeFloat,
+    "fft": FFT,
+    "dct": DCT,
 }
 """What ``compressor=`` takes by name."""
 
-__all__ = ["BF16", "CODECS", "FP16", "Codec", "Dense", "OneBit", "Plan", "TopK"]
+__all__ = ["BF16", "CODECS", "DCT", "FFT", "FP16", "Codec", "Dense", "OneBit", "Plan", "RangeFloat", "TopK"]
