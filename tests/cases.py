@@ -80,6 +80,6 @@ CASES = [
     Case("topk_sampled", TopK(density=0.05, selection="sampled"), lossless=TopK(density=1.0, selection="sampled")),
     Case("onebit", OneBit(block=64)),
     Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
-    Case("fft", FFT(block=64)),
-    Case("dct", DCT(block=64)),
+    Case("fft", FFT(theta=0.5, block=64)),
+    Case("dct", DCT(theta=0.5, block=64)),
 ]

@@ -42,6 +42,11 @@ class Formats:
     positive: Tensor
     negative: Tensor
 
+    def some(self, rows: slice) -> Formats:
+        """The formats of some rows."""
+        tensors = (self.shift, self.base, self.positive, self.negative)
+        return Formats(self.bits, *(each[rows] for each in tensors))
+
     @property
     def eps(self) -> Tensor:
         """The smallest magnitude besides zero, float32 ``[R, 1]``."""
@@ -75,30 +80,30 @@ def build(bits: int, mantissa: int | Tensor, low: Tensor, high: Tensor, nearest:
             them stays between them.
     """
     shift = 23 - torch.as_tensor(mantissa, dtype=torch.int64, device=low.device).clamp(0, 23)
-    positive, negative = (
-        _number(end, shift, nearest)
-        for end in (torch.where(high > 0, high, 0).view(-1, 1), torch.where(low < 0, low, 0).view(-1, 1))
-    )
+    ends = torch.stack([high, -low], dim=1)
+    pattern = torch.where(ends > 0, ends, 0).view(torch.int32).long()
+    if nearest:
+        pattern += _step(shift) >> 1
+    ends = pattern.clamp_(max=FINITE) >> shift
+    lesser, greater = (end.unsqueeze(1) for end in ends.sort(dim=1).values.unbind(1))
     codes = 2**bits - 1
-    base = -((codes - 2 - positive - negative) >> 1)
-    lesser, greater = torch.minimum(positive, negative), torch.maximum(positive, negative)
-    one_sided = greater + 1 - codes
+    base = -((codes - 2 - lesser - greater) >> 1)
+    one_sided = greater + (1 - codes)
     one_sided += lesser == one_sided  # or a code of the lesser sign would be one too many
-    base = torch.where(lesser < base, one_sided, base).clamp(min=1)
-    numbers = shift.expand_as(base), base, (positive - base + 1).clamp(min=0), (negative - base + 1).clamp(min=0)
-    return Formats(bits, *(each.to(code_dtype(bits)) for each in numbers))
+    base = torch.where(lesser < base, one_sided, base).clamp_(min=1)
+    dtype = code_dtype(bits)
+    positive, negative = (ends - (base - 1)).clamp_(min=0).to(dtype).unbind(1)
+    shifts = shift.to(dtype).expand_as(base)
+    return Formats(bits, shifts, base.to(dtype), positive.unsqueeze(1), negative.unsqueeze(1))
+
+
+def _step(shift: Tensor) -> Tensor:
+    return torch.ones_like(shift).bitwise_left_shift_(shift)
 
 
 def code_dtype(bits: int) -> torch.dtype:
     """The dtype to compute codes in."""
     return torch.int64 if bits == 32 else torch.int32
-
-
-def _number(ends: Tensor, shift: Tensor, nearest: bool) -> Tensor:
-    pattern = (ends.view(torch.int32) & MAGNITUDE).long().clamp(max=FINITE)
-    if nearest:
-        pattern += (1 << shift) >> 1
-    return torch.minimum(pattern >> shift, FINITE >> shift)
 
 
 def encode(values: Tensor, formats: Formats, nearest: bool = True) -> Tensor:
@@ -129,7 +134,7 @@ def encode_into(values: Tensor, formats: Formats, nearest: bool, rounded: Tensor
         spare: scratch like ``codes``.
     """
     pattern, shift = rounded.view(torch.int32), formats.shift.int()
-    step = torch.ones_like(shift) << shift
+    step = _step(shift)
     torch.add(values.view(torch.int32), step >> 1 if nearest else 0, out=pattern)  # the sign bit is not reached
     pattern.bitwise_and_(-step)
     torch.bitwise_and(pattern, MAGNITUDE, out=codes)
@@ -158,7 +163,8 @@ def decode_into(codes: Tensor, formats: Formats, out: Tensor, spare: Tensor) -> 
     else:
         pattern.copy_(codes.clamp(0, 1))
     codes.add_(formats.base - 1)
-    torch.minimum(codes, FINITE >> formats.shift, out=codes)  # numbers that are no codes may be past the last float
+    top = torch.full_like(formats.shift, FINITE).bitwise_right_shift_(formats.shift)
+    torch.minimum(codes, top, out=codes)  # numbers that are no codes may be past the last float
     pattern.mul_(codes.bitwise_left_shift_(formats.shift))
     pattern.bitwise_or_(spare.bitwise_and_(-(2**31)))
 

@@ -40,9 +40,10 @@ class Places:
         values = energy.numpy()
         least = np.partition(values, self.bins - self.keep, axis=1)[:, self.bins - self.keep, None]
         chosen = values >= least
-        for row in np.flatnonzero(chosen.sum(axis=1) > self.keep):
-            equal = np.flatnonzero(values[row] == least[row])
-            chosen[row, equal[self.keep - chosen[row].sum() :]] = False
+        if np.count_nonzero(chosen) > rows * self.keep:
+            for row in np.flatnonzero(chosen.sum(axis=1) > self.keep):
+                equal = np.flatnonzero(values[row] == least[row])
+                chosen[row, equal[self.keep - chosen[row].sum() :]] = False
         return torch.from_numpy(np.flatnonzero(chosen))
 
     def write(self, places: Tensor, packed: Tensor) -> None:
@@ -52,6 +53,11 @@ class Places:
         rows = len(places) // self.keep
         if self._listed:
             packed.view(torch.int16).copy_((places.view(rows, -1) - self._first(places, rows)).view(-1))
+            return
+        if places.device.type == "cpu":
+            marks = np.zeros((rows, self.bins), np.bool_)
+            marks.reshape(-1)[places.numpy()] = True
+            packed.numpy()[:] = np.packbits(marks, axis=1, bitorder="little").reshape(-1)
             return
         bits = torch.zeros(rows, 8 * self._bytes, dtype=torch.bool, device=places.device)
         bits.view(-1)[places + (8 * self._bytes - self.bins) * torch.div(places, self.bins, rounding_mode="floor")] = 1
@@ -70,14 +76,16 @@ class Places:
             if packed.device.type == "cpu" and bool((columns >= self.bins).any()):
                 raise self._damaged()
             return self._flat(columns.clamp(max=self.bins - 1))
+        if packed.device.type == "cpu":
+            marks = np.unpackbits(packed.numpy().reshape(rows, -1), axis=1, count=self.bins, bitorder="little")
+            places = np.flatnonzero(marks.view(np.bool_))
+            if len(places) != rows * self.keep or (places[:: self.keep] // self.bins != np.arange(rows)).any():
+                raise self._damaged()
+            return torch.from_numpy(places)
         floats = torch.empty(len(packed) * 8, device=packed.device)
         unpack(packed, floats)
         bits = floats.view(rows, -1)[:, : self.bins] != 0
-        if packed.device.type != "cpu":
-            return self._flat(torch.argsort(bits.byte(), dim=1, descending=True, stable=True)[:, : self.keep])
-        if bool((bits.sum(dim=1) != self.keep).any()):
-            raise self._damaged()
-        return torch.from_numpy(np.flatnonzero(bits.numpy()))
+        return self._flat(torch.argsort(bits.byte(), dim=1, descending=True, stable=True)[:, : self.keep])
 
     def _first(self, like: Tensor, rows: int) -> Tensor:
         return torch.arange(rows, device=like.device).view(-1, 1) * self.bins

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.bits import check, chunk_size, code_bytes, pack_codes, pieces, scratch, unpack_codes
 from lightning_compress.codecs.minifloat import (
-    Formats,
     best_mantissa,
     build,
     check_settings,
@@ -24,7 +23,7 @@ from lightning_compress.layout import Layout
 Rounding = Literal["nearest", "truncate"]
 SAMPLE = 4
 """Blocks that the mantissa is chosen on."""
-SAMPLE_NUMEL = 4096
+SAMPLE_NUMEL = 1024
 """Elements of each of them, at most."""
 EDGE = 2.0**127
 """Beyond this magnitude rounding may pass the largest float."""
@@ -96,7 +95,7 @@ class _RangeFloatPlan(Plan):
         self._codes = aligned(self._ranges.stop)
         self._used = self._codes + code_bytes(layout.numel, codec.bits)
         self.message_size = aligned(self._used)
-        rows = max(1, min(chunk_size(device) // 2 // codec.block, whole))
+        rows = max(1, min(chunk_size(device) // codec.block, whole))
         self._pieces = [(blocks, codec.block) for blocks in pieces(whole, rows)]
         if rest:
             self._pieces.append((slice(whole, whole + 1), rest))
@@ -121,7 +120,7 @@ class _RangeFloatPlan(Plan):
         formats = build(self._codec.bits, mantissa, self._low, self._high, self._nearest)
         edge = vector.device.type != "cpu" or bool(self._high.max() > EDGE or self._low.min() < -EDGE)
         for blocks, length in self._pieces:
-            rows, part = self._rows(vector, blocks, length), _some(formats, blocks)
+            rows, part = self._rows(vector, blocks, length), formats.some(blocks)
             floats, numbers, spare = self._scratch(rows)
             inside = torch.clamp(rows, part.lowest, part.highest) if edge else rows
             encode_into(inside, part, self._nearest, floats, numbers, spare)
@@ -144,7 +143,7 @@ class _RangeFloatPlan(Plan):
             floats, numbers, spare = self._scratch(rows)
             for message, each in zip(messages, formats, strict=True):
                 unpack_codes(message[self._place(blocks, rows)], self._codec.bits, numbers.view(-1))
-                decode_into(numbers, _some(each, blocks), floats, spare)
+                decode_into(numbers, each.some(blocks), floats, spare)
                 rows.add_(floats, alpha=weight)
 
     def _mantissa(self, vector: Tensor) -> Tensor:
@@ -169,8 +168,3 @@ class _RangeFloatPlan(Plan):
     def _place(self, blocks: slice, rows: Tensor) -> slice:
         start = self._codes + code_bytes(blocks.start * self._codec.block, self._codec.bits)
         return slice(start, start + code_bytes(rows.numel(), self._codec.bits))
-
-
-def _some(formats: Formats, rows: slice) -> Formats:
-    tensors = (formats.shift, formats.base, formats.positive, formats.negative)
-    return Formats(formats.bits, *(each[rows] for each in tensors))

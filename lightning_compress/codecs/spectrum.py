@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.bits import check, code_bytes, pack_codes, pieces, scratch, unpack_codes
 from lightning_compress.codecs.minifloat import (
+    Formats,
     best_mantissa,
     build,
     check_settings,
@@ -28,8 +29,8 @@ SHORTEST = 8
 """The least length that a rest is filled up to."""
 SAMPLE = 8
 """Blocks that the mantissa is chosen on."""
-CHUNK = 1 << 16
-"""Elements to transform at a time on a CPU: their spectra and all that goes with them fit its caches."""
+CHUNK = 1 << 18
+"""Elements to transform at a time on a CPU; with fewer, the many small operations on the kept ones cost more."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,16 @@ class _SpectralPlan(Plan):
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
         for area in self._areas:
+            ranges = [self._ranges(area, message, weight) for message in messages]
             for blocks in pieces(area.blocks, area.rows):
                 rows = area.source(out, blocks)
                 spectrum = area.spectrum[: len(rows)].zero_()
-                for message in messages:
+                for message, (scale, top, formats) in zip(messages, ranges, strict=True):
                     places = area.places.read(_part(message, area.where, area.places.size, blocks), len(rows))
-                    self._add(area, spectrum, places, self._values(area, blocks, message, weight))
+                    values = self._values(area, blocks, message, formats.some(blocks))
+                    top_here = top[blocks]
+                    values.clamp_(-top_here, top_here)  # numbers that are no codes are kept inside
+                    self._add(area, spectrum, places, values.mul_(scale[blocks]))
                 summed = self._synthesise(area, spectrum)  # one inverse transform, however many messages
                 if accumulate:
                     rows.add_(summed)
@@ -196,20 +201,23 @@ class _SpectralPlan(Plan):
         area.transform.inverse(spectrum, floats)
         return floats[:, : area.length]
 
-    def _values(self, area: _Area, blocks: slice, message: Tensor, weight: float) -> Tensor:
-        """The kept coefficients of a message, times the weight, float32 ``[R, keep * width]``; finite for any bytes."""
-        ranges = message[area.ranges].view(torch.float32).view(3, -1)[:, blocks]
+    def _ranges(self, area: _Area, message: Tensor, weight: float) -> tuple[Tensor, Tensor, Formats]:
+        """Of a message's blocks: scales times the weight, largest magnitudes, formats; finite for any bytes."""
+        ranges = message[area.ranges].view(torch.float32).view(3, -1)
         bound = 2.0**area.limit
         scale = ranges[0].nan_to_num(0, bound, 0).clamp(0, bound)
         low, high = ranges[1:].nan_to_num(0, area.padded, -area.padded).clamp(-area.padded, area.padded)
         formats = build(self._codec.bits, message[:4].view(torch.int32)[0], low, high, nearest=True)
-        codes = torch.empty(len(scale), area.filled, dtype=self._kind, device=message.device)
+        return (scale * weight).view(-1, 1), torch.maximum(formats.highest, -formats.lowest), formats
+
+    def _values(self, area: _Area, blocks: slice, message: Tensor, formats: Formats) -> Tensor:
+        """The kept coefficients of some blocks, float32 ``[R, keep * width]``, before they are scaled."""
+        codes = torch.empty(len(formats.base), area.filled, dtype=self._kind, device=message.device)
         unpack_codes(_part(message, area.codes, area.code_bytes, blocks), self._codec.bits, codes.view(-1))
         used = codes[:, : area.values].contiguous()
         values = torch.empty_like(used, dtype=torch.float32)
         decode_into(used, formats, values, torch.empty_like(used))
-        top = torch.maximum(formats.highest, -formats.lowest)
-        return values.clamp_(-top, top).mul_((scale * weight).view(-1, 1))  # numbers that are no codes are kept inside
+        return values
 
     def _mantissa(self, vector: Tensor) -> Tensor:
         if self._codec.mantissa != "auto":

@@ -23,7 +23,7 @@ def test_32_bits_lose_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8, 10])
 def test_automatic_mantissa_is_the_best_one(bits: int) -> None:
-    vector = make("normal", 4096)
+    vector = make("normal", 1024)
     errors = [float(trip(RangeFloat(bits, m), vector)[1].norm()) for m in range(bits - 1)]
     _, residual, message = trip(RangeFloat(bits), vector)
     assert mantissa(message) == errors.index(min(errors))
