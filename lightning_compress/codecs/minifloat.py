@@ -122,6 +122,12 @@ def decode(codes: Tensor, formats: Formats) -> Tensor:
     return out
 
 
+def decode_all(formats: Formats) -> Tensor:
+    """The values of all numbers of ``bits`` bits in turn, float32 ``[R, 2^bits]``."""
+    numbers = torch.arange(2**formats.bits, device=formats.base.device)
+    return decode(numbers.expand(len(formats.base), -1), formats)
+
+
 def encode_into(values: Tensor, formats: Formats, nearest: bool, rounded: Tensor, codes: Tensor, spare: Tensor) -> None:
     """Encode without allocating anything of the size of ``values``, which the ranges must hold.
 

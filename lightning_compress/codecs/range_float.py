@@ -15,6 +15,7 @@ from lightning_compress.codecs.minifloat import (
     build,
     check_settings,
     code_dtype,
+    decode_all,
     decode_into,
     encode_into,
 )
@@ -104,6 +105,8 @@ class _RangeFloatPlan(Plan):
         self._floats = scratch("range_float floats", size, torch.float32, device)
         self._numbers = scratch(f"range_float {kind}", size, kind, device)
         self._spare = scratch(f"range_float spare {kind}", size, kind, device)
+        few = 4 * 2**codec.bits <= codec.block
+        self._indices = scratch("range_float indices", size, torch.int64, device) if few else None
         self._low, self._high = torch.empty(2, self._blocks, device=device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
@@ -142,8 +145,14 @@ class _RangeFloatPlan(Plan):
                 rows.zero_()
             floats, numbers, spare = self._scratch(rows)
             for message, each in zip(messages, formats, strict=True):
-                unpack_codes(message[self._place(blocks, rows)], self._codec.bits, numbers.view(-1))
-                decode_into(numbers, each.some(blocks), floats, spare)
+                packed, part = message[self._place(blocks, rows)], each.some(blocks)
+                if self._indices is not None:  # look the codes up among all of them
+                    indices = self._indices[: rows.numel()].view(rows.shape)
+                    unpack_codes(packed, self._codec.bits, indices.view(-1))
+                    torch.gather(decode_all(part), 1, indices, out=floats)
+                else:
+                    unpack_codes(packed, self._codec.bits, numbers.view(-1))
+                    decode_into(numbers, part, floats, spare)
                 rows.add_(floats, alpha=weight)
 
     def _mantissa(self, vector: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ class _Area:
             slice(self.where + blocks * self.places.size, self.codes),
             slice(self.codes + blocks * self.code_bytes, self.stop),
         )
-        self.rows = max(1, min((CHUNK if device.type == "cpu" else 1 << 22) // self.padded, blocks))
+        # Spectra are a little longer than blocks, and what the inverse transform copies should not pass 1 MiB.
+        self.rows = max(1, min((CHUNK if device.type == "cpu" else 1 << 22) // (self.padded + 2), blocks))
         self.floats = self._view("rows", (self.padded,), device)
         self.spectrum = self._view("spectrum", (bins, width), device)
         self.energy = self._view("energy", (bins,), device)
