@@ -20,9 +20,9 @@ class FFT(Spectral):
     adds up the spectra of all messages and transforms once. What was not sent stays in the vector.
 
     The squared norm of what is dropped is at most ``theta K / (K - 1)`` of the vector's, so the method contracts, and
-    error feedback is on by default (the paper seems to use none). It beats top-k of equal density where neighbouring
-    elements are correlated (a relative error of 0.33 against 0.67 on AR(1) data with 0.9 at theta 0.85); on white noise
-    and heavy tails it is worse (0.75 against 0.67, 0.75 against 0.48): measure it on gradients of your model.
+    error feedback is on by default (whether the paper uses it is not verified). It beats top-k of equal density where
+    neighbouring elements are correlated (a relative error of 0.33 against 0.67 on AR(1) data with 0.9 at theta 0.85);
+    on white noise and heavy tails it is worse (0.75 against 0.67, 0.75 against 0.48): measure it on your gradients.
 
     A rest that is shorter than a block is filled up with zeros to a power of two, at least 8. A message is the bits of
     mantissa as int32 in 16 bytes; then, for whole blocks and once more for the rest: a scale (a power of two above the

@@ -42,8 +42,8 @@ class RangeFloat(Codec):
     The ranges are those of this very vector and travel with it, so there is no state, nothing saturates, and no range
     grows stale. The paper describes ranges that are estimated in the first iterations; how, is not verified.
 
-    The method is biased (without error feedback, what is below ``eps`` is never sent), hence error feedback by default;
-    at 8 bits or more the error is about 2 % of the norm or less, which no optimizer minds.
+    The method is biased (without error feedback, what is below ``eps`` is never sent), hence error feedback by default.
+    At 8 bits it keeps back 1.3 % of the norm of normal data, so it counts as safe beside Adam; no training was run.
 
     A message is the bits of mantissa as int32 and zeros up to 16 bytes; ``lo`` of every block and ``hi`` of every
     block as float32, zeros up to a multiple of 16 bytes; the codes, the first one in the lowest bits, and again zeros.
@@ -78,7 +78,7 @@ class RangeFloat(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """From 8 bits on, where hardly anything waits in the residual."""
+        """From 8 bits on, where hardly anything waits in the residual; no training was measured."""
         return self.bits >= 8
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
