@@ -29,6 +29,7 @@ COMPRESSORS: dict[str, str | dict[str, object]] = {
     "fp16": "fp16",
     "onebit": "onebit",
     "topk 1 %": {"name": "topk", "density": 0.01},
+    "fft 85 %": {"name": "fft", "theta": 0.85},
 }
 """What is compared, by the label in the table; a new line here is a new row there."""
 

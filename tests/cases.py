@@ -1,8 +1,23 @@
 """The table of cases: one row per method; every law runs over every row."""
 
+import math
 from dataclasses import dataclass
 
-from lightning_compress.codecs import BF16, FP16, QSGD, Codec, Dense, EFSign, Natural, OneBit, Rotated, TopK
+from lightning_compress.codecs import (
+    BF16,
+    DCT,
+    FFT,
+    FP16,
+    QSGD,
+    Codec,
+    Dense,
+    EFSign,
+    Natural,
+    OneBit,
+    RangeFloat,
+    Rotated,
+    TopK,
+)
 from lightning_compress.layout import Layout
 
 
@@ -64,6 +79,26 @@ def _natural_bytes(codec: Natural, layout: Layout) -> int:
     return -(-buckets // 16) * 16 + layout.numel
 
 
+def _range_float_bytes(codec: RangeFloat, layout: Layout) -> int:
+    ranges = 16 + 8 * -(-layout.numel // codec.block)
+    codes = -(-layout.numel * codec.bits // 8)
+    return sum(-(-each // 16) * 16 for each in (ranges, codes))
+
+
+def _spectrum_bytes(codec: FFT | DCT, layout: Layout) -> int:
+    whole, rest = divmod(layout.numel, codec.block)
+    size = 16
+    for blocks, length in ((whole, codec.block), (1, rest)):
+        if blocks and length:
+            padded = max(8, 2 ** math.ceil(math.log2(length)))
+            bins = padded // 2 + 1 if isinstance(codec, FFT) else padded
+            keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))
+            places = 0 if keep == bins else min(2 * keep, math.ceil(bins / 8))
+            codes = codec.bits * math.ceil(keep * (2 if isinstance(codec, FFT) else 1) / 8)
+            size += sum(16 * math.ceil(blocks * each / 16) for each in (12, places, codes))
+    return size
+
+
 SIZES = {
     "none": lambda codec, layout: 4 * layout.numel,
     "fp16": lambda codec, layout: 2 * layout.numel,
@@ -78,6 +113,9 @@ SIZES = {
     "rotated": _rotated_bytes,
     "rotated_7": _rotated_bytes,
     "natural": _natural_bytes,
+    "range_float": _range_float_bytes,
+    "fft": _spectrum_bytes,
+    "dct": _spectrum_bytes,
 }
 
 CASES = [
@@ -94,4 +132,7 @@ CASES = [
     Case("rotated", Rotated(bits=5, block=64)),
     Case("rotated_7", Rotated(bits=7, block=128)),
     Case("natural", Natural(bucket=64)),
+    Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
+    Case("fft", FFT(theta=0.5, block=64)),
+    Case("dct", DCT(theta=0.5, block=64)),
 ]

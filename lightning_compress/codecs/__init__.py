@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.cast import BF16, FP16
+from lightning_compress.codecs.dct import DCT
 from lightning_compress.codecs.dense import Dense
 from lightning_compress.codecs.efsign import EFSign
+from lightning_compress.codecs.fft import FFT
 from lightning_compress.codecs.natural import Natural
 from lightning_compress.codecs.onebit import OneBit
 from lightning_compress.codecs.qsgd import QSGD
+from lightning_compress.codecs.range_float import RangeFloat
 from lightning_compress.codecs.rotated import Rotated
 from lightning_compress.codecs.topk import TopK
 
@@ -22,12 +25,17 @@ CODECS: dict[str, type[Codec]] = {
     "qsgd": QSGD,
     "rotated": Rotated,
     "natural": Natural,
+    "range_float": RangeFloat,
+    "fft": FFT,
+    "dct": DCT,
 }
 """What ``compressor=`` takes by name."""
 
 __all__ = [
     "BF16",
     "CODECS",
+    "DCT",
+    "FFT",
     "FP16",
     "QSGD",
     "Codec",
@@ -36,6 +44,7 @@ __all__ = [
     "Natural",
     "OneBit",
     "Plan",
+    "RangeFloat",
     "Rotated",
     "TopK",
 ]

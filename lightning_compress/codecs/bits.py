@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -203,3 +204,57 @@ def _table(device: torch.device) -> Tensor:
     """The eight bits of every byte as float32."""
     values = torch.arange(256, dtype=torch.int32, device=device)
     return ((values.view(-1, 1) >> torch.arange(8, dtype=torch.int32, device=device)) & 1).float()
+
+
+def code_bytes(count: int, bits: int) -> int:
+    """Bytes that ``count`` codes of ``bits`` bits take."""
+    return -(-count * bits // 8)
+
+
+def pack_codes(codes: Tensor, bits: int, packed: Tensor) -> None:
+    """Pack codes into bytes, the first one lowest; the last byte is filled up with zeros.
+
+    Args:
+        codes: whole numbers below ``2^bits``, ``[n]``, contiguous.
+        bits: 2 to 16, or 32.
+        packed: uint8 ``[ceil(n * bits / 8)]``, contiguous, at a multiple of ``bits / 8`` bytes if that is whole.
+    """
+    if bits in _WHOLE:
+        packed.view(_WHOLE[bits]).copy_(codes)
+        return
+    count, width = _group(bits)
+    columns = torch.nn.functional.pad(codes, (0, -len(codes) % count)).view(-1, count)
+    rows = torch.empty(len(columns), width, dtype=torch.uint8, device=codes.device)
+    for byte in range(width):
+        total = torch.zeros_like(columns[:, 0])
+        for code in range(8 * byte // bits, (8 * byte + 7) // bits + 1):
+            shift = code * bits - 8 * byte
+            total |= columns[:, code] << shift if shift >= 0 else columns[:, code] >> -shift
+        rows[:, byte] = total & 0xFF
+    packed.copy_(rows.view(-1)[: len(packed)])
+
+
+def unpack_codes(packed: Tensor, bits: int, codes: Tensor) -> None:
+    """Read codes back; see ``pack_codes``."""
+    if bits in _WHOLE:
+        codes.copy_(packed.view(_WHOLE[bits])).bitwise_and_(2**bits - 1)
+        return
+    count, width = _group(bits)
+    rows = torch.nn.functional.pad(packed, (0, -len(packed) % width)).view(-1, width).to(codes.dtype)
+    columns = torch.empty(len(rows), count, dtype=codes.dtype, device=codes.device)
+    for code in range(count):
+        total = torch.zeros_like(rows[:, 0])
+        for byte in range(code * bits // 8, ((code + 1) * bits - 1) // 8 + 1):
+            shift = 8 * byte - code * bits
+            total |= rows[:, byte] << shift if shift >= 0 else rows[:, byte] >> -shift
+        columns[:, code] = total & (2**bits - 1)
+    codes.copy_(columns.view(-1)[: len(codes)])
+
+
+_WHOLE = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+
+
+def _group(bits: int) -> tuple[int, int]:
+    """The fewest codes that fill whole bytes, and these bytes."""
+    count = 8 // math.gcd(8, bits)
+    return count, count * bits // 8

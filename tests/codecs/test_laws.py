@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress.codecs import BF16, FP16, QSGD, Codec, Dense, EFSign, OneBit, Rotated, TopK
+from lightning_compress.codecs.spectrum import Spectral
 from tests.codecs.helpers import CODECS, CPU, layout, make, trip, vectors
 
 every = pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -23,7 +25,7 @@ def test_conservation(codec: Codec, vector: torch.Tensor) -> None:
     decoded, residual, _ = trip(codec, vector)
     assert torch.isfinite(residual).all()
     together = decoded.double() + residual.double()
-    if isinstance(codec, (OneBit, EFSign, QSGD, Rotated)):
+    if isinstance(codec, OneBit | EFSign | QSGD | Rotated | Spectral):
         # Rotated's blocks lie across each other. Its few levels may be off by more than the largest element.
         blocks = vector.split(len(vector) if isinstance(codec, Rotated) else codec.block)
         largest = torch.cat([block.abs().amax().expand(len(block)) for block in blocks])
@@ -80,7 +82,8 @@ def test_any_bytes_stay_inside(codec: Codec, seed: int, numel: int, accumulate: 
             plan.decode(messages, guarded[100:-100], 1.0, accumulate)
         assert (guarded == 5).all()
     else:
-        plan.decode(messages, guarded[100:-100], 1.0, accumulate)
+        with contextlib.suppress(ValueError) if isinstance(codec, Spectral) else contextlib.nullcontext():
+            plan.decode(messages, guarded[100:-100], 1.0, accumulate)
     assert (guarded[:100] == 5).all()
     assert (guarded[-100:] == 5).all()
 

@@ -1,0 +1,234 @@
+"""Sparsifying the spectrum of blocks: what ``fft`` and ``dct`` have in common."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.bits import check, code_bytes, pack_codes, pieces, scratch, unpack_codes
+from lightning_compress.codecs.minifloat import (
+    Formats,
+    best_mantissa,
+    build,
+    check_settings,
+    code_dtype,
+    decode_into,
+    encode_into,
+)
+from lightning_compress.codecs.places import Places
+from lightning_compress.codecs.transforms import Transform
+from lightning_compress.layout import Layout
+
+SHORTEST = 8
+"""The least length that a rest is filled up to."""
+SAMPLE = 8
+"""Blocks that the mantissa is chosen on."""
+CHUNK = 1 << 18
+"""Elements to transform at a time on a CPU; with fewer, the many small operations on the kept ones cost more."""
+
+
+@dataclass(frozen=True)
+class Spectral(Codec):
+    """Keep the largest coefficients of every block's spectrum, as floats of N bits made for their range."""
+
+    contractive: ClassVar[bool] = True
+    theta: float = 0.85
+    block: int = 4096
+    bits: int = 10
+    mantissa: int | Literal["auto"] = "auto"
+    longest: ClassVar[int] = 1 << 16
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if isinstance(self.theta, bool) or not isinstance(self.theta, (int, float)) or not 0 <= self.theta < 1:
+            raise ValueError(f"{name}(theta={self.theta!r}): theta must be in [0, 1); 0.85 drops 85 %")
+        whole = isinstance(self.block, int) and not isinstance(self.block, bool)
+        if not whole or not 64 <= self.block <= self.longest or self.block & (self.block - 1):
+            raise ValueError(f"{name}(block={self.block!r}): block must be a power of two, 64 to {self.longest}")
+        check_settings(name, self.bits, self.mantissa)
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Only where most of the gradient is sent at once; the limits are cautious guesses, not measured."""
+        return self.theta <= 0.5 and self.bits >= 8
+
+    @abstractmethod
+    def transform(self, length: int) -> Transform:
+        """The transform of blocks of this length."""
+
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        return _SpectralPlan(layout, device, self)
+
+
+class _Area:
+    """Blocks of one length: their place in the vector and in the message, and views of the scratch."""
+
+    def __init__(
+        self, codec: Spectral, start: int, blocks: int, length: int, offset: int, device: torch.device
+    ) -> None:
+        self.start, self.blocks = start, blocks
+        self.transform = codec.transform(1 << max(length - 1, SHORTEST - 1).bit_length())
+        bins, width = self.transform.bins, self.transform.width
+        self.length, self.padded = length, self.transform.length
+        keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))  # 1 - 0.9 is above 0.1
+        self.places = Places(bins, keep)
+        self.values = keep * width
+        self.filled = -(-self.values // 8) * 8  # so that every block's codes begin with a byte
+        self.code_bytes = code_bytes(self.filled, codec.bits)
+        self.ranges = slice(offset, offset + 12 * blocks)
+        self.where = aligned(self.ranges.stop)
+        self.codes = aligned(self.where + blocks * self.places.size)
+        self.stop = aligned(self.codes + blocks * self.code_bytes)
+        self.gaps = (
+            slice(self.ranges.stop, self.where),
+            slice(self.where + blocks * self.places.size, self.codes),
+            slice(self.codes + blocks * self.code_bytes, self.stop),
+        )
+        # Spectra are a little longer than blocks, and what the inverse transform copies should not pass 1 MiB.
+        self.rows = max(1, min((CHUNK if device.type == "cpu" else 1 << 22) // (self.padded + 2), blocks))
+        self.floats = self._view("rows", (self.padded,), device)
+        self.spectrum = self._view("spectrum", (bins, width), device)
+        self.energy = self._view("energy", (bins,), device)
+        # A value that is scaled down by no more than this overflows in no sum of an inverse transform.
+        self.limit = 126 - 2 * (self.padded.bit_length() - 1)
+
+    def _view(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        numel = self.rows * math.prod(shape)
+        return scratch(f"spectrum {name}", numel, torch.float32, device).view(self.rows, *shape)
+
+    def source(self, vector: Tensor, blocks: slice) -> Tensor:
+        """These blocks of a vector, ``[R, length]``."""
+        first, last = (self.start + edge * self.length for edge in (blocks.start, blocks.stop))
+        return vector[first:last].view(-1, self.length)
+
+
+class _SpectralPlan(Plan):
+    def __init__(self, layout: Layout, device: torch.device, codec: Spectral) -> None:
+        super().__init__(layout)
+        self._codec, self._kind = codec, code_dtype(codec.bits)
+        whole, rest = divmod(layout.numel, codec.block)
+        self._areas: list[_Area] = []
+        for start, blocks, length in ((0, whole, codec.block), (whole * codec.block, 1, rest)):
+            if blocks and length:
+                offset = self._areas[-1].stop if self._areas else 16
+                self._areas.append(_Area(codec, start, blocks, length, offset, device))
+        self.message_size = self._areas[-1].stop if self._areas else 0
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        if not self._areas:
+            return
+        message[:16] = 0
+        mantissa = self._mantissa(vector)
+        message[:4].view(torch.int32).copy_(mantissa)
+        for area in self._areas:
+            for gap in area.gaps:
+                message[gap] = 0
+            for blocks in pieces(area.blocks, area.rows):
+                self._encode(area, blocks, area.source(vector, blocks), message, mantissa)
+
+    def _encode(self, area: _Area, blocks: slice, rows: Tensor, message: Tensor, mantissa: Tensor) -> None:
+        scale, places, values = self._analyse(area, rows)
+        ranges = torch.stack([scale, values.amin(dim=1).clamp(max=0), values.amax(dim=1).clamp(min=0)])
+        message[area.ranges].view(torch.float32).view(3, -1)[:, blocks] = ranges
+        formats = build(self._codec.bits, mantissa, ranges[1], ranges[2], nearest=True)
+        codes = torch.zeros(len(rows), area.filled, dtype=self._kind, device=rows.device)
+        used = torch.empty_like(codes[:, : area.values])
+        rounded = torch.empty_like(values)
+        encode_into(values, formats, True, rounded, used, torch.empty_like(used))
+        codes[:, : area.values] = used
+        pack_codes(codes.view(-1), self._codec.bits, _part(message, area.codes, area.code_bytes, blocks))
+        area.places.write(places, _part(message, area.where, area.places.size, blocks))
+        spectrum = area.spectrum[: len(rows)].zero_()
+        self._add(area, spectrum, places, rounded.mul_(scale.view(-1, 1)))
+        rows.sub_(self._synthesise(area, spectrum))
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        for area in self._areas:
+            ranges = [self._ranges(area, message, weight) for message in messages]
+            for blocks in pieces(area.blocks, area.rows):
+                rows = area.source(out, blocks)
+                spectrum = area.spectrum[: len(rows)].zero_()
+                for message, (scale, top, formats) in zip(messages, ranges, strict=True):
+                    places = area.places.read(_part(message, area.where, area.places.size, blocks), len(rows))
+                    values = self._values(area, blocks, message, formats.some(blocks))
+                    top_here = top[blocks]
+                    values.clamp_(-top_here, top_here)  # numbers that are no codes are kept inside
+                    self._add(area, spectrum, places, values.mul_(scale[blocks]))
+                summed = self._synthesise(area, spectrum)  # one inverse transform, however many messages
+                if accumulate:
+                    rows.add_(summed)
+                else:
+                    rows.copy_(summed)
+
+    def _analyse(self, area: _Area, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Transform blocks and choose among their coefficients.
+
+        Returns:
+            scale: powers of two by which the blocks were divided, so that nothing overflows: float32 ``[R]``.
+            places: of the kept coefficients among those of all these blocks, ascending: int64 ``[R * keep]``.
+            values: the coefficients there, float32 ``[R, keep * width]``.
+        """
+        floats = area.floats[: len(rows)]
+        # The power of two above the block's largest magnitude; beyond the limit, values saturate.
+        exponent = torch.frexp(torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())).exponent
+        exponent = exponent.clamp(-125, area.limit)
+        scale, inverse = (torch.ldexp(torch.ones_like(rows[:, 0]), power) for power in (exponent, -exponent))
+        floats[:, area.length :] = 0
+        inside = torch.mul(rows, inverse.view(-1, 1), out=floats[:, : area.length])
+        if rows.device.type != "cpu" or bool((exponent == area.limit).any()):
+            inside.clamp_(-1, 1)
+        spectrum, energy = area.spectrum[: len(rows)], area.energy[: len(rows)]
+        area.transform.forward(floats, spectrum)
+        area.transform.energy(spectrum, energy)
+        places = area.places.largest(energy)
+        values = torch.index_select(spectrum.view(-1, area.transform.width), 0, places)
+        return scale, places, values.view(len(rows), -1)
+
+    def _add(self, area: _Area, spectrum: Tensor, places: Tensor, values: Tensor) -> None:
+        width = area.transform.width
+        spectrum.view(-1, width).index_add_(0, places, values.view(-1, width))
+
+    def _synthesise(self, area: _Area, spectrum: Tensor) -> Tensor:
+        floats = area.floats[: len(spectrum)]
+        area.transform.inverse(spectrum, floats)
+        return floats[:, : area.length]
+
+    def _ranges(self, area: _Area, message: Tensor, weight: float) -> tuple[Tensor, Tensor, Formats]:
+        """Of a message's blocks: scales times the weight, largest magnitudes, formats; finite for any bytes."""
+        ranges = message[area.ranges].view(torch.float32).view(3, -1)
+        bound = 2.0**area.limit
+        scale = ranges[0].nan_to_num(0, bound, 0).clamp(0, bound)
+        low, high = ranges[1:].nan_to_num(0, area.padded, -area.padded).clamp(-area.padded, area.padded)
+        formats = build(self._codec.bits, message[:4].view(torch.int32)[0], low, high, nearest=True)
+        return (scale * weight).view(-1, 1), torch.maximum(formats.highest, -formats.lowest), formats
+
+    def _values(self, area: _Area, blocks: slice, message: Tensor, formats: Formats) -> Tensor:
+        """The kept coefficients of some blocks, float32 ``[R, keep * width]``, before they are scaled."""
+        codes = torch.empty(len(formats.base), area.filled, dtype=self._kind, device=message.device)
+        unpack_codes(_part(message, area.codes, area.code_bytes, blocks), self._codec.bits, codes.view(-1))
+        used = codes[:, : area.values].contiguous()
+        values = torch.empty_like(used, dtype=torch.float32)
+        decode_into(used, formats, values, torch.empty_like(used))
+        return values
+
+    def _mantissa(self, vector: Tensor) -> Tensor:
+        if self._codec.mantissa != "auto":
+            return torch.tensor(self._codec.mantissa, device=vector.device)
+        area = self._areas[0]
+        rows = area.source(vector, slice(0, area.blocks))[:: -(-area.blocks // min(SAMPLE, area.rows))]
+        _, _, values = self._analyse(area, rows)
+        return best_mantissa(values, self._codec.bits, values.amin(dim=1), values.amax(dim=1), nearest=True)
+
+
+def _part(message: Tensor, offset: int, size: int, blocks: slice) -> Tensor:
+    """The bytes of some blocks, each of which has ``size`` of them."""
+    return message[offset + blocks.start * size : offset + blocks.stop * size]
