@@ -25,6 +25,8 @@ METHODS = {
     "fp16": ["compressor=fp16"],
     "bf16": ["compressor=bf16"],
     "onebit": ["compressor=onebit"],
+    "rotated 4 bits": ["compressor=rotated", "compressor.bits=4"],
+    "fft 85 %": ["compressor=fft", "compressor.theta=0.85"],
     "topk 10 %": ["compressor=topk", "compressor.density=0.1"],
     "topk 1 %": ["compressor=topk", "compressor.density=0.01"],
     "topk 1 %, no error feedback": ["compressor=topk", "compressor.density=0.01", "strategy.error_feedback=false"],
