@@ -71,7 +71,8 @@ def check_module(module: nn.Module, settings: Settings) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ValueError(f"{name or 'the module'} has sparse gradients; build it with sparse=False")
-    for name, parameter in trained_parameters(module):
+    parameters = trained_parameters(module)
+    for name, parameter in parameters:
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
                 f"{name} is stepped inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
@@ -84,7 +85,7 @@ def check_module(module: nn.Module, settings: Settings) -> None:
         raise ValueError(
             f"torch._dynamo.config.optimize_ddp={optimize_ddp!r} calls hooks with other arguments; set it to True"
         )
-    settings.rules.check([name for name, _ in trained_parameters(module)])
+    settings.rules.check([name for name, _ in parameters])
 
 
 def check_running(ddp: DistributedDataParallel) -> None:

@@ -84,9 +84,9 @@ def planes(bits: int) -> list[tuple[int, int]]:
     return [(sum(widths[:number]), width) for number, width in enumerate(widths)]
 
 
-def plane_size(count: int, width: int) -> int:
-    """Bytes that a plane of ``width`` bits takes for ``count`` codes."""
-    return -(-count * width // 8)
+def code_bytes(count: int, bits: int) -> int:
+    """Bytes that ``count`` codes of ``bits`` bits take."""
+    return -(-count * bits // 8)
 
 
 def pack_plane(codes: Tensor, low: int, width: int, packed: Tensor) -> None:
@@ -96,7 +96,7 @@ def pack_plane(codes: Tensor, low: int, width: int, packed: Tensor) -> None:
         codes: uint8 ``[n]``, contiguous, n a multiple of 8.
         low: the lowest bit to take.
         width: 1, 2, 4 or 8 (then ``low`` is 0).
-        packed: uint8 ``[at most plane_size(n, width)]``, wholly overwritten.
+        packed: uint8 ``[at most code_bytes(n, width)]``, wholly overwritten.
     """
     if width == 8:
         packed.copy_(codes[: len(packed)])
@@ -119,7 +119,7 @@ def unpack_plane(packed: Tensor, low: int, width: int, codes: Tensor) -> None:
     """Put a plane back into the codes; the plane at 0 overwrites all of a code, others add to it.
 
     Args:
-        packed: uint8 ``[at most plane_size(n, width)]``; the codes beyond it become 0, or stay.
+        packed: uint8 ``[at most code_bytes(n, width)]``; the codes beyond it become 0, or stay.
         low: where the plane's bits stand in a code.
         width: bits of a code that are in the plane.
         codes: uint8 ``[n]``, contiguous, n a multiple of 8.
@@ -153,7 +153,7 @@ def pack_plane_torch(codes: Tensor, low: int, width: int, packed: Tensor) -> Non
 
 def unpack_plane_torch(packed: Tensor, low: int, width: int, codes: Tensor) -> None:
     """``unpack_plane`` by torch alone, for accelerators."""
-    rows = torch.nn.functional.pad(packed, (0, plane_size(len(codes), width) - len(packed)))
+    rows = torch.nn.functional.pad(packed, (0, code_bytes(len(codes), width) - len(packed)))
     bits = ((rows.view(-1, 1) >> _positions(width, codes.device)) & (2**width - 1)) << low
     codes.copy_(bits.view(-1) if low == 0 else codes | bits.view(-1))
 
@@ -204,11 +204,6 @@ def _table(device: torch.device) -> Tensor:
     """The eight bits of every byte as float32."""
     values = torch.arange(256, dtype=torch.int32, device=device)
     return ((values.view(-1, 1) >> torch.arange(8, dtype=torch.int32, device=device)) & 1).float()
-
-
-def code_bytes(count: int, bits: int) -> int:
-    """Bytes that ``count`` codes of ``bits`` bits take."""
-    return -(-count * bits // 8)
 
 
 def pack_codes(codes: Tensor, bits: int, packed: Tensor) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import pack_plane, packed_size, plane_size, planes, scratch, unpack_plane
+from lightning_compress.codecs.bits import code_bytes, pack_plane, packed_size, planes, scratch, unpack_plane
 from lightning_compress.codecs.randomness import RandomBits
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
@@ -35,13 +35,13 @@ class Quantiser:
 
     def __init__(self, bits: int, shift: float, count: int, most: int, device: torch.device) -> None:
         self.top = 2 ** (bits - 1) - 1 + shift
-        self.size = sum(plane_size(count, width) for _, width in planes(bits))
+        self.size = sum(code_bytes(count, width) for _, width in planes(bits))
         self._sign, self._shift = 2 ** (bits - 1), shift
         self._planes = []
         start = 0
         for low, width in planes(bits):
             self._planes.append((low, width, start))
-            start += plane_size(count, width)
+            start += code_bytes(count, width)
         self._floats = scratch("levels", most, torch.float32, device)
         self._codes = scratch("codes", 8 * packed_size(most), torch.uint8, device)
         self._random = RandomBits(most, device)
@@ -109,4 +109,4 @@ class Quantiser:
         return floats.add_(self._shift) if self._shift else floats
 
     def _place(self, elements: slice, width: int, start: int) -> slice:
-        return slice(start + elements.start * width // 8, start + plane_size(elements.stop, width))
+        return slice(start + elements.start * width // 8, start + code_bytes(elements.stop, width))

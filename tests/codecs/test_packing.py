@@ -20,7 +20,7 @@ def test_round_trip(bits: int, numel: int, seed: int) -> None:
     back, twin = torch.full((2, padded), 0xAB, dtype=torch.uint8)
     total = 0
     for low, width in packing.planes(bits):
-        size = packing.plane_size(numel, width)
+        size = packing.code_bytes(numel, width)
         packed, other = torch.full((2, size), 0xAB, dtype=torch.uint8)
         packing.pack_plane(codes, low, width, packed)
         packing.unpack_plane(packed, low, width, back)
