@@ -6,9 +6,13 @@ A codec turns a vector into a message and back. It is pure and rank-local: it kn
   ``vector_after + decode(message) == vector_before`` (to float32 rounding relative to the block's largest value;
   exactly, for a sparsifier). Error feedback is then only "keep the vector".
 * Values too large for the message's format saturate, and the rest stays in the vector.
-* ``message_size`` follows from the layout and the settings alone; every byte of the message is written.
+* ``message_size`` follows from the layout and the settings alone; every byte of the message is written. A method of
+  variable length says so: then ``message_size`` is the capacity, ``used`` what the last ``encode`` wrote, what does not
+  fit stays in the vector, and ``decode`` is given rows that may end anywhere from there to the capacity.
 * Randomness comes from ``key`` and from nothing else: equal vectors and keys give equal bytes.
 * ``encode`` may be given any finite vector; ``decode`` may be given any bytes and never writes outside ``out``.
+* What all ranks must draw alike (the elements of a random-k) is drawn in ``share``, which is given the same key
+  on all ranks before a step's first ``encode`` or ``decode``.
 * Steady state allocates nothing of the vector's size: scratch belongs to the plan.
 """
 
@@ -39,13 +43,23 @@ class Plan(ABC):
         layout: what the vector is made of.
 
     Attributes:
-        message_size: bytes of a message.
+        message_size: bytes of a message, or the most that one may take.
+        variable: messages differ in length.
     """
 
     message_size: int
+    variable: ClassVar[bool] = False
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+
+    @property
+    def used(self) -> int:
+        """Bytes of the message that ``encode`` wrote last."""
+        return self.message_size
+
+    def share(self, key: int) -> None:  # noqa: B027  # most draw nothing in common
+        """Draw what the ranks must have in common; ``key`` is the same on all of them, and another one each step."""
 
     @abstractmethod
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
