@@ -1,8 +1,9 @@
-"""One message per group: a flag, then a section for every codec that the rules chose.
+"""One message per group: a header, then a section for every codec that the rules chose.
 
-    | flag, 16 bytes | section | padding to 16 bytes | section | ...
+    | header: flag, lengths | padding to 16 bytes | section | padding to 16 bytes | section | ...
 
-The flag is 0.0, or NaN on a rank whose gradient is not finite; it is summed as the first section is.
+The flag is 0.0, or NaN on a rank whose gradient is not finite; it is summed as the first section is. The lengths of the
+sections, int32, are there if one of them varies; then sections stand where the one before ends.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import ALIGNMENT, Codec, Plan, aligned
+from lightning_compress.codecs.base import ALIGNMENT, Codec, aligned
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
+
+FLAG = 4
+"""Bytes of the flag."""
 
 
 @dataclass(frozen=True)
@@ -59,37 +63,46 @@ class MessagePlan:
         summands: how many messages are summed in the message's own dtype.
 
     Attributes:
-        size: bytes of a message.
+        size: bytes of a message, or the most that one may take.
+        expected_size: bytes that it usually takes.
+        variable: messages differ in length.
         sum_runs: what to sum, and how; None if some section cannot be summed.
     """
 
     def __init__(self, sections: Sequence[Section], device: torch.device, meter: Meter, summands: int = 1) -> None:
         self._meter = meter
-        self._parts: list[tuple[slice, slice, Plan]] = []
-        offset = ALIGNMENT
         sections = [section for section in sections if section.layout.numel]
-        for section in sections:
-            plan = section.codec.plan(section.layout, device, summands)
-            stretch = slice(section.start, section.stop)
-            self._parts.append((stretch, slice(offset, offset + plan.message_size), plan))
-            offset += aligned(plan.message_size)
-        self.size = offset
+        plans = [section.codec.plan(section.layout, device, summands) for section in sections]
+        self._parts = [
+            (slice(section.start, section.stop), plan) for section, plan in zip(sections, plans, strict=True)
+        ]
+        self.variable = any(plan.variable for plan in plans)
+        self._header = aligned(FLAG + 4 * len(plans)) if self.variable else ALIGNMENT
+        self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
+        self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
         self._flag_dtype = self.sum_runs[0].dtype if self.sum_runs else torch.float32
 
     def _find_sum_runs(self, dtypes: Sequence[torch.dtype | None]) -> tuple[SumRun, ...] | None:
         runs: list[SumRun] = []
-        for dtype, (_, place, plan) in zip(dtypes, self._parts, strict=True):
+        start = self._header
+        for dtype, (_, plan) in zip(dtypes, self._parts, strict=True):
             if dtype is None:
                 return None
-            end = place.start + aligned(plan.message_size)
+            end = start + aligned(plan.message_size)
             if runs and runs[-1].dtype == dtype:
                 runs[-1] = SumRun(dtype, runs[-1].start, end)
             else:
-                runs.append(SumRun(dtype, place.start if runs else 0, end))
+                runs.append(SumRun(dtype, start if runs else 0, end))
+            start = end
         return tuple(runs) or (SumRun(torch.float32, 0, ALIGNMENT),)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, flag: Tensor) -> None:
+    def share(self, key: int) -> None:
+        """Draw what all ranks must have in common; before ``encode`` and ``decode``, with the same key on all ranks."""
+        for _, plan in self._parts:
+            plan.share(key)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int, flag: Tensor) -> int:
         """Move the stretches into ``message``, uint8 ``[size]``, whose padding the caller made zero once.
 
         Args:
@@ -97,17 +110,62 @@ class MessagePlan:
             message: uint8 ``[size]``.
             key: where randomness comes from.
             flag: float32 scalar, 0.0 or NaN.
+
+        Returns:
+            bytes of the message that are to be sent.
         """
         with self._meter.span("encode"):
             message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
-            for stretch, place, plan in self._parts:
-                plan.encode(vector[stretch], message[place], key)
+            end, lengths = self._header, []
+            for stretch, plan in self._parts:
+                plan.encode(vector[stretch], message[end : end + plan.message_size], key)
+                lengths.append(plan.used)
+                if self.variable:  # what an earlier, longer message left there
+                    message[end + plan.used : end + aligned(plan.used)] = 0
+                end += aligned(plan.used)
+            if self.variable:
+                message[FLAG : FLAG + 4 * len(lengths)].view(torch.int32).copy_(
+                    torch.tensor(lengths, dtype=torch.int32)
+                )
+        return end
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """Write ``weight`` times the sum of ``messages``, uint8 ``[M, size]``, into the stretches of ``out``."""
+        """Write ``weight`` times the sum of ``messages``, uint8 ``[M, size]``, into the stretches of ``out``.
+
+        Messages of variable length need be no longer than the longest of them.
+
+        Raises:
+            ValueError: the lengths in a message are not its own.
+        """
         with self._meter.span("decode"):
-            for stretch, place, plan in self._parts:
-                plan.decode(messages[:, place], out[stretch], weight, accumulate)
+            ends = self._ends(messages)
+            for number, (stretch, plan) in enumerate(self._parts):
+                starts = [row[number] for row in ends]
+                part = out[stretch]
+                if len(set(starts)) <= 1:  # as always where no earlier section varies
+                    start = starts[0] if starts else 0
+                    plan.decode(messages[:, start : start + plan.message_size], part, weight, accumulate)
+                    continue
+                for row, start in enumerate(starts):
+                    message = messages[row : row + 1, start : start + plan.message_size]
+                    plan.decode(message, part, weight, accumulate or row > 0)
+
+    def _ends(self, messages: Tensor) -> list[list[int]]:
+        """Where each section of each message begins, and the last one ends."""
+        if not self.variable:
+            lengths = [[plan.message_size for _, plan in self._parts]] * len(messages)
+        else:
+            words = messages[:, FLAG : FLAG + 4 * len(self._parts)].contiguous().view(torch.int32)
+            lengths = words.view(len(messages), -1).tolist()
+        ends = []
+        for row in lengths:
+            end = [self._header]
+            for length, (_, plan) in zip(row, self._parts, strict=True):
+                if not 0 <= length <= plan.message_size or end[-1] + length > messages.shape[1]:
+                    raise ValueError(f"a message says that a section takes {length} bytes; it is damaged")
+                end.append(end[-1] + aligned(length))
+            ends.append(end)
+        return ends
 
     def flags(self, messages: Tensor) -> Tensor:
         """Sum of the flags of ``messages``, uint8 ``[M, size]``: a float32 scalar, 0.0 or NaN."""

@@ -58,6 +58,11 @@ class Plan(ABC):
         """Bytes of the message that ``encode`` wrote last."""
         return self.message_size
 
+    @property
+    def expected_size(self) -> int:
+        """Bytes that a message usually takes, from which exchanges are chosen."""
+        return self.message_size
+
     def share(self, key: int) -> None:  # noqa: B027  # most draw nothing in common
         """Draw what the ranks must have in common; ``key`` is the same on all of them, and another one each step."""
 

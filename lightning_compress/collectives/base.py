@@ -23,6 +23,10 @@ class Collective(ABC):
         """Sum over the ranks, in place, in the tensor's own dtype; every rank gets the same bits."""
 
     @abstractmethod
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """The largest over the ranks, element by element, in place."""
+
+    @abstractmethod
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Collect ``tensor [n]`` of every rank in ``out [size, n]``, in the order of the ranks."""
 

@@ -27,6 +27,12 @@ class CountingCollective(Collective):
         with self._meter.span("exchange"):
             self._inner.all_reduce(tensor)
 
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Count it as an all-reduce."""
+        self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
+        with self._meter.span("exchange"):
+            self._inner.all_reduce_max(tensor)
+
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Count a message to every other rank."""
         self._meter.bytes_sent += (self.size - 1) * tensor.numel() * tensor.element_size()

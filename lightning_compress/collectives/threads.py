@@ -41,6 +41,10 @@ class ThreadCollective(Collective):
         """Sum in the order of the ranks."""
         tensor.copy_(self._share(tensor, lambda slots: functools.reduce(torch.add, slots)))
 
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Compare in the order of the ranks."""
+        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(torch.maximum, slots)))
+
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Stack the tensors of all ranks."""
         self._share(tensor, lambda slots: out.copy_(torch.stack(slots)))

@@ -27,6 +27,10 @@ class TorchCollective(Collective):
         """Sum over the ranks with the group's own algorithm."""
         dist.all_reduce(tensor, group=self.group)
 
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """The group's own maximum."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Collect one tensor a rank."""
         _all_gather(out.view(-1), tensor, group=self.group)

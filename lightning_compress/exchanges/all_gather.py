@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.base import (
+    Exchange,
+    ExchangePlan,
+    agree_length,
+    length_bytes,
+    new_messages,
+    rows,
+)
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -37,10 +44,14 @@ class _Plan(ExchangePlan):
         self._collective = collective
         self._message = new_messages(1, plan.size, device)[0]
         self._messages = new_messages(collective.size, plan.size, device)
-        self.bytes_sent = (collective.size - 1) * plan.size
+        size = collective.size
+        self.bytes_sent = (size - 1) * plan.expected_size + length_bytes(plan, size)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        self._plan.encode(vector, self._message, mix(key, self._collective.rank), flag)
-        self._collective.all_gather(self._message, self._messages)
-        flag.copy_(self._plan.flags(self._messages))
-        self._plan.decode(self._messages, out, 1 / self._collective.size, accumulate=False)
+        self._plan.share(key)
+        used = self._plan.encode(vector, self._message, mix(key, self._collective.rank), flag)
+        width = agree_length(self._plan, used, self._collective, vector.device)
+        messages = rows(self._messages, self._collective.size, width)
+        self._collective.all_gather(self._message[:width], messages)
+        flag.copy_(self._plan.flags(messages))
+        self._plan.decode(messages, out, 1 / self._collective.size, accumulate=False)

@@ -52,6 +52,7 @@ class _Plan(ExchangePlan):
         self.bytes_sent = sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in plan.sum_runs)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        self._plan.share(key)
         self._plan.encode(vector, self._messages[0], mix(key, self._collective.rank), flag)
         for values in self._sums:
             self._collective.all_reduce(values)

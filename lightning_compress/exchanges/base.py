@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective
-from lightning_compress.message import Section
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
 
 
@@ -22,7 +23,8 @@ class ExchangePlan(ABC):
     """An exchange made ready for the vectors of one group; holds the message buffers.
 
     Attributes:
-        bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula.
+        bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula; what it is expected to
+            be where messages vary in length.
         description: which exchange this is, for the log.
     """
 
@@ -56,6 +58,25 @@ class Exchange(ABC):
         self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
     ) -> ExchangePlan:
         """Make ready for vectors that consist of these sections, whose codecs passed ``check``."""
+
+
+def agree_length(plan: MessagePlan, used: int, collective: Collective, device: torch.device) -> int:
+    """Bytes of a message to send: the most that any rank used; lengths travel first where they vary."""
+    if not plan.variable:
+        return plan.size
+    longest = torch.tensor([used], dtype=torch.int32, device=device)
+    collective.all_reduce_max(longest)
+    return int(longest)
+
+
+def length_bytes(plan: MessagePlan, ranks: int) -> int:
+    """Bytes that one of ``ranks`` sends in ``agree_length``."""
+    return all_reduce_bytes(4, ranks) if plan.variable else 0
+
+
+def rows(buffer: Tensor, count: int, width: int) -> Tensor:
+    """The first bytes of a contiguous buffer as ``[count, width]``."""
+    return buffer.view(-1)[: count * width].view(count, width)
 
 
 def new_messages(count: int, size: int, device: torch.device) -> Tensor:

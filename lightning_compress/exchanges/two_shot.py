@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.base import (
+    Exchange,
+    ExchangePlan,
+    agree_length,
+    length_bytes,
+    new_messages,
+    rows,
+)
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -46,20 +53,32 @@ class _Plan(ExchangePlan):
         self._send = new_messages(collective.size, width, device)
         self._receive = new_messages(collective.size, width, device)
         self._sum = new_messages(1, width, device)
-        self.bytes_sent = 2 * (collective.size - 1) * width
+        expected = max(shard.expected_size for shard in shards)
+        self._all = max(shards, key=lambda shard: shard.size)
+        self.bytes_sent = 2 * ((collective.size - 1) * expected + length_bytes(self._all, collective.size))
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         own = self._shards[rank]
+        used = 0
         for peer, shard in enumerate(self._shards):
+            shard.share(mix(key, peer))
             if peer != rank:
-                shard.encode(vector, self._send[peer, : shard.size], mix(key, rank, peer), flag)
-        self._collective.all_to_all(self._send, self._receive)
-        for others in (self._receive[:rank, : own.size], self._receive[rank + 1 :, : own.size]):
+                used = max(used, shard.encode(vector, self._send[peer, : shard.size], mix(key, rank, peer), flag))
+        width = self._width(used)
+        received = rows(self._receive, size, width)
+        self._collective.all_to_all(self._send[:, :width].contiguous(), received)
+        for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             own.decode(others, vector, 1.0, accumulate=True)
             flag.add_(own.flags(others))
-        own.encode(vector, self._sum[0, : own.size], mix(key, rank, size), flag)
-        self._collective.all_gather(self._sum[0], self._receive)
+        width = self._width(own.encode(vector, self._sum[0, : own.size], mix(key, rank, size), flag))
+        received = rows(self._receive, size, width)
+        self._collective.all_gather(self._sum[0, :width], received)
         for peer, shard in enumerate(self._shards):
-            shard.decode(self._receive[peer : peer + 1, : shard.size], out, 1 / size, accumulate=False)
-            flag.add_(shard.flags(self._receive[peer : peer + 1, : shard.size]))
+            message = received[peer : peer + 1, : shard.size]
+            shard.decode(message, out, 1 / size, accumulate=False)
+            flag.add_(shard.flags(message))
+
+    def _width(self, used: int) -> int:
+        """Bytes of each rank's row."""
+        return agree_length(self._all, used, self._collective, self._send.device)
