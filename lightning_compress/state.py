@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_compress.layout import Layout, Segment
 
+Initial = Callable[[Segment], Tensor]
 
-class Residual:
-    """What encoding left behind, for one group on this rank: float32, in units of the unscaled gradient.
 
-    A save at any moment sees a committed buffer: a commit replaces the reference.
+@dataclass(frozen=True)
+class Declared:
+    """What a method keeps from step to step, besides the residual.
+
+    Args:
+        layout: float32 numbers of each parameter, by its name; as many as the method needs.
+        holder: "rank" where every rank has its own, "shared" where all have the same.
+        initial: the first numbers of a segment, ``[numel]``, the same on all ranks; zeros if None.
+    """
+
+    layout: Layout
+    holder: Literal["rank", "shared"] = "rank"
+    initial: Initial | None = None
+
+
+class State:
+    """Numbers kept from step to step, for one group on this rank: float32, in units of the unscaled gradient.
+
+    The residual is one; methods declare others. A save at any moment sees a committed buffer: a commit replaces the
+    reference.
 
     Args:
         layout: what the vector is made of.
         device: where it lives.
+        initial: what a parameter's numbers are at first; zeros if None.
+        holder: "rank" where every rank has its own, "shared" where all have the same.
 
     Attributes:
-        committed: the residual after the last optimizer step, ``[numel]``.
-        pending: the vector of the step under way, ``[numel]``.
+        committed: the numbers after the last optimizer step, ``[numel]``.
+        pending: those of the step under way, ``[numel]``.
         touched: names of the parameters of which ``pending`` holds what no optimizer step has made true yet.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        initial: Initial | None = None,
+        holder: Literal["rank", "shared"] = "rank",
+    ) -> None:
         self.layout = layout
+        self.holder = holder
+        self._initial = initial
         self.committed = torch.zeros(layout.numel, device=device)
         self.pending = torch.zeros(layout.numel, device=device)
         self.touched: set[str] = set()
+        self.reset()
 
     def base(self) -> Tensor:
-        """What the next gradient is added to."""
+        """What the next step goes on from."""
         return self.pending if self.touched else self.committed
 
     def touch(self) -> None:
@@ -40,10 +71,10 @@ class Residual:
         self.touched.update(self.layout.names)
 
     def commit(self, rejected: Tensor, stepped: Collection[str]) -> None:
-        """Make the pending residual of the parameters that were stepped true.
+        """Make the pending numbers of the parameters that were stepped true.
 
         Args:
-            rejected: bool scalar: the step was not sound, and its residual is dropped instead.
+            rejected: bool scalar: the step was not sound, and its numbers are dropped instead.
             stepped: names of the optimizer's parameters.
         """
         ours = self.touched.intersection(stepped)
@@ -70,25 +101,33 @@ class Residual:
             self.roll_back()
 
     def roll_back(self) -> None:
-        """Forget the pending residual."""
+        """Forget the pending numbers."""
         self.touched.clear()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Begin again."""
         self.touched.clear()
         self.committed = torch.zeros_like(self.committed)
+        if self._initial is not None:
+            for segment in self.layout.segments:
+                self.committed[place_of(segment)] = self._initial(segment).to(self.committed.device)
 
-    def adopt(self, other: Residual, names: Collection[str]) -> None:
-        """Take the named parameters' residuals over from a group that was laid out otherwise."""
-        targets = dict(zip(self.layout.names, self._places(self.layout.names), strict=True))
-        for name, source in zip(other.layout.names, other._places(other.layout.names), strict=True):
-            if name in names:
-                self.committed[targets[name]] = other.committed[source]
-                self.pending[targets[name]] = other.base()[source]
-        self.touched |= other.touched.intersection(names)
+    def adopt(self, other: State, names: Collection[str]) -> None:
+        """Take the named parameters' numbers over from a group that was laid out otherwise."""
+        targets = {segment.name: segment for segment in self.layout.segments}
+        for segment in other.layout.segments:
+            target = targets.get(segment.name)
+            if segment.name in names and target is not None and target.numel == segment.numel:
+                self.committed[place_of(target)] = other.committed[place_of(segment)]
+                self.pending[place_of(target)] = other.base()[place_of(segment)]
+                self.touched |= other.touched & {segment.name}
 
     def _places(self, names: Collection[str]) -> list[slice]:
         return [place_of(segment) for segment in self.layout.segments if segment.name in names]
+
+
+States = dict[str, State]
+"""A group's, by what they hold."""
 
 
 def place_of(segment: Segment) -> slice:

@@ -1,0 +1,85 @@
+"""The specification of what turns a gradient into something else before it is averaged, and the mean after.
+
+Momentum correction averages a velocity, 1-bit Adam averages a momentum: such a method wraps a codec, keeps state, and
+takes over a part of the optimizer's work, so that it has a say on the optimizer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_compress.codecs import Codec
+from lightning_compress.layout import Layout
+from lightning_compress.state import Declared, States
+
+
+class CorrectionPlan(ABC):
+    """A correction made ready for the vectors of one group.
+
+    State is read from ``base()`` (which may be ``pending`` itself, in a second backward of one step) and written to
+    ``pending``; the caller marks it as touched.
+    """
+
+    @abstractmethod
+    def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:
+        """Turn the gradient into what is averaged, in place.
+
+        Args:
+            gradient: float32 ``[numel]``, finite, unscaled; the residual is added afterwards.
+            compressed: the stretches that a codec will take care of; none in a dense step.
+            step: how many optimizer steps were made.
+        """
+
+    @abstractmethod
+    def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:
+        """Turn the mean into what the optimizer is given, in place; the same on all ranks.
+
+        Args:
+            mean: float32 ``[numel]``.
+            vector: float32 ``[numel]``, what this rank did not send.
+            compressed: as in ``before``.
+            step: as in ``before``.
+        """
+
+
+class Correction(ABC):
+    """What a corrected method does beside compressing; a frozen dataclass of its settings."""
+
+    @abstractmethod
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        """What is kept from step to step, by a name of it."""
+
+    @abstractmethod
+    def plan(self, layout: Layout, ranks: int, device: torch.device, states: States) -> CorrectionPlan:
+        """Make ready for vectors of this layout, over so many ranks; ``states`` has what ``state`` declared."""
+
+    @abstractmethod
+    def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> None:
+        """See that the optimizer does not do the same work again; called before training and after every step.
+
+        Args:
+            optimizer: owns compressed parameters.
+            names: of these parameters.
+
+        Raises:
+            ValueError: it does something that the correction cannot go with; the message says what to use.
+        """
+
+
+class Corrected(ABC):
+    """A compressor that is a codec and a correction; a frozen dataclass of its settings."""
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """What compresses."""
+
+    @property
+    @abstractmethod
+    def correction(self) -> Correction:
+        """What is done before and after."""

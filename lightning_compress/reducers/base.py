@@ -1,0 +1,89 @@
+"""The specification of methods that must talk in the middle of their work.
+
+A codec is given a vector and makes a message; a reducer is given a vector and leaves the mean over the ranks, like an
+exchange, and issues the collectives itself. It keeps the exchange's law: ``out`` is bit-identical on all ranks, and
+``vector`` holds afterwards what did not get through, such that
+``W * mean + sum over ranks of vector_after == sum over ranks of vector_before`` (unless it declares otherwise).
+
+What stays dense, and the flag, are carried: floats that the reducer adds up over the ranks along with its own first
+float32 all-reduce, so that small parameters cost no collective of their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.collectives import Collective
+from lightning_compress.layout import Layout
+from lightning_compress.meter import Meter
+from lightning_compress.state import Declared, States
+
+
+class ReducerPlan(ABC):
+    """A reducer made ready for one layout; holds its buffers.
+
+    Attributes:
+        bytes_sent: what ``mean`` hands to the transport on this rank, what is carried included, by the formula.
+    """
+
+    bytes_sent: int
+
+    @abstractmethod
+    def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
+        """Average over the ranks.
+
+        State is read from ``base()`` (which may be ``pending`` itself, in a second backward of one step) and written to
+        ``pending``; the caller marks it as touched.
+
+        Args:
+            vector: float32 ``[numel]``, finite; holds afterwards what was not sent.
+            out: float32 ``[numel]``; gets the mean. Never ``vector`` itself.
+            carried: float32 ``[carried]``, possibly with NaN; gets its sum over the ranks.
+            key: the step's and the group's key, equal on all ranks.
+        """
+
+
+class Reducer(ABC):
+    """A whole method; a frozen dataclass of its settings.
+
+    Attributes:
+        contractive: biased, and only sound with error feedback (which is then on by default).
+        conserves: the law above holds.
+        elementwise: every element is treated alone, so that small parameters need no special care.
+    """
+
+    contractive: ClassVar[bool] = False
+    conserves: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Whether the method does no harm beside an optimizer with adaptive learning rates."""
+        return not self.contractive
+
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        """What is kept from step to step, by a name of it."""
+        return {}
+
+    @abstractmethod
+    def plan(
+        self, layout: Layout, carried: int, collective: Collective, device: torch.device, meter: Meter, states: States
+    ) -> ReducerPlan:
+        """Make ready for vectors of this layout.
+
+        Args:
+            layout: what the vectors are made of.
+            carried: float32 numbers to be added up along the way.
+            collective: the ranks.
+            device: where vectors are.
+            meter: times encoding and decoding: ``with meter.span("encode")``.
+            states: what ``state`` declared, by the same names.
+
+        Raises:
+            ValueError: the world is too large for the method.
+        """
