@@ -72,7 +72,8 @@ def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSourc
     """``attach`` for what was checked already."""
     collective = TorchCollective(ddp.process_group)
     compression = Compression(ddp, settings, collective, scale)
-    if collective.size == 1 or isinstance(settings.codec, Dense):
+    alone = collective.size == 1 and settings.correction is None  # a correction does the optimizer's work on any world
+    if alone or isinstance(settings.method, Dense):
         compression.leave_to(ddp)
     else:
         compression.register(ddp)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs import Dense
+from lightning_compress import bridge
+from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
@@ -17,7 +18,9 @@ from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.rules import Shape
 from lightning_compress.settings import Settings
-from lightning_compress.state import Residual, place_of
+from lightning_compress.state import Declared, State, States, place_of
+
+RESIDUAL = "residual"
 
 
 class Scratch:
@@ -48,6 +51,9 @@ class Group:
         device: where gradients are.
         meter: counts.
         scratch: shared with other groups.
+
+    Attributes:
+        states: what is kept from step to step: the residual, and what reducers and the correction declare.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class Group:
         meter: Meter,
         scratch: Scratch,
     ) -> None:
-        self.order, sections = settings.rules.sections(parameters)
+        self.order, stretches = settings.rules.stretches(parameters)
         self.layout = Layout.of(parameters[place] for place in self.order)
         self.names = self.layout.names
         self._segments = [segment for segment in self.layout.segments if segment.numel]
@@ -70,10 +76,29 @@ class Group:
         self._meter = meter
         self._scratch = scratch
         self._key = mix(settings.seed, name_key(self.names))
-        self._exchange = settings.exchange.plan(sections, collective, device, meter)
+        kept = {RESIDUAL: Declared(self.layout)} if settings.error_feedback else {}
+        theirs, corrected = bridge.declared(stretches), {}
+        if settings.correction is not None:
+            corrected = dict(settings.correction.state(self.layout))
+        self.states: States = {
+            name: State(each.layout, device, each.initial, each.holder)
+            for name, each in {**kept, **theirs, **corrected}.items()
+        }
+        self._always = [self.states[name] for name in (*kept, *corrected)]
+        self._held = [state for state in self._always if state.holder == "rank"]
+        self._correction = settings.correction and settings.correction.plan(
+            self.layout, collective.size, device, {name: self.states[name] for name in corrected}
+        )
+        self._exchange = bridge.plan_group(stretches, settings.exchange, collective, device, meter, self.states)
         self._dense: ExchangePlan | None = None
-        self._limit = min(section.codec.limit(collective.size) for section in sections)
-        self.residual = Residual(self.layout, device) if settings.error_feedback else None
+        self._compressed = [each.place for each in stretches if not isinstance(each.method, Dense)]
+        codecs = [each.method for each in stretches if isinstance(each.method, Codec)]
+        self._limit = min((codec.limit(collective.size) for codec in codecs), default=torch.inf)
+
+    @property
+    def residual(self) -> State | None:
+        """What encoding left behind."""
+        return self.states.get(RESIDUAL)
 
     def plan(self, step: int) -> ExchangePlan:
         """The exchange of a step: dense while the compression warms up."""
@@ -101,13 +126,13 @@ class Group:
         torch.cat(slices, out=gradient)
         lowest, highest = torch.aminmax(gradient)
         flag = (lowest + highest) * 0.0
-        if scale is not None and self.residual is not None:  # residuals outlive the scale of their step
+        if scale is not None and self.states:  # state outlives the scale of its step
             gradient.mul_(1.0 / scale)
         elif scale is not None:  # where the message saturates, the scaler has to hear of it
             flag.masked_fill_(torch.maximum(-lowest, highest) > self._limit, torch.nan)
         self._drop_nonfinite(gradient, flag)
         mean = self._mean(gradient, step, flag)
-        if scale is not None and self.residual is not None:
+        if scale is not None and self.states:
             mean.mul_(scale)
         if not self._known_zero(flag):
             mean.add_(flag)
@@ -115,38 +140,53 @@ class Group:
         return flag
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
-        """The mean, written over ``gradient``; the residual advances."""
-        key = mix(self._key, step)
-        held: list[tuple[Segment, Tensor]] = []
+        """The mean, written over ``gradient``; the states advance."""
+        plan, dense = self.plan(step), step < self._settings.warmup_steps
+        compressed = () if dense else self._compressed
+        held = self._hold_unused(gradient) if self._held else []
+        if self._correction:
+            self._correction.before(gradient, compressed, step)
         if self.residual is None:
             vector = self._scratch.take("vector", self.layout.numel).copy_(gradient)
         else:
-            vector = self.residual.pending
-            held = self._hold_unused(self.residual.base(), gradient)
-            torch.add(self.residual.base(), gradient, out=vector)
-            for segment, kept in held:
-                vector[place_of(segment)].sub_(kept)
+            vector = torch.add(self.residual.base(), gradient, out=self.residual.pending)
+        for place, mask, _ in held:
+            vector[place].mul_(mask)
         before = vector.norm() if self._meter.sampling else None
-        self.plan(step).mean(vector, gradient, key, flag)
+        plan.mean(vector, gradient, mix(self._key, step), flag)
         if before is not None:
             self._meter.add_error(before, vector.norm())
-        for segment, kept in held:
-            vector[place_of(segment)].add_(kept)
-        if self.residual is not None:
-            self.residual.touch()
+        if self._correction:
+            self._correction.after(gradient, vector, compressed, step)
+        for place, mask, kept in held:
+            for state, numbers in zip(self._held, kept, strict=True):
+                if state is not self.residual:  # which also owes what encoding took of the zeros it was given
+                    state.pending[place].mul_(mask)
+                state.pending[place].addcmul_(numbers, 1 - mask)
+        for state in self._always if dense else self.states.values():
+            state.touch()
         return gradient
 
-    def _hold_unused(self, base: Tensor, gradient: Tensor) -> list[tuple[Segment, Tensor]]:
-        """Residuals of parameters without a gradient on this rank: DDP may throw their mean away, so they stay home."""
+    def _hold_unused(self, gradient: Tensor) -> list[tuple[slice, Tensor, list[Tensor]]]:
+        """States of parameters without a gradient on this rank: DDP may throw their mean away, so they stay home.
+
+        Returns:
+            where, 0.0 or 1.0 by which what is sent is multiplied, and each state's numbers.
+        """
         if self._device.type == "cpu":
             suspects = (gradient[self._starts] == 0).nonzero().flatten().tolist()
-            segments = [
-                self._segments[place] for place in suspects if not gradient[place_of(self._segments[place])].any()
-            ]
-            return [(segment, base[place_of(segment)].clone()) for segment in segments]
-        slices = [gradient[place_of(segment)] for segment in self._segments]
-        unused = torch.stack(torch._foreach_norm(slices, torch.inf)) == 0
-        return [(segment, base[place_of(segment)] * unused[place]) for place, segment in enumerate(self._segments)]
+            segments = [self._segments[place] for place in suspects]
+            segments = [segment for segment in segments if not gradient[place_of(segment)].any()]
+            masks = gradient.new_zeros(len(segments)).unbind()
+        else:
+            segments = self._segments
+            slices = [gradient[place_of(segment)] for segment in segments]
+            masks = (torch.stack(torch._foreach_norm(slices, torch.inf)) != 0).float().unbind()
+        return [self._hold(segment, mask) for segment, mask in zip(segments, masks, strict=True)]
+
+    def _hold(self, segment: Segment, mask: Tensor) -> tuple[slice, Tensor, list[Tensor]]:
+        place = place_of(segment)
+        return place, mask, [state.base()[place].clone() for state in self._held]
 
     def _drop_nonfinite(self, gradient: Tensor, flag: Tensor) -> None:
         """Codecs are given finite numbers; the flag carries the news."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_compress import checks
 from lightning_compress.collectives import Collective, CountingCollective
@@ -18,7 +18,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.group import Group, Scratch
 from lightning_compress.meter import Meter
 from lightning_compress.settings import Settings
-from lightning_compress.state import Residual
+from lightning_compress.state import State
 
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
 
@@ -63,6 +63,7 @@ class Compression:
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._reduced: set[int] = set()
         self._stepped = True
+        self._active = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self._handles: list[Any] = []
         _watch_optimizers()
@@ -70,6 +71,7 @@ class Compression:
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Take the averaging over from ``ddp``."""
+        self._active = True
         self._handles.append(ddp.register_forward_pre_hook(lambda module, _: checks.check_running(module)))
         ddp.register_comm_hook(None, self.hook)
 
@@ -119,16 +121,16 @@ class Compression:
         self._stepped = False
         self._reduced.clear()
         self._flag.zero_()
-        for residual in self._residuals():
-            residual.roll_back()
+        for state in self._states():
+            state.roll_back()
         self.meter.begin_step()
 
     def _drop_unsound(self) -> None:
         """Forget a backward that was not finite, which a GradScaler skipped."""
         rejected = self._flag.isnan()
         self._nonfinite_steps.add_(rejected)
-        for residual in self._residuals():
-            residual.reject(rejected)
+        for state in self._states():
+            state.reject(rejected)
         self._flag.zero_()
         self._reduced.clear()
 
@@ -147,26 +149,38 @@ class Compression:
         """Move state from the groups that had these parameters, and drop those that have none left."""
         for old in self.groups:
             names = {name for name in group.names if self._owner.get(name) is old}
-            if names and old.residual and group.residual:
-                group.residual.adopt(old.residual, names)
+            for kind in old.states.keys() & group.states.keys() if names else ():
+                group.states[kind].adopt(old.states[kind], names)
         self._owner.update(dict.fromkeys(group.names, group))
         self.groups = [each for each in [*self.groups, group] if each in self._owner.values()]
         self._by_bucket = {bucket: each for bucket, each in self._by_bucket.items() if each in self.groups}
 
-    def _residuals(self) -> list[Residual]:
-        return [group.residual for group in self.groups if group.residual]
+    def _states(self) -> list[State]:
+        return [state for group in self.groups for state in group.states.values()]
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Let a method that does a part of the optimizer's work see that it is not done twice.
+
+        Raises:
+            ValueError: the optimizer does what the method cannot go with.
+        """
+        if self.settings.correction and self._active and (names := self._owned(optimizer)):
+            self.settings.correction.take_over(optimizer, sorted(names))
+
+    def _owned(self, optimizer: Optimizer) -> set[str]:
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {name for parameter, name in self._names.items() if parameter in owned}
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
-        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        names = {name for parameter, name in self._names.items() if parameter in owned}
+        names = self._owned(optimizer)
         if not names:
             return
         rejected = self._flag.isnan()
         if (found := getattr(optimizer, "found_inf", None)) is not None:  # a fused optimizer skips by itself
             rejected = rejected | (found > 0).to(rejected.device)
-        for residual in self._residuals():
-            residual.commit(rejected, names)
+        for state in self._states():
+            state.commit(rejected, names)
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
             self._nonfinite_steps.add_(rejected.squeeze())
@@ -182,8 +196,8 @@ class Compression:
 
     def reset(self) -> None:
         """Begin again: no residuals, no steps."""
-        for residual in self._residuals():
-            residual.reset()
+        for state in self._states():
+            state.reset()
         self._flag.zero_()
         self._stepped = True
         self.step = 0
@@ -197,7 +211,7 @@ class Compression:
             residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
             ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
-        norms = [residual.committed.norm() for residual in self._residuals()]
+        norms = [group.residual.committed.norm() for group in self.groups if group.residual]
         return self.meter.read() | {
             "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
             "nonfinite_steps": float(self._nonfinite_steps),
@@ -222,8 +236,13 @@ _live: "weakref.WeakSet[Compression]" = weakref.WeakSet()
 def _watch_optimizers() -> None:
     """Tell every compression when an optimizer has stepped; one hook per process."""
 
+    def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for compression in list(_live):
+            compression.take_over(optimizer)
+
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for compression in list(_live):
             compression.after_step(optimizer)
 
+    register_optimizer_step_pre_hook(steps)
     register_optimizer_step_post_hook(stepped)

@@ -9,53 +9,69 @@ from math import prod
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.layout import Layout
-from lightning_compress.message import Section
+from lightning_compress.reducers import Reducer
 
 Shape = tuple[int, ...]
+Method = Codec | Reducer
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The part of a vector, beginning at ``start``, that one method takes care of."""
+
+    method: Method
+    layout: Layout
+    start: int
+
+    @property
+    def place(self) -> slice:
+        """Where it stands in the vector."""
+        return slice(self.start, self.start + self.layout.numel)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Small, 1-D and excluded parameters travel as float32, the others by the codec.
+    """Small, 1-D and excluded parameters travel as float32, the others by the method.
 
-    A codec that treats every element alone (a cast) is given the small and 1-D parameters too: it has nothing to lose
+    A method that treats every element alone (a cast) is given the small and 1-D parameters too: it has nothing to lose
     there, and one dtype is one all-reduce.
 
     Args:
-        codec: for what is worth compressing.
+        method: for what is worth compressing.
         min_numel: parameters with fewer elements stay dense.
         exclude: shell-style patterns of parameter names that stay dense.
     """
 
-    codec: Codec
+    method: Method
     min_numel: int
     exclude: tuple[str, ...]
 
     def compresses(self, name: str, shape: Shape) -> bool:
-        """Whether this parameter is given to the codec."""
+        """Whether this parameter is given to the method."""
         if any(fnmatchcase(name, pattern) for pattern in self.exclude):
             return False
-        return self.codec.elementwise or (len(shape) > 1 and prod(shape) >= self.min_numel)
+        return self.method.elementwise or (len(shape) > 1 and prod(shape) >= self.min_numel)
 
-    def sections(self, parameters: Sequence[tuple[str, Shape]]) -> tuple[tuple[int, ...], tuple[Section, ...]]:
-        """Order a group's parameters by codec.
+    def stretches(self, parameters: Sequence[tuple[str, Shape]]) -> tuple[tuple[int, ...], tuple[Stretch, ...]]:
+        """Order a group's parameters by method.
 
         Args:
             parameters: name and shape, in the bucket's order.
 
         Returns:
-            the parameters' places in the bucket, in the vector's order; and the vector's sections.
+            the parameters' places in the bucket, in the vector's order; and the vector's stretches.
         """
         compressed = [self.compresses(*parameter) for parameter in parameters]
         order: list[int] = []
-        sections: list[Section] = []
-        for codec, wanted in ((Dense(), False), (self.codec, True)):
+        stretches: list[Stretch] = []
+        choices: tuple[tuple[Method, bool], ...] = ((Dense(), False), (self.method, True))
+        for method, wanted in choices:
             places = [place for place, is_compressed in enumerate(compressed) if is_compressed is wanted]
             if places:
-                start = sections[-1].stop if sections else 0
-                sections.append(Section(codec, Layout.of(parameters[place] for place in places), start))
+                start = stretches[-1].place.stop if stretches else 0
+                stretches.append(Stretch(method, Layout.of(parameters[place] for place in places), start))
                 order += places
-        return tuple(order), tuple(sections)
+        return tuple(order), tuple(stretches)
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse patterns that match nothing.

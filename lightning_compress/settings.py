@@ -8,21 +8,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_compress.codecs import CODECS, Codec
-from lightning_compress.exchanges import EXCHANGES, Exchange
-from lightning_compress.rules import Rules
+from lightning_compress.corrections import CORRECTED, Corrected, Correction
+from lightning_compress.exchanges import EXCHANGES, Auto, Exchange
+from lightning_compress.reducers import REDUCERS, Reducer
+from lightning_compress.rules import Method, Rules
 
-CompressorLike = str | Mapping[str, object] | Codec
+Compressor = Codec | Reducer | Corrected
+COMPRESSORS: dict[str, type[Compressor]] = {**CODECS, **REDUCERS, **CORRECTED}
+"""What ``compressor=`` takes by name."""
+
+CompressorLike = str | Mapping[str, object] | Compressor
 ExchangeLike = str | Mapping[str, object] | Exchange
 
 
-def _build(kind: str, given: object, known: Mapping[str, type], base: type) -> object:
-    if isinstance(given, base):
+def _build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type, ...]) -> object:
+    if isinstance(given, bases):
         return given
     settings = {"name": given} if isinstance(given, str) else given
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
         raise ValueError(
             f"{kind}={given!r}: give a name ({', '.join(known)}), a mapping with a 'name' and settings, "
-            f"or a {base.__name__}"
+            f"or a {bases[0].__name__}"
         )
     arguments = {str(key): value for key, value in settings.items()}
     name = arguments.pop("name")
@@ -37,15 +43,15 @@ def _build(kind: str, given: object, known: Mapping[str, type], base: type) -> o
     return known[name](**arguments)
 
 
-def build_codec(compressor: CompressorLike) -> Codec:
-    """A codec by name, by ``{"name": ..., **settings}``, or as it is.
+def build_compressor(compressor: CompressorLike) -> Compressor:
+    """A compressor by name, by ``{"name": ..., **settings}``, or as it is.
 
     Raises:
         ValueError: there is no such compressor or setting, or a value is out of range.
     """
-    codec = _build("compressor", compressor, CODECS, Codec)
-    assert isinstance(codec, Codec)
-    return codec
+    built = _build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected))
+    assert isinstance(built, Codec | Reducer | Corrected)
+    return built
 
 
 def build_exchange(exchange: ExchangeLike) -> Exchange:
@@ -54,7 +60,7 @@ def build_exchange(exchange: ExchangeLike) -> Exchange:
     Raises:
         ValueError: there is no such exchange or setting.
     """
-    built = _build("exchange", exchange, EXCHANGES, Exchange)
+    built = _build("exchange", exchange, EXCHANGES, (Exchange,))
     assert isinstance(built, Exchange)
     return built
 
@@ -65,14 +71,15 @@ class Settings:
 
     rules: Rules
     exchange: Exchange
+    correction: Correction | None
     error_feedback: bool
     warmup_steps: int
     seed: int
 
     @property
-    def codec(self) -> Codec:
+    def method(self) -> Method:
         """What compresses."""
-        return self.rules.codec
+        return self.rules.method
 
     @classmethod
     def of(
@@ -90,8 +97,9 @@ class Settings:
         Raises:
             ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
         """
-        codec, pattern = build_codec(compressor), build_exchange(exchange)
-        pattern.check(codec)
+        given, pattern = build_compressor(compressor), build_exchange(exchange)
+        method, correction = (given.codec, given.correction) if isinstance(given, Corrected) else (given, None)
+        _check_exchange(pattern, method)
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
@@ -99,10 +107,13 @@ class Settings:
             raise ValueError(
                 f"error_feedback={error_feedback!r} must be true, false, or null (on for methods that need it)"
             )
+        if error_feedback and isinstance(method, Reducer) and not method.conserves:
+            raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
         return cls(
-            rules=Rules(codec, min_numel, _patterns(exclude)),
+            rules=Rules(method, min_numel, _patterns(exclude)),
             exchange=pattern,
-            error_feedback=codec.contractive if error_feedback is None else error_feedback,
+            correction=correction,
+            error_feedback=method.contractive if error_feedback is None else error_feedback,
             warmup_steps=warmup_steps,
             seed=seed,
         )
@@ -110,6 +121,13 @@ class Settings:
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""
         return hashlib.sha256(repr(self).encode()).digest()
+
+
+def _check_exchange(exchange: Exchange, method: Method) -> None:
+    if isinstance(method, Codec):
+        exchange.check(method)
+    elif not isinstance(exchange, Auto):
+        raise ValueError(f"exchange={exchange} cannot carry {method}, which exchanges by itself; use exchange='auto'")
 
 
 def _patterns(exclude: object) -> tuple[str, ...]:

@@ -11,12 +11,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import checks
-from lightning_compress.codecs import CODECS, Codec
+from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.corrections import Corrected
 from lightning_compress.entry import check_setup, compress
 from lightning_compress.exchanges import Exchange
 from lightning_compress.hook import Compression
-from lightning_compress.settings import Settings
+from lightning_compress.reducers import Reducer
+from lightning_compress.settings import COMPRESSORS, Settings
 
 _VARIANTS: dict[str, dict[str, object]] = {
     "": {},
@@ -37,7 +39,7 @@ class CompressedDDPMixin(_Base):
 
     def __init__(
         self,
-        compressor: Codec | str | dict[str, Any] = "bf16",
+        compressor: Codec | Reducer | Corrected | str | dict[str, Any] = "bf16",
         exchange: Exchange | str | dict[str, Any] = "auto",
         error_feedback: bool | None = None,
         warmup_steps: int = 0,
@@ -60,13 +62,16 @@ class CompressedDDPMixin(_Base):
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
         super().setup(trainer)
         if fitting:
-            self._warn_of_adaptive_optimizers()
+            self._check_optimizers()
 
-    def _warn_of_adaptive_optimizers(self) -> None:
+    def _check_optimizers(self) -> None:
+        assert self._compression is not None
+        for optimizer in self.optimizers:
+            self._compression.take_over(optimizer)
         adaptive = [type(each).__name__ for each in self.optimizers if "Adam" in type(each).__name__]
-        if adaptive and self.world_size > 1 and not self._settings.codec.safe_with_adam:
+        if adaptive and self.world_size > 1 and not self._settings.method.safe_with_adam:
             rank_zero_warn(
-                f"{self._settings.codec} with {adaptive[0]} trains worse than without compression: error feedback of "
+                f"{self._settings.method} with {adaptive[0]} trains worse than without compression: error feedback of "
                 "such a coarse method does not mix with adaptive learning rates. Use SGD with momentum, or "
                 "compressor='bf16'."
             )
@@ -128,7 +133,7 @@ class CompressedDDPMixin(_Base):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``compressed_ddp``, one name per compressor, and the variants of each."""
         named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
-        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in CODECS}
+        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS}
         for name, arguments in named.items():
             for suffix, more in _VARIANTS.items():
                 if name + suffix not in strategy_registry:

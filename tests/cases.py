@@ -19,6 +19,7 @@ from lightning_compress.codecs import (
     TopK,
 )
 from lightning_compress.layout import Layout
+from lightning_compress.reducers import Reducer
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class Case:
     """A method with small settings, and what is true of it.
 
     Args:
-        codec: the method.
+        codec: the method; a codec or a reducer.
         rounding: what summing in the message's own dtype may lose, relative to the largest value.
         lossless: settings at which the method changes nothing, if there are any.
     """
 
     name: str
-    codec: Codec
+    codec: Codec | Reducer
     rounding: float = 0.0
-    lossless: Codec | None = None
+    lossless: Codec | Reducer | None = None
 
     def message_size(self, layout: Layout) -> int:
         """The method's formula: bytes without flag and padding."""

@@ -10,13 +10,14 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.codecs import CODECS, OneBit, TopK
+from lightning_compress.codecs import OneBit, TopK
+from lightning_compress.settings import COMPRESSORS
 from tests.helpers.training import Net, digits, loader, parameters
 
 CLASS_PATH = "lightning_compress.CompressedDDPStrategy"
 
 
-@pytest.mark.parametrize("name", ["compressed_ddp", *(f"compressed_ddp_{name}" for name in CODECS)])
+@pytest.mark.parametrize("name", ["compressed_ddp", *(f"compressed_ddp_{name}" for name in COMPRESSORS)])
 @pytest.mark.parametrize("variant", ["", "_find_unused_parameters_true", "_spawn", "_fork", "_notebook"])
 def test_registered(name, variant):
     strategy = StrategyRegistry.get(name + variant)
@@ -47,7 +48,7 @@ def test_registering_twice_changes_nothing():
 def test_lightning_cli(arguments, codec):
     cli = LightningCLI(Net, args=[*arguments, "--trainer.accelerator=cpu", "--trainer.logger=false"], run=False)
     assert isinstance(cli.trainer.strategy, CompressedDDPStrategy)
-    assert codec is None or cli.trainer.strategy._settings.codec == codec
+    assert codec is None or cli.trainer.strategy._settings.method == codec
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -60,7 +61,7 @@ def test_lightning_cli_yaml(tmp_path):
         "      exclude: ['head.*']\n"
     )
     cli = LightningCLI(Net, args=[f"--config={config}"], run=False)
-    assert cli.trainer.strategy._settings.codec == TopK(density=0.3)
+    assert cli.trainer.strategy._settings.method == TopK(density=0.3)
     assert cli.trainer.strategy._settings.rules.exclude == ("head.*",)
 
 

@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
-from lightning_compress.codecs import CODECS
+from lightning_compress.codecs import Codec
+from lightning_compress.corrections import Corrected
+from lightning_compress.reducers import Reducer
+from lightning_compress.settings import COMPRESSORS
 from tests.helpers.training import Net, fit
 
 
@@ -47,10 +50,8 @@ def test_refused_at_construction(arguments, message):
 
 
 def test_every_compressor_has_a_name():
-    from lightning_compress import codecs
-
-    concrete = {each for each in _subclasses(codecs.Codec) if not each.__subclasses__()}
-    assert {each for each in concrete if each.__module__.startswith("lightning_compress")} == set(CODECS.values())
+    concrete = {each for base in (Codec, Reducer, Corrected) for each in _subclasses(base) if not each.__subclasses__()}
+    assert {each for each in concrete if each.__module__.startswith("lightning_compress")} == set(COMPRESSORS.values())
 
 
 def _subclasses(cls):

@@ -14,11 +14,12 @@ SOURCES = sorted(
 # What stands earlier is never allowed to import what stands later.
 LAYERS = [
     ("layout", "keys", "meter"),
+    ("state",),
     ("codecs", "collectives"),
     ("message",),
-    ("exchanges",),
-    ("rules", "state"),
-    ("settings",),
+    ("exchanges", "reducers", "corrections"),
+    ("rules",),
+    ("settings", "bridge"),
     ("group", "checks"),
     ("hook",),
     ("entry",),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.layout import Layout
-from lightning_compress.state import Residual
+from lightning_compress.state import State
 
 LAYOUT = Layout.of([("a", (3,)), ("b", (2, 2)), ("c", (5,))])
 SOUND, UNSOUND = torch.tensor(False), torch.tensor(True)
@@ -13,7 +13,7 @@ SOUND, UNSOUND = torch.tensor(False), torch.tensor(True)
 @pytest.fixture
 def residual():
     """Committed 0, 1, ... 11; pending 100 more."""
-    made = Residual(LAYOUT, torch.device("cpu"))
+    made = State(LAYOUT, torch.device("cpu"))
     made.committed.copy_(torch.arange(12.0))
     made.pending.copy_(made.committed + 100)
     made.touch()
@@ -53,7 +53,7 @@ def test_what_no_optimizer_stepped_is_forgotten(residual):
 
 
 def test_residuals_move_by_name(residual):
-    new = Residual(Layout.of([("c", (5,)), ("b", (2, 2)), ("d", (1,))]), torch.device("cpu"))
+    new = State(Layout.of([("c", (5,)), ("b", (2, 2)), ("d", (1,))]), torch.device("cpu"))
     new.adopt(residual, {"b", "c"})
     assert new.committed.tolist() == [7, 8, 9, 10, 11, 3, 4, 5, 6, 0]
     assert new.base().tolist() == [107, 108, 109, 110, 111, 103, 104, 105, 106, 0]

@@ -107,7 +107,7 @@ def test_groups_follow_the_buckets_and_keep_every_parameter_once(pools):
 
 def _by_name(name):
     trainer, model = fit(name, 2)
-    return type(trainer.strategy).__name__, str(trainer.strategy._settings.codec), parameters(model).numpy()
+    return type(trainer.strategy).__name__, str(trainer.strategy._settings.method), parameters(model).numpy()
 
 
 @pytest.mark.parametrize(

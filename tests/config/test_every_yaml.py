@@ -16,8 +16,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.codecs import CODECS
 from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.settings import COMPRESSORS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from tests.config.composing import CONF, built, composed
 
@@ -61,7 +61,7 @@ def test_head_comment_has_a_command_that_composes(path: Path) -> None:
     OmegaConf.resolve(composed(*words[3:]))
 
 
-@pytest.mark.parametrize(("group", "known"), [("compressor", CODECS), ("exchange", EXCHANGES)])
+@pytest.mark.parametrize(("group", "known"), [("compressor", COMPRESSORS), ("exchange", EXCHANGES)])
 def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: dict[str, type]) -> None:
     assert {path.stem for path in FILES if path.parent.name == group} == set(known)
     for option, cls in known.items():
@@ -93,7 +93,7 @@ def test_settings_of_another_method_are_refused() -> None:
 def test_unknown_compressor_lists_what_there_is() -> None:
     with pytest.raises(MissingConfigException) as info:
         composed("compressor=nosuch")
-    assert all(option in str(info.value) for option in CODECS)
+    assert all(option in str(info.value) for option in COMPRESSORS)
 
 
 def test_experiment_is_stronger_than_the_primary_file() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_compress.codecs import CODECS
 from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.settings import COMPRESSORS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,7 @@ assert "torch" not in sys.modules
 def main(cfg):
     import lightning_compress
     print("FROM", lightning_compress.__file__)
-    print("BUILT", hydra.utils.instantiate(cfg.strategy)._settings.codec)
+    print("BUILT", hydra.utils.instantiate(cfg.strategy)._settings.method)
 
 main()
 """
@@ -52,7 +52,7 @@ def installed(tmp_path_factory):
 
 def test_what_ships(installed):
     names = set(zipfile.ZipFile(installed[0]).namelist())
-    wanted = {f"lightning_compress/conf/compressor/{name}.yaml" for name in CODECS}
+    wanted = {f"lightning_compress/conf/compressor/{name}.yaml" for name in COMPRESSORS}
     wanted |= {f"lightning_compress/conf/exchange/{name}.yaml" for name in EXCHANGES}
     wanted |= {"lightning_compress/conf/__init__.py", "lightning_compress/py.typed", "lightning_compress_hydra.py"}
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_compress").rglob("*.py")}

@@ -1,0 +1,118 @@
+"""From what the rules chose for a group to one plan that leaves the mean of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.collectives import Collective
+from lightning_compress.exchanges import Exchange, ExchangePlan
+from lightning_compress.keys import mix
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+from lightning_compress.reducers import Reducer, ReducerPlan
+from lightning_compress.rules import Stretch
+from lightning_compress.state import Declared, States
+
+
+def declared(stretches: Sequence[Stretch]) -> dict[str, Declared]:
+    """What the group's reducers keep, by names that differ where settings do."""
+    return {
+        f"{stretch.method}.{name}": each
+        for stretch in stretches
+        if isinstance(stretch.method, Reducer)
+        for name, each in stretch.method.state(stretch.layout).items()
+    }
+
+
+def plan_group(
+    stretches: Sequence[Stretch],
+    exchange: Exchange,
+    collective: Collective,
+    device: torch.device,
+    meter: Meter,
+    states: States,
+) -> ExchangePlan:
+    """Make ready for vectors that consist of these stretches; ``states`` has what ``declared`` names."""
+    sections = [Section(each.method, each.layout, each.start) for each in stretches if isinstance(each.method, Codec)]
+    if len(sections) == len(stretches):
+        return exchange.plan(sections, collective, device, meter)
+    dense = all(isinstance(section.codec, Dense) for section in sections)
+    carried = 1 + sum(section.layout.numel for section in sections) if dense else 0
+    plans: list[tuple[slice, ReducerPlan]] = []
+    for stretch in stretches:
+        if isinstance(stretch.method, Reducer):
+            own = _own(stretch.method, states)
+            weight = 0 if plans else carried
+            plans.append((stretch.place, stretch.method.plan(stretch.layout, weight, collective, device, meter, own)))
+    if not dense:
+        return _Beside(exchange.plan(sections, collective, device, meter), plans)
+    return _Carrying([slice(section.start, section.stop) for section in sections], plans, carried, collective, device)
+
+
+def _own(method: Reducer, states: Mapping[str, object]) -> States:
+    prefix = f"{method}."
+    return {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}  # type: ignore[misc]
+
+
+class _Carrying(ExchangePlan):
+    """Everything by reducers; the flag and what stays dense are summed along with the first one's numbers."""
+
+    description = "reducer"
+
+    def __init__(
+        self,
+        dense: Sequence[slice],
+        plans: Sequence[tuple[slice, ReducerPlan]],
+        carried: int,
+        collective: Collective,
+        device: torch.device,
+    ) -> None:
+        self._dense = dense
+        self._plans = plans
+        self._carried = torch.zeros(carried, device=device)
+        self._nothing = torch.zeros(0, device=device)
+        self._weight = 1 / collective.size
+        self.bytes_sent = sum(plan.bytes_sent for _, plan in plans)
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        self._carried[0] = flag
+        end = 1
+        for place in self._dense:
+            numel = place.stop - place.start
+            self._carried[end : end + numel] = vector[place]
+            vector[place] = 0.0
+            end += numel
+        _run(self._plans, vector, out, self._carried, self._nothing, key)
+        flag.copy_(self._carried[0])
+        end = 1
+        for place in self._dense:
+            numel = place.stop - place.start
+            torch.mul(self._carried[end : end + numel], self._weight, out=out[place])
+            end += numel
+
+
+class _Beside(ExchangePlan):
+    """Codecs by an exchange, reducers beside it."""
+
+    description = "exchange and reducer"
+
+    def __init__(self, exchange: ExchangePlan, plans: Sequence[tuple[slice, ReducerPlan]]) -> None:
+        self._exchange = exchange
+        self._plans = plans
+        self.bytes_sent = exchange.bytes_sent + sum(plan.bytes_sent for _, plan in plans)
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        self._exchange.mean(vector, out, key, flag)
+        nothing = vector[:0]
+        _run(self._plans, vector, out, nothing, nothing, key)
+
+
+def _run(
+    plans: Sequence[tuple[slice, ReducerPlan]], vector: Tensor, out: Tensor, carried: Tensor, nothing: Tensor, key: int
+) -> None:
+    for number, (place, plan) in enumerate(plans):
+        plan.mean(vector[place], out[place], nothing if number else carried, mix(key, number))
