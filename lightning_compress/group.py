@@ -53,6 +53,8 @@ class Group:
         scratch: shared with other groups.
 
     Attributes:
+        given: names of the parameters, in the bucket's order.
+        names: the same, in the vector's order.
         states: what is kept from step to step: the residual, and what reducers and the correction declare.
     """
 
@@ -65,6 +67,7 @@ class Group:
         meter: Meter,
         scratch: Scratch,
     ) -> None:
+        self.given = tuple(name for name, _ in parameters)
         self.order, stretches = settings.rules.stretches(parameters)
         self.layout = Layout.of(parameters[place] for place in self.order)
         self.names = self.layout.names

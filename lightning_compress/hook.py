@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_compress import checks
+from lightning_compress import checks, snapshot
 from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.group import Group, Scratch
@@ -56,7 +56,7 @@ class Compression:
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self._by_bucket: dict[tuple[int, ...], Group] = {}
+        self._by_bucket: dict[tuple[int, ...], list[tuple[Group, list[int]]]] = {}
         self._owner: dict[str, Group] = {}
         self._scratch = Scratch(self.device)
         self._flag = torch.zeros((), device=self.device)
@@ -107,14 +107,16 @@ class Compression:
 
     def _reduce(self, bucket: Any) -> None:
         buffer = bucket.buffer()
-        group = self._group(bucket.parameters())
+        parts = self._parts(bucket.parameters())
         if self._stepped:
             self._begin_step()
-        elif id(group) in self._reduced:  # a second backward in the same step
+        elif any(id(group) in self._reduced for group, _ in parts):  # a second backward in the same step
             self._drop_unsound()
-        self._reduced.add(id(group))
+        self._reduced.update(id(group) for group, _ in parts)
         self.meter.bytes_dense += all_reduce_bytes(buffer.numel() * buffer.element_size(), self._collective.size)
-        self._flag.add_(group.reduce(bucket.gradients(), self.step, self._scale()))
+        gradients = bucket.gradients()
+        for group, places in parts:
+            self._flag.add_(group.reduce([gradients[place] for place in places], self.step, self._scale()))
 
     def _begin_step(self) -> None:
         """The first bucket of a step: what no optimizer made true in the last one was thrown away."""
@@ -134,26 +136,58 @@ class Compression:
         self._flag.zero_()
         self._reduced.clear()
 
-    def _group(self, parameters: Sequence[Tensor]) -> Group:
-        """The group of a bucket; made, with the residuals its parameters have so far, when the bucket is new."""
+    def _parts(self, parameters: Sequence[Tensor]) -> list[tuple[Group, list[int]]]:
+        """The groups of a bucket, and where in the bucket each one's parameters are.
+
+        A bucket is one new group, unless it is made up of groups that there are, as the first bucket of a resumed run.
+        """
         bucket = tuple(map(id, parameters))
         if bucket not in self._by_bucket:
-            shaped = [(self._names[each], self._shapes[self._names[each]]) for each in bucket]
-            self._scratch.clear()
-            group = Group(shaped, self.settings, self._collective, self.device, self.meter, self._scratch)
-            self._take_over(group)
-            self._by_bucket[bucket] = group
+            names = [self._names[each] for each in bucket]
+            owners = [group for group in self.groups if not set(names).isdisjoint(group.names)]
+            if sorted(name for group in owners for name in group.names) != sorted(names):
+                owners = [self._add_group(names)]
+            places = {name: place for place, name in enumerate(names)}
+            self._by_bucket[bucket] = [(group, [places[name] for name in group.given]) for group in owners]
         return self._by_bucket[bucket]
 
-    def _take_over(self, group: Group) -> None:
-        """Move state from the groups that had these parameters, and drop those that have none left."""
+    def _add_group(self, names: Sequence[str]) -> Group:
+        """A new group, with the state that its parameters have so far; groups that have none left go."""
+        shaped = [(name, self._shapes[name]) for name in names]
+        self._scratch.clear()
+        group = Group(shaped, self.settings, self._collective, self.device, self.meter, self._scratch)
         for old in self.groups:
-            names = {name for name in group.names if self._owner.get(name) is old}
-            for kind in old.states.keys() & group.states.keys() if names else ():
-                group.states[kind].adopt(old.states[kind], names)
+            moving = {name for name in group.names if self._owner.get(name) is old}
+            for kind in old.states.keys() & group.states.keys() if moving else ():
+                group.states[kind].adopt(old.states[kind], moving)
         self._owner.update(dict.fromkeys(group.names, group))
         self.groups = [each for each in [*self.groups, group] if each in self._owner.values()]
-        self._by_bucket = {bucket: each for bucket, each in self._by_bucket.items() if each in self.groups}
+        self._by_bucket = {
+            bucket: parts for bucket, parts in self._by_bucket.items() if all(part in self.groups for part, _ in parts)
+        }
+        return group
+
+    def state_dict(self) -> snapshot.Snapshot:
+        """What the optimizer steps have made true so far, on this rank: tensors and primitives.
+
+        Every rank has its own. It refers to memory that later steps replace or reuse: save or copy it at once.
+        """
+        return snapshot.take(self.settings.family, self.step, [(group.given, group.states) for group in self.groups])
+
+    def load_state_dict(self, state: snapshot.Snapshot) -> None:
+        """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
+
+        Raises:
+            ValueError: it is none, or of another method.
+        """
+        snapshot.check(state)
+        if state["method"] != self.settings.family:
+            raise ValueError(f"the state is of {state['method']}; this run compresses with {self.settings.family}")
+        self.reset()
+        for saved in state["groups"]:
+            if names := [name for name in saved["names"] if name in self._shapes]:
+                snapshot.fill(self._add_group(names).states, saved, names)
+        self.step = state["step"]
 
     def _states(self) -> list[State]:
         return [state for group in self.groups for state in group.states.values()]

@@ -81,6 +81,12 @@ class Settings:
         """What compresses."""
         return self.rules.method
 
+    @property
+    def family(self) -> str:
+        """What state is of: it is good for any settings of the same method."""
+        parts = (self.correction, self.method)
+        return " ".join(type(part).__name__ for part in parts if part is not None)
+
     @classmethod
     def of(
         cls,

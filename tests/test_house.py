@@ -15,6 +15,7 @@ SOURCES = sorted(
 LAYERS = [
     ("layout", "keys", "meter"),
     ("state",),
+    ("snapshot",),
     ("codecs", "collectives"),
     ("message",),
     ("exchanges", "reducers", "corrections"),
@@ -22,7 +23,7 @@ LAYERS = [
     ("settings", "bridge"),
     ("group", "checks"),
     ("hook",),
-    ("entry",),
+    ("entry", "checkpoint"),
     ("monitor", "strategy"),
     ("pytorch_lightning",),
 ]

@@ -1,0 +1,180 @@
+"""Files beside a checkpoint: every rank's own state, which the checkpoint itself, written by rank 0, cannot hold.
+
+    epoch=3.ckpt                          the checkpoint; a manifest in it names the files that belong to it
+    epoch=3.ckpt.lc/<save>.rank0.pt       one file a rank and save, tensors and primitives only
+
+A file is written under a temporary name and renamed, and belongs to one save: a checkpoint that is written again keeps
+the files of the save before until the one after, so that at any moment some checkpoint is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from fsspec.core import url_to_fs
+
+from lightning_compress import snapshot
+from lightning_compress.collectives import Collective
+from lightning_compress.snapshot import Snapshot
+
+KEY = "lightning_compress"
+"""Where a checkpoint has the manifest."""
+FORMAT = 1
+SavedState = Literal["sidecar", "mean", "none"]
+
+
+class Files(Protocol):
+    """What is needed of a Lightning ``CheckpointIO``."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        """Write."""
+
+    def load_checkpoint(self, path: Any) -> dict[str, Any]:
+        """Read."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of one run.
+
+    Args:
+        run: a number that the ranks of a run have in common.
+        count: how many saves were before it.
+        step: optimizer steps that it holds.
+    """
+
+    run: int
+    count: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.run:016x}-{self.count}-{self.step}"
+
+
+def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state: Snapshot, ranks: Collective) -> None:
+    """Write this rank's file, put the manifest into the checkpoint, and drop files that no checkpoint needs.
+
+    Args:
+        files: writes.
+        path: of the checkpoint.
+        checkpoint: gets the manifest.
+        save: which one, the same on all ranks.
+        state: of this rank.
+        ranks: are not talked to: a save may be an answer to an exception or a signal.
+    """
+    folder = f"{path}.lc"
+    files.save_checkpoint({"save": str(save), "state": state}, f"{folder}/{save}.rank{ranks.rank}.pt")
+    checkpoint[KEY] = {
+        "format": FORMAT,
+        "kind": "sidecar",
+        "method": state["method"],
+        "save": str(save),
+        "folder": os.path.basename(folder),
+        "world_size": ranks.size,
+    }
+    _drop_older(folder, f".rank{ranks.rank}.pt", save)
+
+
+def _drop_older(folder: str, ending: str, save: Save) -> None:
+    """Keep the files of this save and of the one before it: the checkpoint on disk may still be the earlier one."""
+    fs, place = url_to_fs(folder)
+    try:
+        paths = [path for path in fs.ls(place, detail=False) if path.endswith(ending)]
+    except FileNotFoundError:  # it is being written in the background
+        return
+    ours = {path: _count(path, save.run) for path in paths}
+    previous = max((count for count in ours.values() if count is not None and count < save.count), default=-1)
+    others = [path for path, count in ours.items() if count is None]
+    for path, count in ours.items():
+        if count is not None and count < previous:
+            fs.rm(path)
+    if previous >= 0:  # two saves of this run are whole: what an earlier run left is not needed
+        for path in others:
+            fs.rm(path)
+
+
+def _count(path: str, run: int) -> int | None:
+    parts = os.path.basename(path).split(".")[0].split("-")
+    return int(parts[1]) if parts[0] == f"{run:016x}" else None
+
+
+def write_mean(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective) -> None:
+    """Put the mean over the ranks into the checkpoint itself; all ranks must save."""
+    _average(state, ranks, ranks.size)
+    checkpoint[KEY] = {"format": FORMAT, "kind": "mean", "method": state["method"], "state": state}
+
+
+def read(files: Files, path: str, manifest: object, method: str, ranks: Collective, device: torch.device) -> Snapshot:
+    """This rank's state of a checkpoint: its own, or at another world size the mean over those that were.
+
+    Args:
+        files: reads.
+        path: of the checkpoint.
+        manifest: what the checkpoint has under ``KEY``.
+        method: what this run compresses with.
+        ranks: at another world size they sum up what they read; all of them must come.
+        device: on which the ranks talk.
+
+    Raises:
+        ValueError: a part is missing, damaged, of another save or of another method.
+    """
+    if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
+        raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
+    if manifest.get("method") != method:
+        raise ValueError(f"the checkpoint was trained with {manifest.get('method')}, this run compresses with {method}")
+    if manifest.get("kind") == "mean":
+        return snapshot.check(manifest.get("state"))
+    folder, save, before = manifest.get("folder"), manifest.get("save"), manifest.get("world_size")
+    if not isinstance(folder, str) or not isinstance(save, str) or type(before) is not int or before < 1:
+        raise ValueError("the checkpoint's manifest is damaged")
+    if os.path.basename(folder) != folder or os.path.basename(save) != save:
+        raise ValueError("the checkpoint's manifest names files elsewhere")
+    place = f"{_folder_of(path)}/{folder}/{save}.rank"
+    if before == ranks.size:
+        return _read_one(files, f"{place}{ranks.rank}.pt", save, device)
+    numbers = range(ranks.rank, before, ranks.size)
+    parts = [_read_one(files, f"{place}{number}.pt", save, device) for number in numbers]
+    own = snapshot.total(parts) if parts else snapshot.zeroed(_read_one(files, f"{place}0.pt", save, device))
+    return own | {"summands": before}
+
+
+def redistribute(state: Snapshot, ranks: Collective) -> Snapshot:
+    """Finish ``read`` at another world size, where all ranks read well: every rank goes on from the mean."""
+    if "summands" in state:
+        _average(state, ranks, state.pop("summands"))
+    return state
+
+
+def _average(state: Snapshot, ranks: Collective, summands: int) -> None:
+    for group in state["groups"]:
+        for _, one in sorted(group["states"].items()):
+            if one["holder"] == "rank":
+                one["numbers"] = one["numbers"].clone()
+                ranks.all_reduce(one["numbers"])
+                one["numbers"] /= summands
+
+
+def _folder_of(path: str) -> str:
+    """Where a checkpoint stands; ``last.ckpt`` may be a link to it."""
+    return os.path.dirname(path if "://" in path else os.path.realpath(path))
+
+
+def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snapshot:
+    fs, place = url_to_fs(path)
+    if not fs.exists(place):
+        raise ValueError(f"{path} is missing: the ranks' own state was not copied along, or not written to its end")
+    try:
+        content = files.load_checkpoint(path)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, Mapping) or content.get("save") != save:
+        raise ValueError(f"{path} is of another save than the checkpoint")
+    state = snapshot.check(content.get("state"))
+    for group in state["groups"]:
+        for one in group["states"].values():
+            one["numbers"] = one["numbers"].to(device)
+    return state

@@ -1,0 +1,141 @@
+"""The committed state of one rank as tensors and primitives, and back.
+
+    {"format": 1, "method": str, "step": int,
+     "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank" or "shared", "names": [str, ...],
+                                                        "numels": [int, ...], "numbers": float32 [their sum]}}}, ...]}
+
+Groups are saved because nothing is bit-exact without them: a resumed DistributedDataParallel begins with one bucket of
+all parameters, in which blocks, shards and transforms would fall elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_compress.layout import Layout
+from lightning_compress.state import State, States
+
+FORMAT = 1
+
+Snapshot = dict[str, Any]
+
+
+def take(method: str, step: int, groups: Iterable[tuple[Sequence[str], States]]) -> Snapshot:
+    """What the optimizer steps have made true so far; refers to the states' own memory, which a commit replaces.
+
+    Args:
+        method: the settings, as text.
+        step: optimizer steps so far.
+        groups: names in order and states of each group.
+    """
+    return {
+        "format": FORMAT,
+        "method": method,
+        "step": step,
+        "groups": [
+            {"names": list(names), "states": {kind: _one(state) for kind, state in states.items()}}
+            for names, states in groups
+        ],
+    }
+
+
+def _one(state: State) -> Snapshot:
+    numels = [segment.numel for segment in state.layout.segments]
+    names = list(state.layout.names)
+    return {"holder": state.holder, "names": names, "numels": numels, "numbers": state.committed}
+
+
+def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
+    """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters."""
+    for kind, one in saved["states"].items():
+        if kind not in states:
+            continue
+        layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
+        old = State(layout, one["numbers"].device, holder=one["holder"])
+        old.committed = one["numbers"]
+        states[kind].adopt(old, names)
+
+
+def total(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Sum over ranks of what each has for itself; what all share is the first one's.
+
+    Raises:
+        ValueError: they were not taken at the same moment of the same run.
+    """
+    first = snapshots[0]
+    if any(_shape(each) != _shape(first) for each in snapshots):
+        raise ValueError("the ranks' files are of different steps or groups")
+    for number, group in enumerate(first["groups"]):
+        for kind, one in group["states"].items():
+            if one["holder"] == "rank":
+                rows = [each["groups"][number]["states"][kind]["numbers"] for each in snapshots]
+                one["numbers"] = torch.stack(rows).sum(dim=0)
+    return first
+
+
+def zeroed(snapshot: Snapshot) -> Snapshot:
+    """The same with zeros for what each rank has for itself."""
+    for group in snapshot["groups"]:
+        for one in group["states"].values():
+            if one["holder"] == "rank":
+                one["numbers"] = torch.zeros_like(one["numbers"])
+    return snapshot
+
+
+def check(snapshot: object) -> Snapshot:
+    """Refuse what is not a snapshot.
+
+    Raises:
+        ValueError: a part is missing, of the wrong type, or numbers and names do not fit together.
+    """
+    parts = _fields(snapshot, "the state", {"format": int, "method": str, "step": int, "groups": list})
+    if parts["format"] != FORMAT:
+        raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
+    if parts["step"] < 0:
+        raise ValueError(f"the state is of step {parts['step']!r}")
+    for group in parts["groups"]:
+        fields = _fields(group, "a group", {"names": list, "states": dict})
+        if not all(isinstance(name, str) for name in fields["names"]):
+            raise ValueError("a group's names are not all text")
+        for kind, one in fields["states"].items():
+            _check_one(kind, one, fields["names"])
+    names = [name for group in parts["groups"] for name in group["names"]]
+    if len(set(names)) != len(names):
+        raise ValueError("a parameter is in two groups")
+    return parts
+
+
+def _check_one(kind: object, one: object, owners: list[str]) -> None:
+    wanted = {"holder": str, "names": list, "numels": list, "numbers": torch.Tensor}
+    fields = _fields(one, f"state {kind!r}", wanted)
+    names, numels, numbers = fields["names"], fields["numels"], fields["numbers"]
+    if not all(isinstance(name, str) and name in owners for name in names) or len(set(names)) != len(names):
+        raise ValueError(f"state {kind!r} is of parameters {names!r}, not all of its group")
+    if not isinstance(kind, str) or fields["holder"] not in ("rank", "shared"):
+        raise ValueError(f"state {kind!r} has the holder {fields['holder']!r}; it must be 'rank' or 'shared'")
+    if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
+        raise ValueError(f"state {kind!r} has the lengths {numels!r} for {len(names)} parameters")
+    if numbers.dtype != torch.float32 or numbers.layout != torch.strided or numbers.shape != (sum(numels),):
+        raise ValueError(f"state {kind!r} is {numbers.dtype} of shape {tuple(numbers.shape)}, not ({sum(numels)},)")
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(f"state {kind!r} has numbers that are not finite")
+
+
+def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} is {type(given).__name__}, not a mapping")
+    for name, kind in wanted.items():
+        if not isinstance(given.get(name), kind) or isinstance(given[name], bool):
+            raise ValueError(f"{what} has no {name!r} of type {kind.__name__}")
+    return given
+
+
+def _shape(snapshot: Snapshot) -> list[object]:
+    shape: list[object] = [snapshot["step"]]
+    for group in snapshot["groups"]:
+        shape.append(group["names"])
+        shape += [(kind, one["holder"], one["names"], one["numels"]) for kind, one in sorted(group["states"].items())]
+    return shape
