@@ -67,7 +67,8 @@ def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state
         ranks: are not talked to: a save may be an answer to an exception or a signal.
     """
     folder = f"{path}.lc"
-    files.save_checkpoint({"save": str(save), "state": state}, f"{folder}/{save}.rank{ranks.rank}.pt")
+    content = {"save": str(save), "state": state, "checksum": snapshot.checksum(state)}
+    files.save_checkpoint(content, f"{folder}/{save}.rank{ranks.rank}.pt")
     checkpoint[KEY] = {
         "format": FORMAT,
         "kind": "sidecar",
@@ -102,10 +103,17 @@ def _count(path: str, run: int) -> int | None:
     return int(parts[1]) if parts[0] == f"{run:016x}" else None
 
 
-def write_mean(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective) -> None:
-    """Put the mean over the ranks into the checkpoint itself; all ranks must save."""
+def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective) -> None:
+    """Put the mean over the ranks into the checkpoint itself; where ranks differ, all of them must save."""
     _average(state, ranks, ranks.size)
-    checkpoint[KEY] = {"format": FORMAT, "kind": "mean", "method": state["method"], "state": state}
+    checkpoint[KEY] = {"format": FORMAT, "kind": "inside", "method": state["method"], "state": state}
+
+
+def remove(path: str) -> None:
+    """Remove the files beside a checkpoint."""
+    fs, place = url_to_fs(f"{path}.lc")
+    if fs.exists(place):
+        fs.rm(place, recursive=True)
 
 
 def read(files: Files, path: str, manifest: object, method: str, ranks: Collective, device: torch.device) -> Snapshot:
@@ -126,7 +134,7 @@ def read(files: Files, path: str, manifest: object, method: str, ranks: Collecti
         raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
     if manifest.get("method") != method:
         raise ValueError(f"the checkpoint was trained with {manifest.get('method')}, this run compresses with {method}")
-    if manifest.get("kind") == "mean":
+    if manifest.get("kind") == "inside":
         return snapshot.check(manifest.get("state"))
     folder, save, before = manifest.get("folder"), manifest.get("save"), manifest.get("world_size")
     if not isinstance(folder, str) or not isinstance(save, str) or type(before) is not int or before < 1:
@@ -174,6 +182,8 @@ def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snaps
     if not isinstance(content, Mapping) or content.get("save") != save:
         raise ValueError(f"{path} is of another save than the checkpoint")
     state = snapshot.check(content.get("state"))
+    if content.get("checksum") != snapshot.checksum(state):  # torch.load does not notice
+        raise ValueError(f"{path} is damaged: its checksum is wrong")
     for group in state["groups"]:
         for one in group["states"].values():
             one["numbers"] = one["numbers"].to(device)

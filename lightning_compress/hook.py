@@ -17,6 +17,7 @@ from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.group import Group, Scratch
 from lightning_compress.meter import Meter
+from lightning_compress.reducers import Reducer
 from lightning_compress.settings import Settings
 from lightning_compress.state import State
 
@@ -37,6 +38,11 @@ class Compression:
         settings: what the user chose, equal on all ranks.
         collective: the ranks to average over.
         scale: returns what the loss is multiplied by (a GradScaler's scale), or None.
+
+    Attributes:
+        active: it does the averaging; otherwise DistributedDataParallel does.
+        step: optimizer steps that were made.
+        meter: counts.
     """
 
     def __init__(
@@ -63,7 +69,7 @@ class Compression:
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._reduced: set[int] = set()
         self._stepped = True
-        self._active = False
+        self.active = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self._handles: list[Any] = []
         _watch_optimizers()
@@ -71,7 +77,7 @@ class Compression:
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Take the averaging over from ``ddp``."""
-        self._active = True
+        self.active = True
         self._handles.append(ddp.register_forward_pre_hook(lambda module, _: checks.check_running(module)))
         ddp.register_comm_hook(None, self.hook)
 
@@ -167,6 +173,12 @@ class Compression:
         }
         return group
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether anything is lost if it begins anew."""
+        declared = isinstance(self.settings.method, Reducer) or self.settings.correction is not None
+        return self.settings.error_feedback or declared
+
     def state_dict(self) -> snapshot.Snapshot:
         """What the optimizer steps have made true so far, on this rank: tensors and primitives.
 
@@ -198,7 +210,7 @@ class Compression:
         Raises:
             ValueError: the optimizer does what the method cannot go with.
         """
-        if self.settings.correction and self._active and (names := self._owned(optimizer)):
+        if self.settings.correction and self.active and (names := self._owned(optimizer)):
             self.settings.correction.take_over(optimizer, sorted(names))
 
     def _owned(self, optimizer: Optimizer) -> set[str]:

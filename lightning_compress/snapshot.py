@@ -10,6 +10,7 @@ all parameters, in which blocks, shards and transforms would fall elsewhere.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,15 @@ def zeroed(snapshot: Snapshot) -> Snapshot:
             if one["holder"] == "rank":
                 one["numbers"] = torch.zeros_like(one["numbers"])
     return snapshot
+
+
+def checksum(snapshot: Snapshot) -> int:
+    """CRC-32 of everything in it."""
+    value = zlib.crc32(repr((snapshot["method"], _shape(snapshot))).encode())
+    for group in snapshot["groups"]:
+        for _, one in sorted(group["states"].items()):
+            value = zlib.crc32(one["numbers"].cpu().contiguous().numpy(), value)
+    return value
 
 
 def check(snapshot: object) -> Snapshot:

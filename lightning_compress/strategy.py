@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import checks
+from lightning_compress.checkpoint import SavedState
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.corrections import Corrected
@@ -18,6 +19,7 @@ from lightning_compress.entry import check_setup, compress
 from lightning_compress.exchanges import Exchange
 from lightning_compress.hook import Compression
 from lightning_compress.reducers import Reducer
+from lightning_compress.resume import Resume
 from lightning_compress.settings import COMPRESSORS, Settings
 
 _VARIANTS: dict[str, dict[str, object]] = {
@@ -46,12 +48,15 @@ class CompressedDDPMixin(_Base):
         min_numel: int = 1024,
         exclude: Sequence[str] | None = (),
         seed: int = 0,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
         **kwargs: Any,
     ) -> None:
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
         self._settings = Settings.of(compressor, exchange, error_feedback, warmup_steps, min_numel, exclude, seed)
         self._compression: Compression | None = None
+        self._resume = Resume(state, strict_state)
 
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot work, on every rank, before DistributedDataParallel is built."""
@@ -60,6 +65,7 @@ class CompressedDDPMixin(_Base):
         if fitting:
             checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), _accumulation(trainer))
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
+            self._resume.begin(TorchCollective(), self.root_device)
         super().setup(trainer)
         if fitting:
             self._check_optimizers()
@@ -91,15 +97,30 @@ class CompressedDDPMixin(_Base):
             self._compression.roll_back()
         return output
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
+        if self._compression is not None:
+            self._resume.save(self.checkpoint_io, str(filepath), checkpoint, self._compression, TorchCollective())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the checkpoint; what is beside it is restored with the optimizers."""
+        self._resume.remember(str(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, begin compression again, and say that its state was not saved."""
+        """Restore the optimizers and the state of the compression."""
         super().load_optimizer_state_dict(checkpoint)
         if self._compression is not None:
-            self._compression.reset()
-        if self._settings.error_feedback and self.world_size > 1:
-            rank_zero_warn(
-                "checkpoints hold no residuals yet: error feedback begins again from zero, and warmup_steps count anew"
-            )
+            ranks, device = TorchCollective(), self.root_device
+            if problem := self._resume.restore(self.checkpoint_io, checkpoint, self._compression, ranks, device):
+                rank_zero_warn(problem)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint and what is beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self._resume.remove(str(filepath))
 
     def comm_stats(self) -> dict[str, float]:
         """Traffic of the last step and in total, see ``Compression.stats``.
@@ -166,6 +187,10 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             message: together they are a percent of the bytes and the most sensitive. Casts take them too.
         exclude: shell-style patterns of parameter names that travel as float32, e.g. ``["head.*"]``.
         seed: of all randomness; equal seeds give equal messages.
+        state: how checkpoints hold residuals and other state of the ranks: "sidecar", a file a rank in a folder beside
+            the checkpoint (``epoch=3.ckpt.lc``), from which a run goes on bit for bit; "mean", their mean inside the
+            checkpoint; or "none". At another world size every rank goes on from the mean.
+        strict_state: state that cannot be restored stops the run, instead of a warning and a start from zero.
         **kwargs: of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``, ``start_method``, ...
 
     Raises:

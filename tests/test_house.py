@@ -24,6 +24,7 @@ LAYERS = [
     ("group", "checks"),
     ("hook",),
     ("entry", "checkpoint"),
+    ("resume",),
     ("monitor", "strategy"),
     ("pytorch_lightning",),
 ]

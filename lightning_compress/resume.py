@@ -1,0 +1,106 @@
+"""The compression's part in a trainer's checkpoints: what it adds to them, and how it goes on from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+
+from lightning_compress import checkpoint
+from lightning_compress.checkpoint import Files, Save, SavedState
+from lightning_compress.collectives import Collective
+from lightning_compress.hook import Compression
+
+
+class Resume:
+    """Saves and restores the state of a run's compression.
+
+    Args:
+        state: "sidecar": every rank writes a file of its own beside the checkpoint, from which the run goes on exactly;
+            "mean": the mean over the ranks goes into the checkpoint itself, one file as without compression, from which
+            the run goes on nearly; "none": nothing is saved, and error feedback begins again from zero.
+        strict: a state that cannot be restored is an error instead of a warning.
+
+    Raises:
+        ValueError: ``state`` is none of these.
+    """
+
+    def __init__(self, state: SavedState, strict: bool) -> None:
+        if state not in get_args(SavedState):
+            raise ValueError(f"state={state!r} must be one of {', '.join(map(repr, get_args(SavedState)))}")
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict_state={strict!r} must be true or false")
+        self.state = state
+        self.strict = strict
+        self._path = ""
+        self._run = 0
+        self._saves = 0
+
+    def begin(self, ranks: Collective, device: torch.device) -> None:
+        """A fit begins; all ranks come, and agree on a number for it."""
+        own = torch.zeros((), dtype=torch.int64, device=device)
+        if ranks.rank == 0:
+            own.fill_(random.SystemRandom().getrandbits(62))
+        ranks.all_reduce(own)
+        self._run, self._saves = int(own), 0
+
+    def save(
+        self, files: Files, path: str, content: dict[str, Any], compression: Compression, ranks: Collective
+    ) -> None:
+        """Add to a checkpoint that is about to be written; every rank comes."""
+        if self.state == "none" or not compression.active or "optimizer_states" not in content:
+            return
+        state = compression.state_dict()
+        own = any(one["holder"] == "rank" for group in state["groups"] for one in group["states"].values())
+        if self.state == "sidecar" and own:
+            save = Save(self._run, self._saves, compression.step)
+            checkpoint.write(files, path, content, save, state, ranks)
+        else:
+            checkpoint.write_inside(content, state, ranks)
+        self._saves += 1
+
+    def remember(self, path: str) -> None:
+        """A checkpoint was read; what belongs to it will be asked for when the model is ready."""
+        self._path = path
+
+    def restore(
+        self,
+        files: Files,
+        content: Mapping[str, Any],
+        compression: Compression,
+        ranks: Collective,
+        device: torch.device,
+    ) -> str:
+        """Go on from the checkpoint that was read last; every rank comes.
+
+        Returns:
+            why the compression begins anew instead, or an empty text.
+
+        Raises:
+            ValueError: it cannot go on, and ``strict`` was asked for; on every rank.
+        """
+        compression.reset()
+        manifest = content.get(checkpoint.KEY)
+        if not compression.active or (manifest is None and not compression.keeps_state):
+            return ""
+        problem, state = "", None
+        try:
+            state = checkpoint.read(files, self._path, manifest, compression.settings.family, ranks, device)
+        except ValueError as error:
+            problem = str(error)
+        failed = torch.tensor([bool(problem)], dtype=torch.int32, device=device)
+        ranks.all_reduce_max(failed)
+        if not failed:
+            assert state is not None
+            compression.load_state_dict(checkpoint.redistribute(state, ranks))
+            return ""
+        problem = problem or "another rank cannot restore its state, and says why"
+        if self.strict:
+            raise ValueError(f"{problem}; set strict_state=False to begin error feedback again from zero")
+        return f"{problem}. Error feedback begins again from zero, and warm-up and schedules at their first step"
+
+    def remove(self, path: str) -> None:
+        """A checkpoint was removed; only rank 0 comes."""
+        checkpoint.remove(path)
