@@ -4,6 +4,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_compress.codecs import Codec
+from lightning_compress.compare import Comparison, compare
 from lightning_compress.entry import attach
 from lightning_compress.exchanges import Exchange
 from lightning_compress.hook import Compression
@@ -19,4 +20,13 @@ try:
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0.0.0"
 
-__all__ = ["Codec", "CommunicationMonitor", "CompressedDDPStrategy", "Compression", "Exchange", "attach"]
+__all__ = [
+    "Codec",
+    "CommunicationMonitor",
+    "Comparison",
+    "CompressedDDPStrategy",
+    "Compression",
+    "Exchange",
+    "attach",
+    "compare",
+]

@@ -13,7 +13,7 @@ SOURCES = sorted(
 )
 # What stands earlier is never allowed to import what stands later.
 LAYERS = [
-    ("layout", "keys", "meter"),
+    ("layout", "keys", "meter", "gradients"),
     ("state",),
     ("snapshot",),
     ("codecs", "collectives"),
@@ -23,7 +23,7 @@ LAYERS = [
     ("settings", "bridge"),
     ("group", "checks"),
     ("hook",),
-    ("entry", "checkpoint"),
+    ("entry", "checkpoint", "compare"),
     ("resume",),
     ("monitor", "strategy"),
     ("pytorch_lightning",),

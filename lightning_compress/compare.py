@@ -1,0 +1,251 @@
+"""What each compressor makes of given gradients: bytes, error, time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import CODECS, Codec, OneBit, Plan
+from lightning_compress.corrections import Corrected
+from lightning_compress.gradients import Gradients, read
+from lightning_compress.keys import mix
+from lightning_compress.layout import Layout
+from lightning_compress.rules import Rules
+from lightning_compress.settings import CompressorLike, build_compressor
+
+REPEATS = 3
+"""How often the first step is encoded and decoded; the least time counts, so that a busy machine does little harm."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one compressor makes of the gradients.
+
+    Args:
+        compressor: its name, and the settings that are not the defaults.
+        bits: measured bits per element: 8 times the bytes of the messages over the elements, mean over the steps.
+        error: norm of what a message lacks over the norm of what was to be sent (the gradient, and the residual with
+            error feedback): 0 where everything arrives, 1 where nothing does; mean over the steps.
+        sum_error: norm of the sum of all steps' gradients less all that was sent, over the norm of that sum. With
+            error feedback it falls as steps go by, without it stays; for one step it is ``error``.
+        cosine: of the angle between gradient and what arrives of it, mean over the steps.
+        encode_ms: least time to encode the first step.
+        decode_ms: least time to decode one message of it.
+        error_feedback: whether what was left behind was added to the next step.
+        safe_with_adam: whether the method does no harm beside an optimizer with adaptive learning rates.
+        contractive: whether the method is biased and only sound with error feedback.
+    """
+
+    compressor: str
+    bits: float
+    error: float
+    sum_error: float
+    cosine: float
+    encode_ms: float
+    decode_ms: float
+    error_feedback: bool
+    safe_with_adam: bool
+    contractive: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, and what they were measured on; ``print`` shows a table.
+
+    Args:
+        rows: one for each compressor, in the order given.
+        steps: how many gradients.
+        parameters: names of those that were compressed.
+        numel: elements of these.
+        dense_numel: elements of the others, which travel as float32 with every compressor but the casts.
+    """
+
+    rows: tuple[Row, ...]
+    steps: int
+    parameters: tuple[str, ...]
+    numel: int
+    dense_numel: int
+
+    def __str__(self) -> str:
+        """A table of plain text, every column aligned."""
+        titles = ("compressor", "bits", "error", "of sum", "cosine", "encode ms", "decode ms", "feedback", "with Adam")
+        lines = [titles, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        of = f"{self.steps} gradients" if self.steps > 1 else "1 gradient"
+        said = f"{of} of {self.numel:,} elements in {len(self.parameters)} parameters"
+        rest = f"; {self.dense_numel:,} elements of small and 1-D parameters would travel as float32"
+        return "\n".join([*table, said + rest * bool(self.dense_numel)])
+
+
+def compare(
+    gradients: Gradients | Sequence[Gradients] | str | PathLike[str],
+    compressors: Iterable[CompressorLike] | None = None,
+    error_feedback: bool | None = None,
+    min_numel: int = 1024,
+    seed: int = 0,
+) -> Comparison:
+    """Encode and decode gradients of yours with each compressor, and measure.
+
+    As in training, parameters that are 1-D or have fewer than ``min_numel`` elements are left out: they travel as
+    float32. (Casts would take them, too; they are left out of their figures so that all rows are about the same
+    elements.) The others stand one after the other in one vector, as in a bucket of DistributedDataParallel that holds
+    them all. What several ranks do to the error (they average it) and to the bytes (the exchange) is not in here.
+
+    Args:
+        gradients: by name; or a sequence of such mappings, of successive steps; or the path of either, written by
+            ``torch.save``. Floating-point tensors of any shape, on one device, all finite; they are not changed.
+        compressors: names, mappings with a ``name`` and settings, or codecs; None takes all, with their defaults.
+        error_feedback: add what was left behind to the next step; None: as in training, on for contractive methods.
+            One step shows no difference.
+        min_numel: parameters with fewer elements are left out.
+        seed: of all randomness.
+
+    Returns:
+        The measured rows.
+
+    Raises:
+        ValueError: there is no such compressor, no gradient to compare on, or it is not a finite floating-point
+            tensor; steps differ in names, shapes or devices; or the file holds something else.
+    """
+    steps = read(gradients)
+    codecs = [_codec(each) for each in (CODECS if compressors is None else _listed(compressors))]
+    if not codecs:
+        raise ValueError("compressors=[] names none; leave it out to compare all of them")
+    rules = Rules(OneBit(), min_numel, ())
+    shapes = [(name, tuple(gradient.shape)) for name, gradient in steps[0].items()]
+    layout = Layout.of(shape for shape in shapes if rules.compresses(*shape))
+    if not layout.numel:
+        raise ValueError(
+            f"none of the {len(shapes)} gradients would be compressed: all are 1-D or have fewer than "
+            f"min_numel={min_numel} elements"
+        )
+    vectors = [torch.cat([step[name].detach().reshape(-1).float() for name in layout.names]) for step in steps]
+    if not all(vector.any() for vector in vectors):
+        raise ValueError("the gradients of a step are all zero; take them after backward() and before zero_grad()")
+    rows = tuple(_measure(codec, layout, vectors, error_feedback, seed) for codec in codecs)
+    total = sum(gradient.numel() for gradient in steps[0].values())
+    return Comparison(rows, len(steps), layout.names, layout.numel, total - layout.numel)
+
+
+def _measure(codec: Codec, layout: Layout, gradients: list[Tensor], feedback: bool | None, seed: int) -> Row:
+    feedback = codec.contractive if feedback is None else feedback
+    plan = codec.plan(layout, gradients[0].device)
+    message = torch.zeros(1, plan.message_size, dtype=torch.uint8, device=gradients[0].device)
+    encode_ms, decode_ms = _times(plan, gradients[0], message, mix(seed, 0))
+    residual, decoded = torch.zeros_like(gradients[0]), torch.empty_like(gradients[0])
+    wanted, sent = torch.zeros_like(residual, dtype=torch.float64), torch.zeros_like(residual, dtype=torch.float64)
+    bits, errors, cosines = [], [], []
+    for step, gradient in enumerate(gradients):
+        vector = residual + gradient if feedback else gradient.clone()
+        before = vector.clone()
+        _encode(plan, vector, message[0], mix(seed, step))
+        plan.decode(message[:, : plan.used], decoded, 1.0, False)
+        bits.append(8 * plan.used / layout.numel)
+        errors.append(_ratio(before.double() - decoded, before))
+        cosines.append(_cosine(gradient, decoded))
+        wanted += gradient
+        sent += decoded
+        residual = vector
+    return Row(
+        compressor=_label(codec),
+        bits=_mean(bits),
+        error=_mean(errors),
+        sum_error=_ratio(wanted - sent, wanted),
+        cosine=_mean(cosines),
+        encode_ms=encode_ms,
+        decode_ms=decode_ms,
+        error_feedback=feedback,
+        safe_with_adam=codec.safe_with_adam,
+        contractive=codec.contractive,
+    )
+
+
+def _encode(plan: Plan, vector: Tensor, message: Tensor, key: int) -> None:
+    plan.share(key)
+    plan.encode(vector, message, key)
+
+
+def _times(plan: Plan, gradient: Tensor, message: Tensor, key: int) -> tuple[float, float]:
+    """Least milliseconds of encoding and of decoding."""
+    vector, out = torch.empty_like(gradient), torch.zeros_like(gradient)
+    encoding, decoding = [], []
+    for _ in range(REPEATS):
+        vector.copy_(gradient)
+        encoding.append(_clock(gradient.device, lambda: _encode(plan, vector, message[0], key)))
+        decoding.append(_clock(gradient.device, lambda: plan.decode(message[:, : plan.used], out, 1.0, True)))
+    return min(encoding), min(decoding)
+
+
+def _clock(device: torch.device, work: Callable[[], None]) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _codec(compressor: CompressorLike) -> Codec:
+    built = build_compressor(compressor)
+    if isinstance(built, Corrected):
+        return built.codec
+    if not isinstance(built, Codec):
+        raise ValueError(f"{built} works among several ranks: it cannot be compared on the gradients of one")
+    return built
+
+
+def _listed(compressors: object) -> list[CompressorLike]:
+    if isinstance(compressors, str | Mapping | Codec) or not isinstance(compressors, Iterable):
+        raise ValueError(f"compressors={compressors!r} must be a list; write compressors=[{compressors!r}]")
+    return list(compressors)
+
+
+def _label(codec: Codec) -> str:
+    """The codec's name, and the settings that are not the defaults."""
+    names = {kind: name for name, kind in CODECS.items()}
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(codec) if dataclasses.is_dataclass(codec) else ()
+    settings = {field.name: (getattr(codec, field.name), field.default) for field in fields}
+    changed = [f"{name}={value}" for name, (value, default) in settings.items() if value != default]
+    return " ".join([names.get(type(codec), type(codec).__name__), *changed])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    error, of_sum = (f"{100 * each:.3g} %" for each in (row.error, row.sum_error))
+    return (
+        row.compressor,
+        f"{row.bits:.2f}",
+        error,
+        of_sum,
+        f"{row.cosine:.4f}",
+        f"{row.encode_ms:.2f}",
+        f"{row.decode_ms:.2f}",
+        "on" if row.error_feedback else "off",
+        "safe" if row.safe_with_adam else "no",
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    norms = float(part.double().norm()), float(whole.double().norm())
+    return norms[0] / norms[1] if norms[1] else float("inf") if norms[0] else 0.0
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    """0.0 where one is zero."""
+    first, second = one.double(), other.double()
+    norms = float(first.norm()) * float(second.norm())
+    return float(first @ second) / norms if norms else 0.0
