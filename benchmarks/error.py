@@ -1,71 +1,117 @@
-"""What each compressor leaves behind of a real gradient, at several sizes of it.
+"""What each compressor leaves behind of real gradients: at several sizes of them, and against the bits it sends.
 
-    python -m benchmarks.error --root data
+    python -m benchmarks.error --root data --plot docs/error_vs_bits.png
 
-The gradient is ResNet-20's on CIFAR-10 after some steps of SGD. Gradients of larger models are smaller, and Adam does
-not care how small they are: so the same gradient is tried at a thousandth and a hundred-thousandth of its size.
+Gradients of ten successive steps of ResNet-20 on CIFAR-10 and of a character LSTM on Multi30k (see
+``benchmarks.gradients``). Gradients of larger models are smaller, and Adam does not care how small they are: so they
+are also tried at a thousandth and a hundred-thousandth of their size. Bits are measured, of the messages themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-from lightning_compress.codecs import CODECS
-from lightning_compress.layout import Layout
-from recipes.resnet.cifar10 import FOLDER, TRAIN_FILES, read_batches
-from recipes.resnet.model import ResNet
+from benchmarks._plot import Curve, draw
+from benchmarks._sweeps import ORDERS, Step, sweep
+from benchmarks.gradients import FOLDERS, captured
+from lightning_compress import compare
+from lightning_compress.compare import Row
 
 SCALES = (1.0, 1e-3, 1e-5)
+COUNT = 10
 
 
-def captured(root: Path, steps: int, batch: int = 128) -> tuple[Layout, Tensor]:
-    """Train for some steps and return the last gradient, ``[269722]``, and what it is made of."""
-    torch.manual_seed(0)
-    split = read_batches(root / FOLDER, TRAIN_FILES[:1])
-    model = ResNet(20)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for start in range(0, steps * batch, batch):
-        images = (split.images[start : start + batch].float() / 255 - 0.47) / 0.25
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), split.labels[start : start + batch]).backward()
-        optimizer.step()
-    layout = Layout.of((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
-    return layout, torch.cat(
-        [parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None]
+def scale_table(model: str, steps: list[Step]) -> Table:
+    """Of each method with its defaults: bits per element, and the error at each scale."""
+    table = Table(
+        "compressor", "bits", *(f"gradient x {scale:g}" for scale in SCALES), title=f"{model}: relative error"
     )
+    sizes = [
+        compare([{name: each * scale for name, each in step.items()} for step in steps], error_feedback=False).rows
+        for scale in SCALES
+    ]
+    for row, *others in zip(*sizes, strict=True):
+        errors = (f"{100 * each.error:.2g} %" for each in (row, *others))
+        table.add_row(row.compressor, f"{row.bits:.2f}", *errors)
+    return table
 
 
-def left_behind(layout: Layout, gradient: Tensor) -> dict[str, tuple[float, list[float]]]:
-    """Of each method with its defaults: bits per element; norm of what stays over the gradient's, by scale."""
-    figures = {}
-    for name, codec in CODECS.items():
-        plan = codec().plan(layout, torch.device("cpu"))
-        message = torch.empty(plan.message_size, dtype=torch.uint8)
-        errors = []
-        for scale in SCALES:
-            vector = gradient * scale
-            plan.encode(vector, message, 0)
-            errors.append(float(vector.double().norm() / (gradient * scale).double().norm()))
-        figures[name] = (8 * plan.message_size / layout.numel, errors)
+def methods(steps: list[Step]) -> dict[str, Curve]:
+    """Every method's error on single gradients."""
+    return {
+        label: [(row.bits, row.error) for row in compare(steps, family, error_feedback=False).rows]
+        for label, family in sweep().items()
+    }
+
+
+def orders(steps: list[Step], family: str = "fft, coarse") -> dict[str, dict[str, Curve]]:
+    """The error of the sum of all steps, without and with error feedback, by the order of the elements."""
+    settings = sweep()[family]
+    figures: dict[str, dict[str, Curve]] = {}
+    for label, feedback in (("without", False), ("with", True)):
+        curves = {
+            name: [
+                (row.bits, row.sum_error) for row in compare([order(step) for step in steps], settings, feedback).rows
+            ]
+            for name, order in ORDERS.items()
+        }
+        curves["per parameter"] = each_parameter(steps, settings, feedback)
+        figures[f"{label} error feedback"] = curves
     return figures
 
 
+def each_parameter(steps: list[Step], settings: list[dict[str, Any]], feedback: bool) -> Curve:
+    """The error of the sum of all steps, where every parameter is a vector of its own."""
+    parts: list[tuple[int, float, tuple[Row, ...]]] = []
+    for name in compare(steps[:1], ["none"]).parameters:
+        result = compare([{name: step[name]} for step in steps], settings, feedback)
+        norm = float(sum(step[name].double() for step in steps).norm())  # type: ignore[union-attr]
+        parts.append((result.numel, norm, result.rows))
+    total, length = math.hypot(*(norm for _, norm, _ in parts)), sum(numel for numel, _, _ in parts)
+    return [
+        (
+            sum(numel * rows[place].bits for numel, _, rows in parts) / length,
+            math.hypot(*(norm * rows[place].sum_error for _, norm, rows in parts)) / total,
+        )
+        for place in range(len(settings))
+    ]
+
+
+def curves_table(title: str, curves: dict[str, Curve]) -> Table:
+    """A row for each curve: error at bits, point after point."""
+    table = Table("", "error at bits per element", title=title)
+    for label, curve in curves.items():
+        table.add_row(label, "   ".join(f"{100 * error:.3g} % at {bits:.2f}" for bits, error in curve))
+    return table
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True, help=f"folder that holds {FOLDER}")
-    parser.add_argument("--steps", type=int, default=60, help="steps before the gradient is taken (at most 78)")
+    parser.add_argument("--root", type=Path, required=True, help=f"folder that holds {', '.join(FOLDERS.values())}")
+    parser.add_argument("--models", nargs="+", choices=FOLDERS, default=list(FOLDERS))
+    parser.add_argument("--after", type=int, default=60, help="steps before the gradients are taken (at most 69)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="draw error against bits into this file")
     arguments = parser.parse_args()
-    table = Table("compressor", "bits", *(f"gradient x {scale:g}" for scale in SCALES), title="relative error")
-    for name, (bits, errors) in left_behind(*captured(arguments.root, arguments.steps)).items():
-        table.add_row(name, f"{bits:.2f}", *(f"{100 * error:.2g} %" for error in errors))
-    Console().print(table)
+    console, figures = Console(), {}
+    for model in arguments.models:
+        steps = captured(model, arguments.root, arguments.after, COUNT)
+        figures[model] = {"methods": methods(steps), **orders(steps)}
+        console.print(scale_table(model, steps))
+        for part, curves in figures[model].items():
+            console.print(curves_table(f"{model}: {part}", curves))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=2))
+        if arguments.plot:
+            draw(figures, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""The optimizer benchmark trains, remembers, and compares with dense."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import optimizers
+from tests.benchmarks.test_error import write_text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_runs_are_not_repeated(tmp_path, monkeypatch, capfd):
+    write_text(tmp_path)
+    results = tmp_path / "results.json"
+    arguments = ["--root", str(tmp_path), "--json", str(results), "--steps", "4", "--seeds", "0"]
+    monkeypatch.setattr(
+        sys, "argv", ["optimizers", *arguments, "--methods", "dense", "onebit", "--optimizers", "adamw"]
+    )
+    optimizers.main()
+    found = json.loads(results.read_text())
+    assert list(found) == ["adamw 0.01/dense/seed 0/4 steps", "adamw 0.01/onebit/seed 0/4 steps"]
+    dense, onebit = found.values()
+    assert dense["ratio"] == 1
+    assert 15 < onebit["ratio"] < 32
+    assert 0 < dense["held_out"] != onebit["held_out"]
+    assert dense["training"] < 4
+    assert capfd.readouterr().out.count(" steps: held-out loss ") == 2
+
+    monkeypatch.setattr(optimizers, "work", None)  # nothing is left to do
+    optimizers.main()
+    assert "1.000" in capfd.readouterr().out
+    assert json.loads(results.read_text()) == found
+
+
+def test_methods_that_there_are_not_are_passed_over(monkeypatch):
+    monkeypatch.setitem(optimizers.METHODS, "later", {"compressor": "later"})
+    monkeypatch.setitem(optimizers.METHODS, "wrong", {"compressor": {"name": "topk", "density": 7}})
+    assert optimizers.known("topk 1 %")
+    assert not optimizers.known("later")
+    with pytest.raises(ValueError, match="density"):
+        optimizers.known("wrong")
