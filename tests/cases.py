@@ -59,7 +59,7 @@ def _efsign_bytes(codec: EFSign, layout: Layout) -> int:
 
 
 def _planes_bytes(bits: int, count: int) -> int:
-    return sum(-(-count * width // 8) for width in (8, 4, 2, 1) if bits & width)
+    return sum(-(-count * width // 8) for width in (32, 16, 8, 4, 2, 1) if bits & width)
 
 
 def _qsgd_bytes(codec: QSGD, layout: Layout) -> int:
@@ -82,7 +82,7 @@ def _natural_bytes(codec: Natural, layout: Layout) -> int:
 
 def _range_float_bytes(codec: RangeFloat, layout: Layout) -> int:
     ranges = 16 + 8 * -(-layout.numel // codec.block)
-    codes = -(-layout.numel * codec.bits // 8)
+    codes = _planes_bytes(codec.bits, layout.numel)
     return sum(-(-each // 16) * 16 for each in (ranges, codes))
 
 
@@ -95,8 +95,8 @@ def _spectrum_bytes(codec: FFT | DCT, layout: Layout) -> int:
             bins = padded // 2 + 1 if isinstance(codec, FFT) else padded
             keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))
             places = 0 if keep == bins else min(2 * keep, math.ceil(bins / 8))
-            codes = codec.bits * math.ceil(keep * (2 if isinstance(codec, FFT) else 1) / 8)
-            size += sum(16 * math.ceil(blocks * each / 16) for each in (12, places, codes))
+            codes = _planes_bytes(codec.bits, blocks * keep * (2 if isinstance(codec, FFT) else 1))
+            size += sum(16 * math.ceil(each / 16) for each in (blocks * 12, blocks * places, codes))
     return size
 
 

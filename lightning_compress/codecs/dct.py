@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from lightning_compress.codecs.spectrum import Spectral
 from lightning_compress.codecs.transforms import Cosine
@@ -18,12 +18,11 @@ class DCT(Spectral):
     ``(1 - theta) * (bits + 16) + 96 / block`` above theta 0.94. The squared norm of what is dropped is at most
     ``theta`` of the vector's, so the method contracts; error feedback is on by default. No jump arises between the
     two ends of a block, so smooth data need fewer coefficients than with FFT. Messages are those of FFT, with single
-    numbers for pairs.
+    numbers for pairs; coefficients are counted in the order 0, n/2, 1, n - 1, 2, n - 2, and so on.
 
     Args:
         theta: share that is dropped, in [0, 1): 0 drops nothing; near 1 sends one coefficient of each block.
-        block: elements that are transformed together, a power of two from 64 (cheapest) to 1024 (work grows with it, as
-            the transform is a matrix product).
+        block: elements that are transformed together, a power of two from 64 (more ranges, least work) to 65536.
         bits: of a coefficient, 2 (coarsest) to 16, or 32.
         mantissa: bits of mantissa among them, 0 (widest reach) to ``min(bits - 1, 23)`` (finest), or "auto", the least
             squared error on a few blocks of each message. Theta 0, 32 bits and mantissa 23 return the vector to 1e-6.
@@ -36,7 +35,6 @@ class DCT(Spectral):
     Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870, use for momentum.
     """
 
-    longest: ClassVar[int] = 1024
     theta: float = 0.85
     block: int = 256
     bits: int = 10

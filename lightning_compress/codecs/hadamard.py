@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_compress.codecs.bits import scratch
+from lightning_compress.codecs.buffers import scratch
 
 
 class Hadamard:

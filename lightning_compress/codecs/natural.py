@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check, packed_size, pieces, scratch
+from lightning_compress.codecs.bits import packed_size
+from lightning_compress.codecs.buffers import check, pieces, scratch
 from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.layout import Layout
 

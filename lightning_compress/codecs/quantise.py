@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import code_bytes, pack_plane, packed_size, planes, scratch, unpack_plane
+from lightning_compress.codecs.bits import packed_size
+from lightning_compress.codecs.buffers import scratch
+from lightning_compress.codecs.planes import Planes
 from lightning_compress.codecs.randomness import RandomBits
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
@@ -18,8 +20,8 @@ class Quantiser:
     """Rounds ``v / step`` to ``2^bits`` numbers or one fewer, evenly spaced around 0, and packs them.
 
     The numbers are ``level + shift`` with integer levels from ``-2^(bits-1)`` (or one more if shift is 0) to
-    ``2^(bits-1) - 1``, stored as two's complements in planes (``bits.planes``). Rounding takes the lower neighbour or
-    the upper one with probabilities that make the mean exact (to 2^-17 of a step), and leaves neighbours alone.
+    ``2^(bits-1) - 1``, stored as two's complements in planes (``codecs/planes.py``). Rounding takes the lower neighbour
+    or the upper one with probabilities that make the mean exact (to 2^-17 of a step), and leaves neighbours alone.
 
     Args:
         bits: 2 to 8.
@@ -35,13 +37,9 @@ class Quantiser:
 
     def __init__(self, bits: int, shift: float, count: int, most: int, device: torch.device) -> None:
         self.top = 2 ** (bits - 1) - 1 + shift
-        self.size = sum(code_bytes(count, width) for _, width in planes(bits))
+        self._planes = Planes(bits, count)
+        self.size = self._planes.size
         self._sign, self._shift = 2 ** (bits - 1), shift
-        self._planes = []
-        start = 0
-        for low, width in planes(bits):
-            self._planes.append((low, width, start))
-            start += code_bytes(count, width)
         self._floats = scratch("levels", most, torch.float32, device)
         self._codes = scratch("codes", 8 * packed_size(most), torch.uint8, device)
         self._random = RandomBits(most, device)
@@ -94,19 +92,14 @@ class Quantiser:
         codes = self._codes[: 8 * packed_size(numel)]
         codes.view(torch.int8)[:numel].view(rows.shape).copy_(floats)
         codes[numel:] = 0
-        for low, width, start in self._planes:
-            pack_plane(codes, low, width, body[self._place(elements, width, start)])
+        self._planes.write(codes, elements, body)
         return floats.add_(self._shift) if self._shift else floats
 
     def decode(self, body: Tensor, elements: slice, shape: tuple[int, ...]) -> Tensor:
         """The numbers of a message's piece, float32 of this shape; in scratch."""
         numel = elements.stop - elements.start
         codes = self._codes[: 8 * packed_size(numel)]
-        for low, width, start in self._planes:
-            unpack_plane(body[self._place(elements, width, start)], low, width, codes)
+        self._planes.read(codes, elements, body)
         codes.bitwise_xor_(self._sign).sub_(self._sign)  # extends the sign; uint8 wraps
         floats = self._floats[:numel].copy_(codes.view(torch.int8)[:numel]).view(shape)
         return floats.add_(self._shift) if self._shift else floats
-
-    def _place(self, elements: slice, width: int, start: int) -> slice:
-        return slice(start + elements.start * width // 8, start + code_bytes(elements.stop, width))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import pieces, scratch
+from lightning_compress.codecs.buffers import pieces, scratch
 from lightning_compress.keys import mix
 
 PER_WORD = 4

@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check, chunk_size, code_bytes, pack_codes, pieces, scratch, unpack_codes
-from lightning_compress.codecs.minifloat import (
-    best_mantissa,
-    build,
-    check_settings,
-    code_dtype,
-    decode_all,
-    decode_into,
-    encode_into,
-)
+from lightning_compress.codecs.buffers import check, chunk_size, pieces
+from lightning_compress.codecs.formats import Formats, build, check_settings
+from lightning_compress.codecs.minifloat import Workspace, best_mantissa
+from lightning_compress.codecs.planes import Planes
 from lightning_compress.layout import Layout
 
 Rounding = Literal["nearest", "truncate"]
+RUN = 1 << 17
+"""Elements that a CPU handles at a time: the scratch fits the cache of one core; four times as many are slower."""
 SAMPLE = 4
 """Blocks that the mantissa is chosen on."""
 SAMPLE_NUMEL = 1024
@@ -35,7 +31,7 @@ class RangeFloat(Codec):
     """Send each element as a float of N bits whose codes cover its block's range: ``N + 64 / block`` bits per element.
 
     In a block with least value ``lo`` and largest value ``hi``, the ``2^N`` codes stand for 0 and for the floats with
-    ``m`` bits of mantissa from ``eps`` up to ``hi`` and down to ``lo``, see ``codecs/minifloat.py``. The relative error
+    ``m`` bits of mantissa from ``eps`` up to ``hi`` and down to ``lo``, see ``codecs/formats.py``. The relative error
     is at most ``2^-(m+1)`` down to ``eps`` (``2^-m`` for "truncate"); what is smaller is sent as 0, and the rounding of
     the ends is that of all elements. What was not sent stays in the vector, exactly.
 
@@ -46,7 +42,8 @@ class RangeFloat(Codec):
     At 8 bits it keeps back 1.3 % of the norm of normal data, so it counts as safe beside Adam; no training was run.
 
     A message is the bits of mantissa as int32 and zeros up to 16 bytes; ``lo`` of every block and ``hi`` of every
-    block as float32, zeros up to a multiple of 16 bytes; the codes, the first one in the lowest bits, and again zeros.
+    block as float32, zeros up to a multiple of 16 bytes; the codes in planes of 8, 4, 2 and 1 bits of all of them (16
+    and 32 bits are one plane), the lowest bits and the first code first; and again zeros.
 
     Args:
         bits: N, 2 (coarsest: 0 and three other values) to 16, or 32 (with 23 bits of mantissa nothing is lost).
@@ -94,86 +91,68 @@ class _RangeFloatPlan(Plan):
         self._blocks = whole + bool(rest)
         self._ranges = slice(16, 16 + 8 * self._blocks) if layout.numel else slice(0, 0)
         self._codes = aligned(self._ranges.stop)
-        self._used = self._codes + code_bytes(layout.numel, codec.bits)
+        self._planes = Planes(codec.bits, layout.numel)
+        self._used = self._codes + self._planes.size
         self.message_size = aligned(self._used)
-        rows = max(1, min(chunk_size(device) // codec.block, whole))
-        self._pieces = [(blocks, codec.block) for blocks in pieces(whole, rows)]
+        run = RUN if device.type == "cpu" else chunk_size(device)
+        rows = max(1, min(run // codec.block, whole))
+        self._sizes = [part.stop - part.start for part in pieces(whole, rows)] + [1] * bool(rest)
+        self._elements = list(pieces(whole * codec.block, rows * codec.block))
         if rest:
-            self._pieces.append((slice(whole, whole + 1), rest))
-        size = min(layout.numel, rows * codec.block)
-        kind = code_dtype(codec.bits)
-        self._floats = scratch("range_float floats", size, torch.float32, device)
-        self._numbers = scratch(f"range_float {kind}", size, kind, device)
-        self._spare = scratch(f"range_float spare {kind}", size, kind, device)
-        few = 4 * 2**codec.bits <= codec.block
-        self._indices = scratch("range_float indices", size, torch.int64, device) if few else None
+            self._elements.append(slice(layout.numel - rest, layout.numel))
+        self._work = Workspace(codec.bits, min(layout.numel, rows * codec.block), device)
         self._low, self._high = torch.empty(2, self._blocks, device=device)
+        self._ends = list(zip(self._low.split(self._sizes), self._high.split(self._sizes), strict=True))
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         check(vector, message, self.layout.numel, self.message_size)
         if not self.layout.numel:
             return
-        for blocks, length in self._pieces:
-            rows = self._rows(vector, blocks, length)
-            torch.amin(rows, dim=1, out=self._low[blocks])
-            torch.amax(rows, dim=1, out=self._high[blocks])
+        cut = self._cut(vector)
+        for rows, (low, high) in zip(cut, self._ends, strict=True):
+            torch.amin(rows, dim=1, out=low)
+            torch.amax(rows, dim=1, out=high)
         self._low.clamp_(max=0)
         self._high.clamp_(min=0)
-        mantissa = self._mantissa(vector)
+        mantissa = self._mantissa(cut)
         formats = build(self._codec.bits, mantissa, self._low, self._high, self._nearest)
         edge = vector.device.type != "cpu" or bool(self._high.max() > EDGE or self._low.min() < -EDGE)
-        for blocks, length in self._pieces:
-            rows, part = self._rows(vector, blocks, length), formats.some(blocks)
-            floats, numbers, spare = self._scratch(rows)
+        body = message[self._codes :]
+        for rows, elements, part in zip(cut, self._elements, formats.split(self._sizes), strict=True):
             inside = torch.clamp(rows, part.lowest, part.highest) if edge else rows
-            encode_into(inside, part, self._nearest, floats, numbers, spare)
-            rows.sub_(floats)
-            pack_codes(numbers.view(-1), self._codec.bits, message[self._place(blocks, rows)])
+            rounded, kept = self._work.encode(inside, part)
+            rows.addcmul_(rounded, kept, value=-1)
+            self._planes.write(self._work.codes(rows.numel()), elements, body)
         message[: self._codes] = message[self._used :] = 0
         message[:4].view(torch.int32).copy_(mantissa)
         message[self._ranges].view(torch.float32).copy_(torch.cat([self._low, self._high]))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
-        formats = []
+        formats: list[list[Formats]] = []
         for message in messages if self.layout.numel else ():
             low, high = message[self._ranges].view(torch.float32).view(2, -1)
-            formats.append(build(self._codec.bits, message[:4].view(torch.int32)[0], low, high, self._nearest))
-        for blocks, length in self._pieces:
-            rows = self._rows(out, blocks, length)
+            mantissa = message[:4].view(torch.int32)[0]
+            formats.append(build(self._codec.bits, mantissa, low, high, self._nearest).split(self._sizes))
+        for number, (rows, elements) in enumerate(zip(self._cut(out), self._elements, strict=True)):
             if not accumulate:
                 rows.zero_()
-            floats, numbers, spare = self._scratch(rows)
             for message, each in zip(messages, formats, strict=True):
-                packed, part = message[self._place(blocks, rows)], each.some(blocks)
-                if self._indices is not None:  # look the codes up among all of them
-                    indices = self._indices[: rows.numel()].view(rows.shape)
-                    unpack_codes(packed, self._codec.bits, indices.view(-1))
-                    torch.gather(decode_all(part), 1, indices, out=floats)
-                else:
-                    unpack_codes(packed, self._codec.bits, numbers.view(-1))
-                    decode_into(numbers, part, floats, spare)
-                rows.add_(floats, alpha=weight)
+                self._planes.read(self._work.codes(rows.numel()), elements, message[self._codes :])
+                magnitudes, signs = self._work.decode(rows.shape, each[number])
+                rows.addcmul_(magnitudes, signs, value=weight)
 
-    def _mantissa(self, vector: Tensor) -> Tensor:
+    def _mantissa(self, cut: list[Tensor]) -> Tensor:
         if self._codec.mantissa != "auto":
-            return torch.tensor(self._codec.mantissa, device=vector.device)
-        length = self._pieces[0][1]
-        whole = slice(0, max(1, self.layout.numel // length))
-        chosen = slice(0, whole.stop, -(-whole.stop // SAMPLE))
-        sample = self._rows(vector, whole, length)[chosen, :: -(-length // SAMPLE_NUMEL)].contiguous()
+            return torch.tensor(self._codec.mantissa, device=self._low.device)
+        whole = self.layout.numel // self._codec.block or 1
+        blocks = range(0, whole, -(-whole // SAMPLE))
+        each, stride = self._sizes[0], -(-cut[0].shape[1] // SAMPLE_NUMEL)
+        sample = torch.stack([cut[block // each][block % each, ::stride] for block in blocks])
+        chosen = slice(0, whole, blocks.step)
         return best_mantissa(sample, self._codec.bits, self._low[chosen], self._high[chosen], self._nearest)
 
-    def _rows(self, vector: Tensor, blocks: slice, length: int) -> Tensor:
-        start = blocks.start * self._codec.block
-        count = blocks.stop - blocks.start
-        return vector[start : start + count * length].view(count, length)
-
-    def _scratch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        buffers = (self._floats, self._numbers, self._spare)
-        floats, numbers, spare = (each[: rows.numel()].view(rows.shape) for each in buffers)
-        return floats, numbers, spare
-
-    def _place(self, blocks: slice, rows: Tensor) -> slice:
-        start = self._codes + code_bytes(blocks.start * self._codec.block, self._codec.bits)
-        return slice(start, start + code_bytes(rows.numel(), self._codec.bits))
+    def _cut(self, vector: Tensor) -> list[Tensor]:
+        """The vector's pieces, one block a row."""
+        pairs = zip(self._elements, self._sizes, strict=True)
+        return [vector[elements].view(size, -1) for elements, size in pairs]

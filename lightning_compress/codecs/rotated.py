@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check
+from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.hadamard import Hadamard
 from lightning_compress.codecs.quantise import Quantiser
 from lightning_compress.codecs.randomness import RandomBits

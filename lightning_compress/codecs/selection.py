@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import CHUNK, pieces, scratch
+from lightning_compress.codecs.buffers import CHUNK, pieces, scratch
 
 SMALL = 4096
 """Up to this many elements no sample is worth taking."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Plan, aligned
-from lightning_compress.codecs.bits import check, chunk_size, pack, packed_size, pieces, scratch, unpack
+from lightning_compress.codecs.bits import pack, packed_size, unpack
+from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
 from lightning_compress.layout import Layout
 
 

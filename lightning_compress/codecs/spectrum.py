@@ -11,20 +11,16 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check, code_bytes, pack_codes, pieces, scratch, unpack_codes
-from lightning_compress.codecs.minifloat import (
-    Formats,
-    best_mantissa,
-    build,
-    check_settings,
-    code_dtype,
-    decode_into,
-    encode_into,
-)
+from lightning_compress.codecs.buffers import check, pieces, scratch
+from lightning_compress.codecs.formats import Formats, build, check_settings
+from lightning_compress.codecs.minifloat import Workspace, best_mantissa
 from lightning_compress.codecs.places import Places
+from lightning_compress.codecs.planes import Planes
 from lightning_compress.codecs.transforms import Transform
 from lightning_compress.layout import Layout
 
+LONGEST = 1 << 16
+"""The largest block; places are numbers of 16 bits."""
 SHORTEST = 8
 """The least length that a rest is filled up to."""
 SAMPLE = 8
@@ -42,15 +38,14 @@ class Spectral(Codec):
     block: int = 4096
     bits: int = 10
     mantissa: int | Literal["auto"] = "auto"
-    longest: ClassVar[int] = 1 << 16
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         if isinstance(self.theta, bool) or not isinstance(self.theta, (int, float)) or not 0 <= self.theta < 1:
             raise ValueError(f"{name}(theta={self.theta!r}): theta must be in [0, 1); 0.85 drops 85 %")
         whole = isinstance(self.block, int) and not isinstance(self.block, bool)
-        if not whole or not 64 <= self.block <= self.longest or self.block & (self.block - 1):
-            raise ValueError(f"{name}(block={self.block!r}): block must be a power of two, 64 to {self.longest}")
+        if not whole or not 64 <= self.block <= LONGEST or self.block & (self.block - 1):
+            raise ValueError(f"{name}(block={self.block!r}): block must be a power of two, 64 to {LONGEST}")
         check_settings(name, self.bits, self.mantissa)
 
     @property
@@ -80,22 +75,23 @@ class _Area:
         keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))  # 1 - 0.9 is above 0.1
         self.places = Places(bins, keep)
         self.values = keep * width
-        self.filled = -(-self.values // 8) * 8  # so that every block's codes begin with a byte
-        self.code_bytes = code_bytes(self.filled, codec.bits)
+        self.planes = Planes(codec.bits, blocks * self.values)
         self.ranges = slice(offset, offset + 12 * blocks)
         self.where = aligned(self.ranges.stop)
         self.codes = aligned(self.where + blocks * self.places.size)
-        self.stop = aligned(self.codes + blocks * self.code_bytes)
+        self.stop = aligned(self.codes + self.planes.size)
         self.gaps = (
             slice(self.ranges.stop, self.where),
             slice(self.where + blocks * self.places.size, self.codes),
-            slice(self.codes + blocks * self.code_bytes, self.stop),
+            slice(self.codes + self.planes.size, self.stop),
         )
         # Spectra are a little longer than blocks, and what the inverse transform copies should not pass 1 MiB.
-        self.rows = max(1, min((CHUNK if device.type == "cpu" else 1 << 22) // (self.padded + 2), blocks))
+        # The codes of a multiple of 8 blocks begin with a byte.
+        self.rows = min(max(8, (CHUNK if device.type == "cpu" else 1 << 22) // (self.padded + 2) // 8 * 8), blocks)
         self.floats = self._view("rows", (self.padded,), device)
         self.spectrum = self._view("spectrum", (bins, width), device)
         self.energy = self._view("energy", (bins,), device)
+        self.work = Workspace(codec.bits, self.rows * self.values, device)
         # A value that is scaled down by no more than this overflows in no sum of an inverse transform.
         self.limit = 126 - 2 * (self.padded.bit_length() - 1)
 
@@ -108,11 +104,21 @@ class _Area:
         first, last = (self.start + edge * self.length for edge in (blocks.start, blocks.stop))
         return vector[first:last].view(-1, self.length)
 
+    def write(self, message: Tensor, blocks: slice) -> None:
+        """Pack the codes of these blocks, which are in the workspace."""
+        elements = slice(blocks.start * self.values, blocks.stop * self.values)
+        self.planes.write(self.work.codes(elements.stop - elements.start), elements, message[self.codes :])
+
+    def read(self, message: Tensor, blocks: slice) -> None:
+        """Unpack the codes of these blocks into the workspace."""
+        elements = slice(blocks.start * self.values, blocks.stop * self.values)
+        self.planes.read(self.work.codes(elements.stop - elements.start), elements, message[self.codes :])
+
 
 class _SpectralPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, codec: Spectral) -> None:
         super().__init__(layout)
-        self._codec, self._kind = codec, code_dtype(codec.bits)
+        self._codec = codec
         whole, rest = divmod(layout.numel, codec.block)
         self._areas: list[_Area] = []
         for start, blocks, length in ((0, whole, codec.block), (whole * codec.block, 1, rest)):
@@ -139,30 +145,25 @@ class _SpectralPlan(Plan):
         ranges = torch.stack([scale, values.amin(dim=1).clamp(max=0), values.amax(dim=1).clamp(min=0)])
         message[area.ranges].view(torch.float32).view(3, -1)[:, blocks] = ranges
         formats = build(self._codec.bits, mantissa, ranges[1], ranges[2], nearest=True)
-        codes = torch.zeros(len(rows), area.filled, dtype=self._kind, device=rows.device)
-        used = torch.empty_like(codes[:, : area.values])
-        rounded = torch.empty_like(values)
-        encode_into(values, formats, True, rounded, used, torch.empty_like(used))
-        codes[:, : area.values] = used
-        pack_codes(codes.view(-1), self._codec.bits, _part(message, area.codes, area.code_bytes, blocks))
+        rounded, kept = area.work.encode(values, formats)
+        area.write(message, blocks)
         area.places.write(places, _part(message, area.where, area.places.size, blocks))
         spectrum = area.spectrum[: len(rows)].zero_()
-        self._add(area, spectrum, places, rounded.mul_(scale.view(-1, 1)))
+        self._add(area, spectrum, places, rounded.mul_(kept).mul_(scale.view(-1, 1)))
         rows.sub_(self._synthesise(area, spectrum))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
         for area in self._areas:
             ranges = [self._ranges(area, message, weight) for message in messages]
-            for blocks in pieces(area.blocks, area.rows):
+            for number, blocks in enumerate(pieces(area.blocks, area.rows)):
                 rows = area.source(out, blocks)
                 spectrum = area.spectrum[: len(rows)].zero_()
-                for message, (scale, top, formats) in zip(messages, ranges, strict=True):
+                for message, (scale, formats) in zip(messages, ranges, strict=True):
                     places = area.places.read(_part(message, area.where, area.places.size, blocks), len(rows))
-                    values = self._values(area, blocks, message, formats.some(blocks))
-                    top_here = top[blocks]
-                    values.clamp_(-top_here, top_here)  # numbers that are no codes are kept inside
-                    self._add(area, spectrum, places, values.mul_(scale[blocks]))
+                    area.read(message, blocks)
+                    magnitudes, signs = area.work.decode((len(rows), area.values), formats[number])
+                    self._add(area, spectrum, places, magnitudes.mul_(signs).mul_(scale[blocks]))
                 summed = self._synthesise(area, spectrum)  # one inverse transform, however many messages
                 if accumulate:
                     rows.add_(summed)
@@ -202,23 +203,15 @@ class _SpectralPlan(Plan):
         area.transform.inverse(spectrum, floats)
         return floats[:, : area.length]
 
-    def _ranges(self, area: _Area, message: Tensor, weight: float) -> tuple[Tensor, Tensor, Formats]:
-        """Of a message's blocks: scales times the weight, largest magnitudes, formats; finite for any bytes."""
+    def _ranges(self, area: _Area, message: Tensor, weight: float) -> tuple[Tensor, list[Formats]]:
+        """Of a message's blocks: scales times the weight, and formats; finite for any bytes."""
         ranges = message[area.ranges].view(torch.float32).view(3, -1)
         bound = 2.0**area.limit
         scale = ranges[0].nan_to_num(0, bound, 0).clamp(0, bound)
         low, high = ranges[1:].nan_to_num(0, area.padded, -area.padded).clamp(-area.padded, area.padded)
         formats = build(self._codec.bits, message[:4].view(torch.int32)[0], low, high, nearest=True)
-        return (scale * weight).view(-1, 1), torch.maximum(formats.highest, -formats.lowest), formats
-
-    def _values(self, area: _Area, blocks: slice, message: Tensor, formats: Formats) -> Tensor:
-        """The kept coefficients of some blocks, float32 ``[R, keep * width]``, before they are scaled."""
-        codes = torch.empty(len(formats.base), area.filled, dtype=self._kind, device=message.device)
-        unpack_codes(_part(message, area.codes, area.code_bytes, blocks), self._codec.bits, codes.view(-1))
-        used = codes[:, : area.values].contiguous()
-        values = torch.empty_like(used, dtype=torch.float32)
-        decode_into(used, formats, values, torch.empty_like(used))
-        return values
+        sizes = [piece.stop - piece.start for piece in pieces(area.blocks, area.rows)]
+        return (scale * weight).view(-1, 1), formats.split(sizes)
 
     def _mantissa(self, vector: Tensor) -> Tensor:
         if self._codec.mantissa != "auto":

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_compress.codecs.buffers import scratch
+
 
 class Transform(ABC):
     """A change of basis of rows of one length that keeps their norm.
@@ -68,7 +70,14 @@ class RealFourier(Transform):
 
 
 class Cosine(Transform):
-    """The discrete cosine transform DCT-II as a product with an orthogonal matrix: as many coefficients as elements."""
+    """The orthonormal discrete cosine transform DCT-II, in the order 0, n/2, 1, n - 1, 2, n - 2, and so on.
+
+    With the odd elements first and the even ones backwards after them, ``x0, x1, x3, ..., x4, x2``, coefficients ``k``
+    and ``n - k`` are the two parts of the Fourier coefficient k times ``sqrt(2) exp(i pi k / (2 n))``.
+
+    Makhoul, "A Fast Cosine Transform in One and Two Dimensions", IEEE Transactions on Acoustics, Speech, and Signal
+    Processing 1980.
+    """
 
     width = 1
 
@@ -78,22 +87,41 @@ class Cosine(Transform):
 
     def forward(self, rows: Tensor, out: Tensor) -> None:
         """See the base class."""
-        torch.mm(rows, _cosines(self.length, rows.device).T, out=out.squeeze(2))
+        order, _, factors, _ = _cosine(self.length, rows.device)
+        flat = out.squeeze(2)
+        spectrum = torch.fft.rfft(torch.index_select(rows, 1, order, out=flat), norm="ortho")
+        torch.mul(spectrum[:, :-1], factors, out=_pairs(flat))
+        flat[:, 1] = spectrum[:, -1].real  # the first and the last one are real
 
     def inverse(self, coefficients: Tensor, out: Tensor) -> None:
         """See the base class."""
-        torch.mm(coefficients.squeeze(2), _cosines(self.length, out.device), out=out)
+        _, order, _, factors = _cosine(self.length, out.device)
+        flat = coefficients.squeeze(2)
+        numbers = scratch("cosine", out.numel() + 2 * len(out), torch.float32, out.device).view(len(out), -1)
+        spectrum = torch.view_as_complex(numbers.view(len(out), -1, 2))
+        torch.mul(_pairs(flat), factors, out=spectrum[:, :-1])
+        numbers[:, :: self.length] = flat[:, :2]
+        numbers[:, 1 :: self.length] = 0
+        torch.fft.irfft(spectrum, n=self.length, norm="ortho", out=flat)
+        torch.index_select(flat, 1, order, out=out)
 
     def energy(self, coefficients: Tensor, out: Tensor) -> None:
         """See the base class."""
         torch.square(coefficients.squeeze(2), out=out)
 
 
+def _pairs(flat: Tensor) -> Tensor:
+    """Every two numbers of a row as a complex one."""
+    return torch.view_as_complex(flat.view(len(flat), -1, 2))
+
+
 @cache
-def _cosines(length: int, device: torch.device) -> Tensor:
-    """Row k holds ``sqrt(2 / n) cos(pi k (2 i + 1) / (2 n))``, and row 0 ``sqrt(1 / n)``."""
-    steps = torch.arange(length, dtype=torch.float64)
-    angles = steps.view(-1, 1) * (2 * steps + 1) * (math.pi / (2 * length))
-    matrix = torch.cos(angles) * math.sqrt(2 / length)
-    matrix[0] = math.sqrt(1 / length)
-    return matrix.float().to(device)
+def _cosine(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The order of elements that makes cosines of waves, and back; what to multiply waves with, and back."""
+    order = torch.cat([torch.tensor([0]), torch.arange(1, length, 2), torch.arange(length - 2, 0, -2)])
+    angles = torch.arange(length // 2, dtype=torch.float64) * (math.pi / (2 * length))
+    factors = torch.polar(torch.full_like(angles, math.sqrt(2)), angles)
+    factors[0] = 1
+    each = (order, order.argsort(), factors.to(torch.complex64), factors.reciprocal().to(torch.complex64))
+    one, two, three, four = (tensor.to(device) for tensor in each)
+    return one, two, three, four

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress.codecs import minifloat
-from lightning_compress.codecs.bits import code_bytes, pack_codes, unpack_codes
+from lightning_compress.codecs.formats import Formats, build
 from tests.reference.codecs import range_formats
 
 RANGES = [(-1.0, 1.0), (-0.5, 0.5), (-1.0, 3.0), (-0.1, 0.007), (0.0, 2.0), (-5.0, 0.0), (-1e-12, 1.0), (-1e30, 1e30)]
@@ -20,11 +20,11 @@ every = pytest.mark.parametrize(
 modest = settings(deadline=None, derandomize=True, max_examples=200)
 
 
-def make(bits: int, mantissa: int, low: float, high: float) -> minifloat.Formats:
-    return minifloat.build(bits, mantissa, torch.tensor([low]), torch.tensor([high]))
+def make(bits: int, mantissa: int, low: float, high: float) -> Formats:
+    return build(bits, mantissa, torch.tensor([low]), torch.tensor([high]))
 
 
-def there_and_back(values: torch.Tensor, formats: minifloat.Formats, nearest: bool = True) -> torch.Tensor:
+def there_and_back(values: torch.Tensor, formats: Formats, nearest: bool = True) -> torch.Tensor:
     return minifloat.decode(minifloat.encode(values, formats, nearest), formats)
 
 
@@ -49,7 +49,7 @@ def test_encode_inverts_decode_on_all_codes(bits: int, mantissa: int, low: float
 @every
 def test_the_base_is_the_smallest_that_has_room(bits: int, mantissa: int, low: float, high: float) -> None:
     for nearest in (False, True):
-        formats = minifloat.build(bits, mantissa, torch.tensor([low]), torch.tensor([high]), nearest)
+        formats = build(bits, mantissa, torch.tensor([low]), torch.tensor([high]), nearest)
         found = int(formats.base), int(formats.positive), int(formats.negative)
         assert found == range_formats(bits, mantissa, low, high, nearest)
 
@@ -70,7 +70,7 @@ def test_the_base_is_the_smallest_for_any_range(
     if near is not None:  # one end just where the other's codes run out
         pattern = int(np.float32(high).view(np.uint32)) - ((2**bits - 2 + near) << (23 - mantissa))
         low = float(np.uint32(max(pattern, 0)).view(np.float32))
-    formats = minifloat.build(bits, mantissa, torch.tensor([-low]), torch.tensor([high]), nearest)
+    formats = build(bits, mantissa, torch.tensor([-low]), torch.tensor([high]), nearest)
     found = int(formats.base), int(formats.positive), int(formats.negative)
     assert found == range_formats(bits, mantissa, -low, high, nearest)
     assert found[1] + found[2] < 2**bits
@@ -152,17 +152,3 @@ def test_measured_errors(bits: int, mantissa: int, end: float, eps: float, error
     assert float(formats.eps) == pytest.approx(eps, rel=0.1)
     found = (there_and_back(values, formats) - values).norm() / values.norm()
     assert float(found) == pytest.approx(error, rel=0.1)
-
-
-@pytest.mark.parametrize("bits", [*range(2, 17), 32])
-@pytest.mark.parametrize("count", [1, 7, 8, 1000])
-def test_codes_are_packed_truly(bits: int, count: int) -> None:
-    dtype = minifloat.code_dtype(bits)
-    codes = torch.randint(0, 2**bits, (count,), generator=torch.Generator().manual_seed(bits)).to(dtype)
-    packed = torch.full((code_bytes(count, bits),), 0xAB, dtype=torch.uint8)
-    pack_codes(codes, bits, packed)
-    number = int.from_bytes(bytes(packed.tolist()), "little")
-    assert number == sum(code << (bits * place) for place, code in enumerate(codes.tolist()))
-    back = torch.empty_like(codes)
-    unpack_codes(packed, bits, back)
-    assert torch.equal(back, codes)

@@ -112,18 +112,23 @@ def natural(vector: Array, bucket: int, key: int) -> tuple[Array, Array]:
     return sent, vector - sent
 
 
+def unpacked(raw: bytes, count: int, bits: int) -> list[int]:
+    """Read codes out of planes of 32, 16, 8, 4, 2 and 1 bits, lowest bits first, each a little-endian number."""
+    codes, place, low = [0] * count, 0, 0
+    for width in (width for width in (32, 16, 8, 4, 2, 1) if bits & width):
+        size = -(-count * width // 8)
+        number = int.from_bytes(raw[place : place + size], "little")
+        codes = [code | (number >> width * i & 2**width - 1) << low for i, code in enumerate(codes)]
+        place, low = place + size, low + width
+    assert place == len(raw)
+    return codes
+
+
 def levels(message: torch.Tensor, blocks: int, count: int, bits: int) -> tuple[Array, npt.NDArray[np.int64]]:
     """Read a message of QSGD or Rotated bit by bit: norms, and levels as signed integers."""
     raw = bytes(message.tolist())
     norms = np.frombuffer(raw[: 4 * blocks], np.float32)
-    place, low = -(-4 * blocks // 16) * 16, 0
-    codes = np.zeros(count, np.int64)
-    for width in (width for width in (8, 4, 2, 1) if bits & width):
-        for i in range(count):
-            position = i * width
-            codes[i] |= (raw[place + position // 8] >> position % 8 & 2**width - 1) << low
-        place, low = place + -(-count * width // 8), low + width
-    assert place == len(raw)
+    codes = np.array(unpacked(raw[-(-4 * blocks // 16) * 16 :], count, bits), np.int64)
     return norms, np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
 
 
@@ -196,11 +201,6 @@ def range_float(vector: Array, bits: int, mantissa: int, block: int, nearest: bo
     return sent, vector - sent
 
 
-def _codes(raw: bytes, count: int, bits: int) -> list[int]:
-    number = int.from_bytes(raw, "little")
-    return [number >> (bits * i) & (2**bits - 1) for i in range(count)]
-
-
 def _range_values(codes: list[int], bits: int, mantissa: int, low: float, high: float) -> list[float]:
     base, positives, _ = range_formats(bits, mantissa, low, high, True)
     values = []
@@ -217,7 +217,8 @@ def parse_range_float(message: torch.Tensor, numel: int, bits: int, block: int, 
     blocks = -(-numel // block)
     mantissa = int.from_bytes(raw[:4], "little")
     low, high = np.frombuffer(raw[16 : 16 + 8 * blocks], np.float32).reshape(2, blocks)
-    codes = _codes(raw[-(-(16 + 8 * blocks) // 16) * 16 :], numel, bits)
+    size = sum(-(-numel * width // 8) for width in (32, 16, 8, 4, 2, 1) if bits & width)
+    codes = unpacked(raw[-(-(16 + 8 * blocks) // 16) * 16 :][:size], numel, bits)
     values = []
     for i, code in enumerate(codes):
         base, positives, _ = range_formats(bits, mantissa, float(low[i // block]), float(high[i // block]), nearest)
@@ -232,12 +233,18 @@ def transformed(block: Array | npt.NDArray[np.float64], kind: str) -> npt.NDArra
     n = len(block)
     if kind == "fft":
         return np.fft.rfft(block.astype(np.float64), norm="ortho")
-    return (_cosine_matrix(n) @ block.astype(np.float64)).astype(np.complex128)
+    return (_cosine_matrix(n) @ block.astype(np.float64)).astype(np.complex128)[_cosine_order(n)]
 
 
 def restored(spectrum: npt.NDArray[np.complex128], n: int, kind: str) -> npt.NDArray[np.float64]:
     """The block of an orthonormal spectrum."""
-    return np.fft.irfft(spectrum, n, norm="ortho") if kind == "fft" else _cosine_matrix(n).T @ spectrum.real
+    if kind == "fft":
+        return np.fft.irfft(spectrum, n, norm="ortho")
+    return _cosine_matrix(n)[_cosine_order(n)].T @ spectrum.real
+
+
+def _cosine_order(n: int) -> list[int]:
+    return [0, n // 2] + [k for pair in zip(range(1, n // 2), range(n - 1, n // 2, -1), strict=True) for k in pair]
 
 
 def _cosine_matrix(n: int) -> npt.NDArray[np.float64]:
@@ -286,9 +293,11 @@ def parse_spectral(message: torch.Tensor, numel: int, theta: float, block: int, 
         keep = max(1, math.ceil((1 - theta) * bins - 1e-9))
         scales, lows, highs = np.frombuffer(read(12 * len(blocks)), np.float32).reshape(3, -1)
         place_bytes = 0 if keep == bins else min(2 * keep, -(-bins // 8))
-        code_bytes = -(-keep * width // 8) * bits
-        places, codes = read(place_bytes * len(blocks)), read(code_bytes * len(blocks))
-        for i, (start, count, _) in enumerate(blocks):
+        count, places = keep * width * len(blocks), read(place_bytes * len(blocks))
+        codes = unpacked(
+            read(sum(-(-count * plane // 8) for plane in (32, 16, 8, 4, 2, 1) if bits & plane)), count, bits
+        )
+        for i, (start, elements, _) in enumerate(blocks):
             part = places[i * place_bytes : (i + 1) * place_bytes]
             if keep == bins:
                 kept = list(range(bins))
@@ -297,9 +306,9 @@ def parse_spectral(message: torch.Tensor, numel: int, theta: float, block: int, 
             else:
                 kept = [k for k in range(bins) if part[k // 8] >> (k % 8) & 1]
             assert len(kept) == keep
-            numbers = _codes(codes[i * code_bytes : (i + 1) * code_bytes], keep * width, bits)
+            numbers = codes[i * keep * width : (i + 1) * keep * width]
             values = np.array(_range_values(numbers, bits, mantissa, float(lows[i]), float(highs[i])))
             spectrum = np.zeros(bins, np.complex128)
             spectrum[kept] = values[0::2] + 1j * values[1::2] if kind == "fft" else values
-            out[start : start + count] = float(scales[i]) * restored(spectrum, length, kind)[:count]
+            out[start : start + elements] = float(scales[i]) * restored(spectrum, length, kind)[:elements]
     return out

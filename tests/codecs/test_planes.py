@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits in planes, the same by lanes and by torch."""
+"""Codes in planes, the same by lanes and by torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_compress.codecs import bits as packing
+from lightning_compress.codecs import planes as packing
+from tests.reference.codecs import unpacked
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -38,3 +39,27 @@ def test_first_codes_lowest() -> None:
     packed = torch.zeros(4, dtype=torch.uint8)
     packing.pack_plane(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], dtype=torch.uint8), 0, 4, packed)
     assert packed.tolist() == [0x21, 0x43, 0x65, 0x87]
+
+
+@pytest.mark.parametrize("bits", [*range(1, 17), 32])
+@pytest.mark.parametrize("count", [1, 7, 8, 1000])
+def test_codes_are_packed_truly(bits: int, count: int) -> None:
+    padded = -(-count // 8) * 8
+    codes = torch.randint(0, 2**bits, (count,), generator=torch.Generator().manual_seed(bits))
+    codes[0] = 2**bits - 1
+    written = torch.zeros(padded, dtype=packing.code_dtype(bits))
+    written[:count] = codes
+    planes = packing.Planes(bits, count)
+    body = torch.full((planes.size,), 0xAB, dtype=torch.uint8)
+    back = torch.full_like(written, 77)
+    for start in range(0, count, 504):  # piece by piece
+        elements = slice(start, min(start + 504, count))
+        window = slice(start, -(-elements.stop // 8) * 8)
+        planes.write(written[window].clone(), elements, body)
+    assert unpacked(bytes(body.tolist()), count, bits) == codes.tolist()
+    for start in range(0, count, 504):
+        elements = slice(start, min(start + 504, count))
+        planes.read(back[start : -(-elements.stop // 8) * 8], elements, body)
+    assert torch.equal(back[:count].long(), codes)
+    assert planes.size == packing.code_bytes(count, bits)
+    assert count * bits <= 8 * planes.size < count * bits + 8 * len(packing.planes(bits))
