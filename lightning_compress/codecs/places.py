@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.bits import pack, packed_size, unpack
+from lightning_compress.codecs.buffers import scratch
 
 
 class Places:
@@ -38,7 +39,10 @@ class Places:
             order = torch.argsort(energy, dim=1, descending=True, stable=True)[:, : self.keep]
             return self._flat(order.sort(dim=1).values)
         values = energy.numpy()
-        least = np.partition(values, self.bins - self.keep, axis=1)[:, self.bins - self.keep, None]
+        order = scratch("places order", energy.numel(), torch.float32, energy.device).numpy().reshape(values.shape)
+        order[:] = values
+        order.partition(self.bins - self.keep, axis=1)
+        least = order[:, self.bins - self.keep, None]
         chosen = values >= least
         if np.count_nonzero(chosen) > rows * self.keep:
             for row in np.flatnonzero(chosen.sum(axis=1) > self.keep):

@@ -8,14 +8,19 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_compress.codecs import QSGD, Codec, EFSign, Natural, OneBit, Rotated
+from lightning_compress.codecs import DCT, FFT, QSGD, Codec, EFSign, Natural, OneBit, RangeFloat, Rotated
 from tests.codecs.helpers import CPU, layout, make
 
 NUMEL = (1 << 21) + 1234
 
 
 @pytest.mark.parametrize(
-    "codec", [OneBit(), EFSign(), QSGD(), QSGD(7, norm="l2"), Rotated(5), Natural()], ids=lambda codec: repr(codec)
+    "codec",
+    [
+        *(OneBit(), EFSign(), QSGD(), QSGD(7, norm="l2"), Rotated(5), Natural()),
+        *(RangeFloat(), RangeFloat(13), FFT(), FFT(0.97), DCT(), DCT(block=4096)),
+    ],
+    ids=repr,
 )
 def test_no_large_allocations(codec: Codec) -> None:
     plan = codec.plan(layout(NUMEL), CPU)
@@ -24,6 +29,7 @@ def test_no_large_allocations(codec: Codec) -> None:
 
     def step() -> None:
         plan.encode(vector, messages[0], 1)
+        messages[1] = messages[0]
         plan.decode(messages, out, 0.5, True)
 
     step()
