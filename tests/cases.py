@@ -20,6 +20,7 @@ from lightning_compress.codecs import (
 )
 from lightning_compress.layout import Layout
 from lightning_compress.reducers import Reducer
+from tests import sparse_sizes
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,17 @@ class Case:
         codec: the method; a codec or a reducer.
         rounding: what summing in the message's own dtype may lose, relative to the largest value.
         lossless: settings at which the method changes nothing, if there are any.
+        variable: messages differ in length.
     """
 
     name: str
     codec: Codec | Reducer
     rounding: float = 0.0
     lossless: Codec | Reducer | None = None
+    variable: bool = False
 
     def message_size(self, layout: Layout) -> int:
-        """The method's formula: bytes without flag and padding."""
+        """The method's formula: bytes without flag and padding; the most that it may take if that varies."""
         return SIZES[self.name](self.codec, layout)
 
 
@@ -111,6 +114,7 @@ SIZES = {
     "efsign": _efsign_bytes,
     "qsgd": _qsgd_bytes,
     "qsgd_l2": _qsgd_bytes,
+    "qsgd_elias": sparse_sizes.qsgd_elias,
     "rotated": _rotated_bytes,
     "rotated_7": _rotated_bytes,
     "natural": _natural_bytes,
@@ -130,6 +134,7 @@ CASES = [
     Case("efsign", EFSign(block=64)),
     Case("qsgd", QSGD(bits=4, bucket=64)),
     Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2")),
+    Case("qsgd_elias", QSGD(bits=3, bucket=64, norm="l2", coding="elias"), variable=True),
     Case("rotated", Rotated(bits=5, block=64)),
     Case("rotated_7", Rotated(bits=7, block=128)),
     Case("natural", Natural(bucket=64)),

@@ -68,11 +68,13 @@ def vectors() -> st.SearchStrategy[torch.Tensor]:
 
 
 def trip(codec: Codec, vector: torch.Tensor, key: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode and decode; returns (decoded, residual, message)."""
+    """Encode and decode; returns (decoded, residual, what was used of the message)."""
     plan = codec.plan(layout(len(vector)), CPU)
     residual = vector.clone()
     message = torch.full((plan.message_size,), 0xAB, dtype=torch.uint8)
     plan.encode(residual, message, key)
+    assert plan.used <= plan.message_size
+    message = message[: plan.used]
     decoded = torch.full_like(vector, torch.nan)
     plan.decode(message[None], decoded, 1.0, False)
     return decoded, residual, message

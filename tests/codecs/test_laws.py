@@ -14,6 +14,7 @@ from lightning_compress.codecs import BF16, FP16, QSGD, Codec, Dense, EFSign, On
 from lightning_compress.codecs.spectrum import Spectral
 from tests.codecs.helpers import CODECS, CPU, layout, make, trip, vectors
 
+VARIABLE = [codec for codec in CODECS if codec.plan(layout(1000), CPU).variable]
 every = pytest.mark.parametrize("codec", CODECS, ids=repr)
 modest = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -29,6 +30,7 @@ def test_conservation(codec: Codec, vector: torch.Tensor) -> None:
         # Rotated's blocks lie across each other. Its few levels may be off by more than the largest element.
         blocks = vector.split(len(vector) if isinstance(codec, Rotated) else codec.block)
         largest = torch.cat([block.abs().amax().expand(len(block)) for block in blocks])
+        largest = torch.maximum(largest, decoded.abs())  # the L2 norm is larger than any element
         tolerance = 2.0**-23 * largest.double() + 2.0**-149
     else:
         tolerance = torch.zeros(len(vector), dtype=torch.float64)
@@ -43,10 +45,38 @@ def test_conservation(codec: Codec, vector: torch.Tensor) -> None:
 def test_equal_vectors_and_keys_give_equal_bytes(codec: Codec, vector: torch.Tensor, key: int) -> None:
     plan = codec.plan(layout(len(vector)), CPU)
     messages = [torch.full((plan.message_size,), fill, dtype=torch.uint8) for fill in (0x00, 0xFF)]
+    used = []
     for message in messages:  # what is left unwritten shows, and so does what the plan remembers
         plan.encode(vector.clone(), message, key)
+        used.append(plan.used)
         plan.encode(torch.randn(len(vector)), message.clone(), key + 1 & 2**64 - 1)
-    assert torch.equal(*messages)
+    assert used[0] == used[1] <= plan.message_size
+    assert plan.variable or used[0] == plan.message_size
+    assert torch.equal(*(message[: used[0]] for message in messages))
+
+
+@pytest.mark.parametrize("codec", VARIABLE, ids=repr)
+@modest
+@given(vector=vectors(), extra=st.integers(0, 64), seed=st.integers(0, 2**32))
+def test_rows_end_anywhere_from_what_was_used(codec: Codec, vector: torch.Tensor, extra: int, seed: int) -> None:
+    decoded, _, message = trip(codec, vector)
+    plan = codec.plan(layout(len(vector)), CPU)
+    rows = torch.randint(0, 256, (2, min(len(message) + extra, plan.message_size)), dtype=torch.uint8)
+    rows[:, : len(message)] = message
+    out = torch.empty(len(vector))
+    plan.decode(rows[1:], out, 1.0, False)
+    assert torch.equal(out, decoded)
+    with pytest.raises(ValueError, match="truncated"):
+        plan.decode(rows[:, : len(message) - 1], out, 1.0, False)
+    spoilt = rows.clone()  # some bytes of a real message
+    generator = torch.Generator().manual_seed(seed)
+    for place in torch.randint(0, len(message), (3,), generator=generator).tolist():
+        spoilt[0, place] = int(torch.randint(0, 256, (), generator=generator))
+    guarded = torch.full((len(vector) + 200,), 5.0)
+    with contextlib.suppress(ValueError):
+        plan.decode(spoilt, guarded[100:-100], 1.0, False)
+    assert (guarded[:100] == 5).all()
+    assert (guarded[-100:] == 5).all()
 
 
 @every
@@ -82,7 +112,8 @@ def test_any_bytes_stay_inside(codec: Codec, seed: int, numel: int, accumulate: 
             plan.decode(messages, guarded[100:-100], 1.0, accumulate)
         assert (guarded == 5).all()
     else:
-        with contextlib.suppress(ValueError) if isinstance(codec, Spectral) else contextlib.nullcontext():
+        refuses = plan.variable or isinstance(codec, Spectral)
+        with contextlib.suppress(ValueError) if refuses else contextlib.nullcontext():
             plan.decode(messages, guarded[100:-100], 1.0, accumulate)
     assert (guarded[:100] == 5).all()
     assert (guarded[-100:] == 5).all()
@@ -92,8 +123,9 @@ def test_any_bytes_stay_inside(codec: Codec, seed: int, numel: int, accumulate: 
 def test_wrong_lengths_are_refused(codec: Codec) -> None:
     plan = codec.plan(layout(100), CPU)
     message = torch.zeros(plan.message_size, dtype=torch.uint8)
+    rows = torch.zeros(1, plan.message_size + 1, dtype=torch.uint8) if plan.variable else message[None, :-1]
     with pytest.raises(ValueError, match="truncated"):
-        plan.decode(message[None, :-1], torch.zeros(100), 1.0, False)
+        plan.decode(rows, torch.zeros(100), 1.0, False)
     with pytest.raises(ValueError, match="truncated"):
         plan.encode(torch.zeros(100), message[:-1], 0)
     with pytest.raises(ValueError, match="this plan is for"):
