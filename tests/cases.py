@@ -45,11 +45,6 @@ class Case:
         return SIZES[self.name](self.codec, layout)
 
 
-def _topk_bytes(codec: TopK, layout: Layout) -> int:
-    lengths = [segment.numel for segment in layout.segments] if codec.scope == "parameter" else [layout.numel]
-    return sum(8 * max(1, -int(-codec.density * length // 1)) for length in lengths)
-
-
 def _onebit_bytes(codec: OneBit, layout: Layout) -> int:
     bits = -(-layout.numel // 8)
     means = 8 * -(-layout.numel // min(codec.block, 8 * bits))
@@ -107,9 +102,13 @@ SIZES = {
     "none": lambda codec, layout: 4 * layout.numel,
     "fp16": lambda codec, layout: 2 * layout.numel,
     "bf16": lambda codec, layout: 2 * layout.numel,
-    "topk": _topk_bytes,
-    "topk_group": _topk_bytes,
-    "topk_sampled": _topk_bytes,
+    "topk": sparse_sizes.topk,
+    "topk_group": sparse_sizes.topk,
+    "topk_sampled": sparse_sizes.topk,
+    "topk_fp16": sparse_sizes.topk,
+    "topk_2bit": sparse_sizes.topk,
+    "topk_1bit": sparse_sizes.topk,
+    "topk_rice": sparse_sizes.topk,
     "onebit": _onebit_bytes,
     "efsign": _efsign_bytes,
     "qsgd": _qsgd_bytes,
@@ -130,6 +129,10 @@ CASES = [
     Case("topk", TopK(density=0.05), lossless=TopK(density=1.0)),
     Case("topk_group", TopK(density=0.05, scope="group"), lossless=TopK(density=1.0, scope="group")),
     Case("topk_sampled", TopK(density=0.05, selection="sampled"), lossless=TopK(density=1.0, selection="sampled")),
+    Case("topk_fp16", TopK(density=0.05, selection="sampled", values="fp16")),
+    Case("topk_2bit", TopK(density=0.05, values="2bit", indices="int16")),
+    Case("topk_1bit", TopK(density=0.2, values="1bit", indices="bitmap")),
+    Case("topk_rice", TopK(density=0.05, values="2bit", indices="rice"), variable=True),
     Case("onebit", OneBit(block=64)),
     Case("efsign", EFSign(block=64)),
     Case("qsgd", QSGD(bits=4, bucket=64)),

@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from lightning_compress.codecs import QSGD
+from lightning_compress.codecs import QSGD, TopK
 from lightning_compress.layout import Layout
 
 
@@ -27,3 +27,39 @@ def qsgd_elias(codec: QSGD, layout: Layout) -> int:
     levels = {1: 1, 3: 3, 7: 6, 15: 7, 31: 11, 63: 12, 127: 13}
     bits = min(layout.numel * (2 + levels[s]), expected * (buckets + 4 * math.sqrt(buckets / most)))
     return 6 * buckets + math.ceil(math.ceil(bits) / 8)
+
+
+def rice(numel: int, count: int) -> int:
+    """12 bytes, then each number's K bits and a 1, and quotients that add up to numel / 2^K; whole bytes twice."""
+    return 13 + min(-(-(count * (1 + k) + numel // 2**k) // 8) for k in range(17))
+
+
+def positions(kind: str, numel: int, count: int) -> int:
+    """At most, for so many positions."""
+    return {
+        "int32": 4 + 4 * count,
+        "int16": 4 * -(-numel // 65536) + 2 * count,
+        "bitmap": -(-numel // 8),
+        "rice": rice(numel, count),
+    }[kind]
+
+
+def values(kind: str, parts: int, count: int) -> int:
+    """For so many values of so many parts."""
+    return {
+        "fp32": 4 * count,
+        "fp16": 2 * count,
+        "2bit": 16 * parts + -(-2 * count // 8),
+        "1bit": 4 * parts + -(-count // 8),
+        "means": 8 * parts + -(-count // 8),
+        "signs": -(-count // 8),
+    }[kind]
+
+
+def topk(codec: TopK, layout: Layout) -> int:
+    """The k largest of each parameter."""
+    lengths = [segment.numel for segment in layout.segments] if codec.scope == "parameter" else [layout.numel]
+    count = sum(max(1, math.ceil(codec.density * length)) for length in lengths)
+    if codec.indices == "int32" and codec.values in ("fp32", "fp16"):
+        return 8 * count if codec.values == "fp32" else 6 * (count + count % 2)
+    return positions(codec.indices, layout.numel, count) + values(codec.values, len(lengths), count)

@@ -143,7 +143,7 @@ def test_a_flag_on_any_rank_reaches_every_rank(case, exchange, size):
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.codec, Codec)], ids=lambda case: case.name)
 def test_two_shot_traffic_does_not_grow_with_the_ranks(case):
     few, many = (average(case.codec, "two_shot", size)[0][5] for size in (4, 16))
-    assert many <= (1.6 if case.variable else 1.35) * few  # room for what is unlikely is larger for small shards
+    assert many <= 1.35 * few + 2 * 15 * 80  # the heads of messages weigh more where shards are this small
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

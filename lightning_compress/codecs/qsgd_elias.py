@@ -61,14 +61,14 @@ class EliasPlan(VariablePlan):
         self._levels = 2 ** (bits - 1) - 1
         self._body = HEADER * self._buckets.count
         width = self._buckets.width
-        bits = float(layout.numel * (2 + int(elias.omega(np.array([self._levels]))[1][0])))
-        self._expected = self.message_size = self._body + -(-int(bits) // 8)
+        room: float = layout.numel * (2 + int(elias.omega(np.array([self._levels]))[1][0]))
+        self._expected = self.message_size = self._body + -(-int(room) // 8)
         if norm == "l2":
             each, nonzero = expected_bits(width, self._levels), min(width, self._levels * math.sqrt(width))
             self._expected = min(self._expected, self._body + int(each * self._buckets.count / 8))
-            bits = min(bits, each * (self._buckets.count + DEVIATIONS * math.sqrt(self._buckets.count / nonzero)))
-            self.message_size = self._body + -(-math.ceil(bits) // 8)
-        self._bits = math.ceil(bits)
+            room = min(room, each * (self._buckets.count + DEVIATIONS * math.sqrt(self._buckets.count / nonzero)))
+            self.message_size = self._body + -(-math.ceil(room) // 8)
+        self._bits = math.ceil(room)
         sizes = np.arange(width + 1)
         self._gaps = elias.omega(np.maximum(sizes, 1))
         self._signed = _signed_codes(self._levels)

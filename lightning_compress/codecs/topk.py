@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.buffers import check
+from lightning_compress.codecs.bits import check
+from lightning_compress.codecs.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
+from lightning_compress.codecs.positions import positions_of
 from lightning_compress.codecs.selection import CpuSelector, SortSelector
+from lightning_compress.codecs.values import FloatValues, FourMeans, OneMagnitude, Values
 from lightning_compress.layout import Layout
 
 Scope = Literal["parameter", "group"]
 Selection = Literal["exact", "sampled"]
+ValueCoding = Literal["fp32", "fp16", "2bit", "1bit"]
+IndexCoding = Literal["int32", "int16", "bitmap", "rice", "auto"]
+LARGEST = torch.finfo(torch.float16).max
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "scope": get_args(Scope),
+    "selection": get_args(Selection),
+    "values": get_args(ValueCoding),
+    "indices": get_args(IndexCoding),
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,21 @@ class TopK(Codec):
     ``K`` of all ``k``: ``64 * density`` bits per element. Values are exact, and what is sent is 0 in the vector. The
     method is biased and needs error feedback.
 
+    Other codings of places and values take less; what rounding values did stays in the vector. Bits of each element
+    that is sent, of one in 100:
+
+    | indices | bits | | values | bits |
+    |---|---|---|---|---|
+    | int32 | 32 | | fp32 | 32 |
+    | int16, in blocks of 65536 | 16 | | fp16, at most 65504 | 16 |
+    | bitmap | 1 / density: 100 | | 2bit, two means of each sign | 2, and 128 per parameter |
+    | rice, Golomb-Rice codes of gaps | 8.1; 4.8 of one in 10 | | 1bit, the mean magnitude | 1, and 32 per parameter |
+
+    The means are those of what is kept of each parameter (of the vector, with scope "group"), in float64. With any of
+    these a message is the places and then the values, without padding between; ``positions`` and ``values`` say how.
+    With "rice" it varies in length, and never needs more than its room. All but int32 with fp32 or fp16 write and read
+    messages on the host, also for vectors on an accelerator, which waits for them.
+
     Args:
         density: share that is sent, in (0, 1]: 1 sends everything and changes nothing; near 0 sends one element.
         scope: "parameter" takes the share of each parameter (or of the part of it that is in the vector), which is
@@ -33,13 +62,15 @@ class TopK(Codec):
         selection: "exact" sends the k largest, and the first ones among equals; "sampled" sends what reaches the
             k-th magnitude as estimated on a strided sample, at most k (the largest); that is a few per cent fewer
             on average, and the slots left over hold index 0 and value 0.
+        values: "fp32", "fp16", "2bit" or "1bit".
+        indices: "int32", "int16", "bitmap", "rice", or "auto": whichever takes the fewest bytes for the layout.
 
     Raises:
         ValueError: a setting is none of these, or (from ``plan``) the vector has 2^31 elements or more.
 
     Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (thresholds from a sample; local
-    and global scope). Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression", ICLR 2018 (a second selection among
-    what passed the threshold).
+    and global scope; values of 1 and 2 bits, whose details are ours). Lin, Han, Mao, Wang, Dally, "Deep Gradient
+    Compression", ICLR 2018 (a second selection among what passed the threshold).
     """
 
     contractive: ClassVar[bool] = True
@@ -47,28 +78,47 @@ class TopK(Codec):
     density: float = 0.01
     scope: Scope = "parameter"
     selection: Selection = "exact"
+    values: ValueCoding = "fp32"
+    indices: IndexCoding = "int32"
 
     def __post_init__(self) -> None:
         if not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
             raise ValueError(f"TopK(density={self.density!r}): density must be in (0, 1]; 0.01 sends 1 %")
-        for field, allowed in (("scope", get_args(Scope)), ("selection", get_args(Selection))):
+        for field, allowed in ALLOWED.items():
             value = getattr(self, field)
             if value not in allowed:
                 raise ValueError(f"TopK({field}={value!r}): {field} must be one of {', '.join(map(repr, allowed))}")
 
     @property
     def safe_with_adam(self) -> bool:
-        """Only where most of the gradient is sent at once."""
-        return self.density > 0.1
+        """Only where most of the gradient is sent at once, and closely."""
+        return self.density > 0.1 and self.values in ("fp32", "fp16")
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
-        return _TopKPlan(layout, device, self)
+        choice = _Choice(self, layout, device)
+        if self.indices == "int32" and self.values in ("fp32", "fp16"):
+            return _FloatsPlan(layout, device, choice, torch.float32 if self.values == "fp32" else torch.float16)
+        positions = positions_of(self.indices, layout.numel, choice.most)
+        parts = len(choice.ends)
+        values: Values = FloatValues(parts, np.float32 if self.values == "fp32" else np.float16)
+        if self.values in ("1bit", "2bit"):
+            values = OneMagnitude(parts) if self.values == "1bit" else FourMeans(parts)
+        entries = Entries(positions, values, choice.ends)
+        if positions.variable:
+            return _VariablePlan(layout, entries, choice)
+        return _CodedPlan(layout, entries, choice)
 
 
-class _TopKPlan(Plan):
-    def __init__(self, layout: Layout, device: torch.device, codec: TopK) -> None:
-        super().__init__(layout)
+class _Choice:
+    """Which elements are sent.
+
+    Attributes:
+        most: how many, at most.
+        ends: where the parts end that the elements are chosen from.
+    """
+
+    def __init__(self, codec: TopK, layout: Layout, device: torch.device) -> None:
         if layout.numel >= 2**31:
             raise ValueError(
                 f"TopK: the vector has {layout.numel} elements, but int32 indices end at 2^31 - 1; "
@@ -77,18 +127,38 @@ class _TopKPlan(Plan):
         whole = [range(layout.numel)]
         parts = whole if codec.scope == "group" else [range(s.offset, s.end) for s in layout.segments]
         self._parts = [(part, max(1, math.ceil(codec.density * len(part)))) for part in parts if part]
-        self._capacity = sum(k for _, k in self._parts)
-        self.message_size = 8 * self._capacity
+        self.most = sum(k for _, k in self._parts)
+        self.ends = [part.stop for part, _ in self._parts]
         self._selector = (CpuSelector if device.type == "cpu" else SortSelector)(codec.selection == "exact")
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
-        indices, values = self._sections(message)
+    def make(self, vector: Tensor, key: int, indices: Tensor, values: Tensor) -> None:
+        """Fill ``most`` slots; those left over get index 0 and value 0."""
         filled = 0
         for part, k in self._parts:
             slots = slice(filled, filled + k)
             self._selector.select(vector, part, key, indices[slots], values[slots])
             filled += k
+
+
+class _FloatsPlan(Plan):
+    def __init__(self, layout: Layout, device: torch.device, choice: _Choice, dtype: torch.dtype) -> None:
+        super().__init__(layout)
+        self._choice, self._dtype = choice, dtype
+        slots = choice.most + (choice.most % 2 if dtype == torch.float16 else 0)
+        self.message_size = (4 + dtype.itemsize) * slots
+        self._floats = torch.zeros(slots if dtype == torch.float16 else 0, device=device)
+        self._places = torch.zeros(slots if dtype == torch.float16 else 0, dtype=torch.int32, device=device)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        indices, values = self._sections(message)
+        if self._dtype == torch.float32:
+            self._choice.make(vector, key, indices, values)
+        else:
+            self._choice.make(vector, key, self._places, self._floats)
+            indices.copy_(self._places)
+            values.copy_(self._floats.clamp_(-LARGEST, LARGEST))
+            values = self._floats.copy_(values)
         vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0, and harmless where a slot is empty
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
@@ -98,11 +168,11 @@ class _TopKPlan(Plan):
         if not accumulate:
             out.zero_()
         for index, (_, values) in zip(indices, sections, strict=True):
-            out.index_add_(0, index, values, alpha=weight)
+            out.index_add_(0, index, values.float(), alpha=weight)
 
     def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        half = 4 * self._capacity
-        return message[:half].view(torch.int32), message[half:].view(torch.float32)
+        middle = self.message_size // (4 + self._dtype.itemsize) * 4
+        return message[:middle].view(torch.int32), message[middle:].view(self._dtype)
 
     def _inside(self, indices: Tensor) -> Tensor:
         """Refuse places outside the vector; a device is not waited for, so there they are moved inside."""
@@ -112,3 +182,29 @@ class _TopKPlan(Plan):
         if indices.numel() and (indices.min() < 0 or indices.max() > last):
             raise ValueError(f"TopK: the message has indices outside [0, {last}]; it is damaged, or of another layout")
         return indices
+
+
+class _Finder(EntriesPlan):
+    """Finds the elements that a choice makes, without the slots left over, and without zeros."""
+
+    _choice: _Choice
+
+    def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
+        indices = torch.empty(self._choice.most, dtype=torch.int32, device=vector.device)
+        values = torch.empty(self._choice.most, device=vector.device)
+        self._choice.make(vector, key, indices, values)
+        numbers = values.cpu().numpy()
+        places = np.flatnonzero(numbers)
+        return [(indices.cpu().numpy()[places].astype(np.int64), numbers[places])]
+
+
+class _CodedPlan(_Finder):
+    def __init__(self, layout: Layout, entries: Entries, choice: _Choice) -> None:
+        super().__init__(layout, [entries])
+        self._choice = choice
+
+
+class _VariablePlan(VariableEntriesPlan, _Finder):
+    def __init__(self, layout: Layout, entries: Entries, choice: _Choice) -> None:
+        super().__init__(layout, [entries], entries.size)
+        self._choice = choice

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Plan
-from lightning_compress.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -19,10 +18,8 @@ class VariablePlan(Plan):
     """A plan that sets ``_used`` in every ``encode``, and ``_expected`` once."""
 
     variable: ClassVar[bool] = True
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout)
-        self._used = self._expected = 0
+    _used = 0
+    _expected = 0
 
     @property
     def used(self) -> int:

@@ -76,3 +76,101 @@ def parse_qsgd_elias(message: torch.Tensor, numel: int, bits: int, bucket: int) 
             out[element] = sign * level * (norms[number] / np.float32(s))
         assert place == end
     return out
+
+
+def kept(vector: Array, density: float, ranges: list[tuple[int, int]]) -> list[list[int]]:
+    """Places of the largest elements of each range, but zeros, by sorting; the first ones among equals."""
+    found = []
+    for start, stop in ranges:
+        order = sorted(range(start, stop), key=lambda i: -abs(float(vector[i])))
+        found.append(sorted(i for i in order[: max(1, math.ceil(density * (stop - start)))] if vector[i]))
+    return found
+
+
+def coded(vector: Array, parts: list[list[int]], values: str) -> tuple[Array, Array]:
+    """What is sent of these places, and what stays."""
+    sent, stays = np.zeros_like(vector), vector.copy()
+    for places in parts:
+        if values in ("fp32", "fp16"):
+            for i in places:
+                limit = 65504.0 if values == "fp16" else math.inf
+                number = min(max(float(vector[i]), -limit), limit)
+                sent[i] = np.float16(number) if values == "fp16" else number
+        elif values == "1bit":
+            mean = _mean([abs(float(vector[i])) for i in places])
+            for i in places:
+                sent[i] = math.copysign(mean, vector[i])
+        else:
+            for sign in (1, -1):
+                ones = [i for i in places if (vector[i] < 0) == (sign < 0)]
+                middle = _mean([abs(float(vector[i])) for i in ones])
+                for bucket in (
+                    [i for i in ones if abs(float(vector[i])) >= middle],
+                    [i for i in ones if abs(float(vector[i])) < middle],
+                ):
+                    for i in bucket:
+                        sent[i] = _mean([float(vector[j]) for j in bucket])
+        for i in places:
+            stays[i] = vector[i] - sent[i]
+    return sent, stays
+
+
+def two_means(vector: Array, parts: list[list[int]]) -> tuple[Array, Array]:
+    """The mean of the positive ones and of the negative ones of each part."""
+    sent, stays = np.zeros_like(vector), vector.copy()
+    for places in parts:
+        for negative in (False, True):
+            ones = [i for i in places if (vector[i] < 0) == negative]
+            for i in ones:
+                sent[i] = _mean([float(vector[j]) for j in ones])
+                stays[i] = vector[i] - sent[i]
+    return sent, stays
+
+
+def _mean(numbers: list[float]) -> float:
+    return math.fsum(numbers) / len(numbers) if numbers else 0.0
+
+
+def read_positions(raw: bytes, numel: int, kind: str) -> tuple[list[int], int]:
+    """Positions at the beginning of these bytes, and the bytes that they took."""
+    words = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw) // 4 * 4, 4)]
+    if kind == "int32":
+        return words[1 : 1 + words[0]], 4 + 4 * words[0]
+    if kind == "bitmap":
+        size = -(-numel // 8)
+        return [i for i, bit in enumerate(_bits(raw[:size])) if bit == "1"], size
+    if kind == "int16":
+        blocks = -(-numel // 65536)
+        positions, place = [], 4 * blocks
+        for block in range(blocks):
+            for _ in range(words[block]):
+                positions.append(65536 * block + int.from_bytes(raw[place : place + 2], "little"))
+                place += 2
+        return positions, place
+    gaps, used = read_rice(raw)
+    positions = []
+    for gap in gaps:
+        positions.append((positions[-1] if positions else -1) + gap + 1)
+    return positions, used
+
+
+def parse_entries(message: torch.Tensor, numel: int, ends: list[int], indices: str, values: str) -> tuple[Array, int]:
+    """Read positions and values byte by byte, as ``positions`` and ``values`` describe them; and the bytes used."""
+    raw, out = bytes(message.tolist()), np.zeros(numel, np.float32)
+    positions, used = read_positions(raw, numel, indices)
+    if values in ("fp32", "fp16"):
+        size = 4 if values == "fp32" else 2
+        numbers = np.frombuffer(raw[used : used + size * len(positions)], f"f{size}")
+        out[positions] = numbers
+        return out, used + size * len(positions)
+    stored, bits = {"1bit": (1, 1), "means": (2, 1), "2bit": (4, 2)}[values]
+    levels = np.frombuffer(raw[used : used + 4 * stored * len(ends)], np.float32).reshape(-1, stored)
+    used += levels.nbytes
+    size = -(-bits * len(positions) // 8)
+    stream = _bits(raw[used : used + size])
+    for number, position in enumerate(positions):
+        part = sum(end <= position for end in ends)
+        code = int(stream[bits * number : bits * (number + 1)][::-1], 2)
+        table = [levels[part][0], -levels[part][0]] if values == "1bit" else levels[part]
+        out[position] = table[code]
+    return out, used + size
