@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from lightning_compress.codecs import QSGD, TopK
+from lightning_compress.codecs import QSGD, Adaptive, Threshold, TopK, Wangni
 from lightning_compress.layout import Layout
 
 
@@ -63,3 +63,24 @@ def topk(codec: TopK, layout: Layout) -> int:
     if codec.indices == "int32" and codec.values in ("fp32", "fp16"):
         return 8 * count if codec.values == "fp32" else 6 * (count + count % 2)
     return positions(codec.indices, layout.numel, count) + values(codec.values, len(lengths), count)
+
+
+def threshold(codec: Threshold, layout: Layout) -> int:
+    """The share that there is room for."""
+    most = math.ceil(codec.capacity * layout.numel)
+    return 4 + 4 * most if codec.coding == "words" else rice(layout.numel, most) + values("signs", 1, most)
+
+
+def adaptive(codec: Adaptive, layout: Layout) -> int:
+    """Four times the target of each parameter."""
+    lengths = [segment.numel for segment in layout.segments]
+    most = sum(min(length, 4 * max(2, math.ceil(length / codec.proportion))) for length in lengths)
+    return positions(codec.indices, layout.numel, most) + values("means", len(lengths), most)
+
+
+def wangni(codec: Wangni, layout: Layout) -> int:
+    """The most that can be certain, as float32, and four deviations more than the others can be."""
+    target = codec.density * layout.numel
+    certain, others = math.floor(target) + 1, math.ceil(target + 4 * math.sqrt(target))
+    assert others <= layout.numel
+    return rice(layout.numel, certain) + 4 * certain + rice(layout.numel, others) + values("1bit", 1, others)

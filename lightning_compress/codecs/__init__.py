@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_compress.codecs.adaptive import Adaptive
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.cast import BF16, FP16
 from lightning_compress.codecs.dct import DCT
@@ -13,7 +14,9 @@ from lightning_compress.codecs.onebit import OneBit
 from lightning_compress.codecs.qsgd import QSGD
 from lightning_compress.codecs.range_float import RangeFloat
 from lightning_compress.codecs.rotated import Rotated
+from lightning_compress.codecs.threshold import Threshold
 from lightning_compress.codecs.topk import TopK
+from lightning_compress.codecs.wangni import Wangni
 
 CODECS: dict[str, type[Codec]] = {
     "none": Dense,
@@ -28,6 +31,9 @@ CODECS: dict[str, type[Codec]] = {
     "range_float": RangeFloat,
     "fft": FFT,
     "dct": DCT,
+    "threshold": Threshold,
+    "adaptive": Adaptive,
+    "wangni": Wangni,
 }
 """What ``compressor=`` takes by name."""
 
@@ -38,6 +44,7 @@ __all__ = [
     "FFT",
     "FP16",
     "QSGD",
+    "Adaptive",
     "Codec",
     "Dense",
     "EFSign",
@@ -46,5 +53,7 @@ __all__ = [
     "Plan",
     "RangeFloat",
     "Rotated",
+    "Threshold",
     "TopK",
+    "Wangni",
 ]

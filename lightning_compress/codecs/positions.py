@@ -57,11 +57,19 @@ class Positions(ABC):
             ValueError: the bytes are none that ``write`` makes.
         """
         positions, used = self._read(body)
+        self.check(positions)
+        return positions, used
+
+    def check(self, positions: Ints) -> None:
+        """Refuse positions that no vector has, or twice.
+
+        Raises:
+            ValueError: they are too many, do not ascend, or are not all inside.
+        """
         if len(positions) > self.most:
             raise damaged(f"it has {len(positions)} positions, and {self.most} is the most")
         if len(positions) and not (positions[0] >= 0 and positions[-1] < self.numel and (np.diff(positions) > 0).all()):
             raise damaged(f"its positions, or indices outside [0, {self.numel - 1}], do not ascend")
-        return positions, used
 
     @abstractmethod
     def _read(self, body: Bytes) -> tuple[Ints, int]:

@@ -10,7 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_compress.codecs import BF16, FP16, QSGD, Codec, Dense, EFSign, OneBit, Rotated, TopK
+from lightning_compress.codecs import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Codec,
+    Dense,
+    EFSign,
+    OneBit,
+    Rotated,
+    Threshold,
+    TopK,
+    Wangni,
+)
 from lightning_compress.codecs.spectrum import Spectral
 from tests.codecs.helpers import CODECS, CPU, layout, make, trip, vectors
 
@@ -32,7 +45,7 @@ def test_conservation(codec: Codec, vector: torch.Tensor) -> None:
         largest = torch.cat([block.abs().amax().expand(len(block)) for block in blocks])
         largest = torch.maximum(largest, decoded.abs())  # the L2 norm is larger than any element
         tolerance = 2.0**-23 * largest.double() + 2.0**-149
-    elif isinstance(codec, TopK) and codec.values != "fp32":
+    elif isinstance(codec, Threshold | Adaptive | Wangni) or (isinstance(codec, TopK) and codec.values != "fp32"):
         tolerance = 2.0**-23 * torch.maximum(vector.abs(), decoded.abs()).double() + 2.0**-149
     else:
         tolerance = torch.zeros(len(vector), dtype=torch.float64)

@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_compress.codecs import DCT, FFT, QSGD, Codec, EFSign, Natural, OneBit, RangeFloat, Rotated
+from lightning_compress.codecs import (
+    DCT,
+    FFT,
+    QSGD,
+    Adaptive,
+    Codec,
+    EFSign,
+    Natural,
+    OneBit,
+    RangeFloat,
+    Rotated,
+    Threshold,
+    TopK,
+)
 from tests.codecs.helpers import CPU, layout, make
 
 NUMEL = (1 << 21) + 1234
@@ -19,6 +32,7 @@ NUMEL = (1 << 21) + 1234
     [
         *(OneBit(), EFSign(), QSGD(), QSGD(7, norm="l2"), Rotated(5), Natural()),
         *(RangeFloat(), RangeFloat(13), FFT(), FFT(0.97), DCT(), DCT(block=4096)),
+        *(TopK(0.01, "parameter", "sampled", "1bit", "rice"), Threshold(3.0, 3.0), Adaptive(100)),
     ],
     ids=repr,
 )

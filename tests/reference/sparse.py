@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.reference.codecs import random16
+
 Array = npt.NDArray[np.float32]
 
 
@@ -174,3 +176,63 @@ def parse_entries(message: torch.Tensor, numel: int, ends: list[int], indices: s
         table = [levels[part][0], -levels[part][0]] if values == "1bit" else levels[part]
         out[position] = table[code]
     return out, used + size
+
+
+def threshold(vector: Array, plus: float, minus: float, most: int, key: int) -> tuple[Array, Array]:
+    """One step for each element beyond a threshold, from the key's place on and round."""
+    plus, minus = float(np.float32(plus)), float(np.float32(minus))
+    sent, stays = np.zeros_like(vector), vector.copy()
+    start, count = key % len(vector), 0
+    for i in [*range(start, len(vector)), *range(start)]:
+        if count < most and (vector[i] >= plus or vector[i] <= -minus):
+            sent[i] = plus if vector[i] >= plus else -minus
+            stays[i] = vector[i] - sent[i]
+            count += 1
+    return sent, stays
+
+
+def adaptive_places(vector: Array, proportion: float, ranges: list[tuple[int, int]]) -> list[list[int]]:
+    """What reaches the thresholds of either sign in each range, at most four times the target."""
+    found = []
+    for start, stop in ranges:
+        places: set[int] = set()
+        for sign in (1, -1):
+            ones = [i for i in range(start, stop) if sign * vector[i] > 0]
+            largest = sorted((abs(float(vector[i])) for i in ones), reverse=True)
+            if ones:
+                least = largest[max(1, math.floor(len(ones) / proportion)) - 1]
+                places |= {i for i in ones if abs(float(vector[i])) >= least}
+        found.append(sorted(places)[: 4 * max(2, math.ceil((stop - start) / proportion))])
+    return found
+
+
+def wangni_chances(vector: Array, density: float) -> tuple[npt.NDArray[np.float64], float]:
+    """Each element's probability, and the magnitude of those that are not certain, by the paper's greedy algorithm."""
+    magnitudes = np.abs(vector.astype(np.float64))
+    target = density * len(vector)
+    if target == len(vector):
+        return (magnitudes > 0).astype(np.float64), 1.0
+    level = max(magnitudes.sum() / target, 2.0**-100)
+    for _ in range(9):
+        chances = np.minimum(magnitudes / level, 1)
+        certain = magnitudes >= level
+        if not certain.any() or certain.sum() >= target or not magnitudes[~certain].any():
+            break
+        level = max(min(level, magnitudes[~certain].sum() / (target - certain.sum())), 2.0**-100)
+    return chances, min(level, float(np.finfo(np.float32).max))
+
+
+def wangni_random(key: int, numel: int) -> list[float]:
+    """The numbers below 1 that the probabilities are compared with: 16 bits of one stream and 16 of another."""
+    mask = 2**64 - 1
+
+    def output(state: int) -> int:
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
+        return state ^ state >> 31
+
+    other = output((output((key + 0x9E3779B97F4A7C15) & mask) + 1 + 0x9E3779B97F4A7C15) & mask)
+    lower = [output(other + i * 0x9E3779B97F4A7C15 & mask) >> 48 for i in range(numel)]
+    return [
+        (upper + 32768 + (more + 0.5) / 65536) / 65536 for upper, more in zip(random16(key, numel), lower, strict=True)
+    ]
