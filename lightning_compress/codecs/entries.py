@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Plan
-from lightning_compress.codecs.bits import check
+from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.positions import Ints, Positions
 from lightning_compress.codecs.values import Floats, Values
 from lightning_compress.codecs.variable import Bytes, VariablePlan, check_variable

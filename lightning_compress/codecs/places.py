@@ -39,10 +39,10 @@ class Places:
             order = torch.argsort(energy, dim=1, descending=True, stable=True)[:, : self.keep]
             return self._flat(order.sort(dim=1).values)
         values = energy.numpy()
-        order = scratch("places order", energy.numel(), torch.float32, energy.device).numpy().reshape(values.shape)
-        order[:] = values
-        order.partition(self.bins - self.keep, axis=1)
-        least = order[:, self.bins - self.keep, None]
+        spare = scratch("places order", energy.numel(), torch.float32, energy.device).numpy().reshape(values.shape)
+        spare[:] = values
+        spare.partition(self.bins - self.keep, axis=1)
+        least = spare[:, self.bins - self.keep, None]
         chosen = values >= least
         if np.count_nonzero(chosen) > rows * self.keep:
             for row in np.flatnonzero(chosen.sum(axis=1) > self.keep):

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -80,6 +81,22 @@ class Planes:
             for low, width, offset in self._high:
                 unpack_plane(body[_place(elements, width, offset)], low, width, high)
             codes.add_(shifted.copy_(high), alpha=256)
+
+
+def pack_codes(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
+    """Bytes ``[code_bytes(len(codes), bits)]`` of codes below ``2^bits``, 0 to 16 bits."""
+    planes, rounded = Planes(bits, len(codes)), -(-len(codes) // 8) * 8
+    packed, padded = torch.empty(planes.size, dtype=torch.uint8), torch.zeros(rounded, dtype=code_dtype(bits))
+    padded[: len(codes)] = torch.from_numpy(codes)
+    planes.write(padded, slice(0, len(codes)), packed)
+    return packed.numpy()
+
+
+def unpack_codes(packed: npt.NDArray[np.uint8], count: int, bits: int) -> npt.NDArray[Any]:
+    """``count`` codes of as many bytes as ``pack_codes`` makes of them."""
+    codes = torch.zeros(-(-count // 8) * 8, dtype=code_dtype(bits))
+    Planes(bits, count).read(codes, slice(0, count), torch.from_numpy(packed.copy()))
+    return codes[:count].numpy()
 
 
 def pack_plane(codes: Tensor, low: int, width: int, packed: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check
 from lightning_compress.codecs.buckets import Buckets, Norm
+from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.qsgd_elias import EliasPlan
 from lightning_compress.codecs.quantise import Quantiser
 from lightning_compress.layout import Layout

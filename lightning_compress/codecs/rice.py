@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lightning_compress.codecs.bits import packed_size
-from lightning_compress.codecs.planes import Planes, code_bytes, code_dtype
+from lightning_compress.codecs.planes import code_bytes, pack_codes, unpack_codes
 from lightning_compress.codecs.variable import Bytes, damaged, take
 
 Ints = npt.NDArray[np.int64]
@@ -61,7 +60,7 @@ def write(numbers: Ints, k: int, out: Bytes) -> int:
     out[:HEADER].view(np.uint32)[:] = len(numbers), k, unary
     middle, end = HEADER + packed_size(unary), HEADER + packed_size(unary) + code_bytes(len(numbers), k)
     out[HEADER:middle] = np.packbits(bits, bitorder="little")
-    out[middle:end] = _pack(numbers & ((1 << k) - 1), k)
+    out[middle:end] = pack_codes(numbers & ((1 << k) - 1), k)
     return end
 
 
@@ -88,20 +87,5 @@ def read(data: Bytes) -> tuple[Ints, int]:
     numbers = np.diff(ends, prepend=-1)
     numbers -= 1
     numbers <<= k
-    numbers |= _unpack(data[middle:end], count, k)
+    numbers |= unpack_codes(data[middle:end], count, k)
     return numbers, end
-
-
-def _pack(codes: Ints, bits: int) -> Bytes:
-    planes = Planes(bits, len(codes))
-    packed = torch.empty(planes.size, dtype=torch.uint8)
-    padded = torch.zeros(-(-len(codes) // 8) * 8, dtype=code_dtype(bits))
-    padded[: len(codes)] = torch.from_numpy(codes)
-    planes.write(padded, slice(0, len(codes)), packed)
-    return packed.numpy()
-
-
-def _unpack(packed: Bytes, count: int, bits: int) -> npt.NDArray[np.int32]:
-    codes = torch.zeros(-(-count // 8) * 8, dtype=code_dtype(bits))
-    Planes(bits, count).read(codes, slice(0, count), torch.from_numpy(packed.copy()))
-    return codes[:count].int().numpy()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.bits import check
+from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
 from lightning_compress.codecs.positions import positions_of
 from lightning_compress.codecs.selection import CpuSelector, SortSelector

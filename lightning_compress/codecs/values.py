@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from lightning_compress.codecs.bits import code_bytes, pack_codes, unpack_codes
+from lightning_compress.codecs.planes import code_bytes, pack_codes, unpack_codes
 from lightning_compress.codecs.variable import Bytes, damaged, take
 
 Ints = npt.NDArray[np.int64]
@@ -109,12 +108,7 @@ class LevelValues(Values):
         codes, numbers = self._fit(values, parts)
         middle, end = 4 * self.stored * self.parts, self.size(len(values))
         body[:middle] = numbers.reshape(-1).view(np.uint8)
-        if self.bits == 1:
-            body[middle:end] = np.packbits(codes, bitorder="little")
-        elif len(codes):
-            packed = torch.empty(end - middle, dtype=torch.uint8)
-            pack_codes(torch.from_numpy(codes), self.bits, packed)
-            body[middle:end] = packed.numpy()
+        body[middle:end] = pack_codes(codes, self.bits)
         sent: Floats = self._levels(numbers)[parts, codes]
         return sent
 
@@ -123,12 +117,8 @@ class LevelValues(Values):
         count, middle = int(counts.sum()), 4 * self.stored * self.parts
         data = take(body, self.size(count), "codes of values")
         levels = self._levels(_finite(data[:middle].view(np.float32).reshape(self.parts, self.stored)))
-        codes = torch.zeros(count, dtype=torch.uint8)
-        if self.bits == 1:
-            codes.numpy()[:] = np.unpackbits(data[middle:], count=count, bitorder="little")
-        elif count:
-            unpack_codes(torch.from_numpy(data[middle:].copy()), self.bits, codes)
-        values: Floats = levels[np.repeat(np.arange(self.parts), counts), codes.numpy()]
+        codes = unpack_codes(data[middle:], count, self.bits)
+        values: Floats = levels[np.repeat(np.arange(self.parts), counts), codes]
         return values
 
     @abstractmethod
