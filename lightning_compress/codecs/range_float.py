@@ -17,7 +17,7 @@ from lightning_compress.layout import Layout
 
 Rounding = Literal["nearest", "truncate"]
 RUN = 1 << 17
-"""Elements that a CPU handles at a time: the scratch fits the cache of one core; four times as many are slower."""
+"""Elements that a CPU handles at a time; with fewer, the calls cost more than the cache of a core saves."""
 SAMPLE = 4
 """Blocks that the mantissa is chosen on."""
 SAMPLE_NUMEL = 1024
