@@ -95,7 +95,8 @@ def pack_codes(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
 def unpack_codes(packed: npt.NDArray[np.uint8], count: int, bits: int) -> npt.NDArray[Any]:
     """``count`` codes of as many bytes as ``pack_codes`` makes of them."""
     codes = torch.zeros(-(-count // 8) * 8, dtype=code_dtype(bits))
-    Planes(bits, count).read(codes, slice(0, count), torch.from_numpy(packed.copy()))
+    if count:
+        Planes(bits, count).read(codes, slice(0, count), torch.from_numpy(packed.copy()))
     return codes[:count].numpy()
 
 

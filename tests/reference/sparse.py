@@ -33,9 +33,8 @@ def read_omega(bits: str, place: int) -> tuple[int, int]:
 def rice(numbers: list[int], k: int) -> bytes:
     """Golomb-Rice codes, as the module describes them."""
     unary = "".join("0" * (number >> k) + "1" for number in numbers)
-    rest = "".join(format(number & (1 << k) - 1, f"0{k}b")[::-1] for number in numbers) if k else ""
     head = b"".join(value.to_bytes(4, "little") for value in (len(numbers), k, len(unary)))
-    return head + _bytes(unary) + _bytes(rest)
+    return head + _bytes(unary) + codes([number & (1 << k) - 1 for number in numbers], k)
 
 
 def read_rice(raw: bytes) -> tuple[list[int], int]:
@@ -43,11 +42,40 @@ def read_rice(raw: bytes) -> tuple[list[int], int]:
     count, k, unary = (int.from_bytes(raw[place : place + 4], "little") for place in (0, 4, 8))
     middle = 12 + -(-unary // 8)
     quotients = _bits(raw[12:middle])[:unary].split("1")[:-1]
-    rest = _bits(raw[middle : middle + -(-count * k // 8)])
     assert len(quotients) == count
-    remainders = [int(rest[i * k : (i + 1) * k][::-1] or "0", 2) for i in range(count)]
+    remainders, used = read_codes(raw[middle:], count, k)
     numbers = [(len(quotient) << k) + each for quotient, each in zip(quotients, remainders, strict=True)]
-    return numbers, middle + -(-count * k // 8)
+    return numbers, middle + used
+
+
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """Lowest bit and width of each plane: the largest powers of two first."""
+    planes, low = [], 0
+    while low < bits:
+        width = max(each for each in (1, 2, 4, 8, 16) if each <= bits - low)
+        planes.append((low, width))
+        low += width
+    return planes
+
+
+def codes(numbers: list[int], bits: int) -> bytes:
+    """Codes plane by plane, the first code lowest in each byte."""
+    return b"".join(
+        _bytes("".join(format(number >> low & (1 << width) - 1, f"0{width}b")[::-1] for number in numbers))
+        for low, width in _planes(bits)
+    )
+
+
+def read_codes(raw: bytes, count: int, bits: int) -> tuple[list[int], int]:
+    """The codes, and the bytes that they took."""
+    numbers, place = [0] * count, 0
+    for low, width in _planes(bits):
+        size = -(-count * width // 8)
+        stream = _bits(raw[place : place + size])
+        for i in range(count):
+            numbers[i] |= int(stream[i * width : (i + 1) * width][::-1], 2) << low
+        place += size
+    return numbers, place
 
 
 def _bytes(bits: str) -> bytes:
@@ -168,11 +196,10 @@ def parse_entries(message: torch.Tensor, numel: int, ends: list[int], indices: s
     stored, bits = {"1bit": (1, 1), "means": (2, 1), "2bit": (4, 2)}[values]
     levels = np.frombuffer(raw[used : used + 4 * stored * len(ends)], np.float32).reshape(-1, stored)
     used += levels.nbytes
-    size = -(-bits * len(positions) // 8)
-    stream = _bits(raw[used : used + size])
+    stream, size = read_codes(raw[used:], len(positions), bits)
     for number, position in enumerate(positions):
         part = sum(end <= position for end in ends)
-        code = int(stream[bits * number : bits * (number + 1)][::-1], 2)
+        code = stream[number]
         table = [levels[part][0], -levels[part][0]] if values == "1bit" else levels[part]
         out[position] = table[code]
     return out, used + size
