@@ -17,6 +17,7 @@ from lightning_compress.codecs import (
     OneBit,
     RangeFloat,
     Rotated,
+    TernGrad,
     Threshold,
     TopK,
     Wangni,
@@ -81,6 +82,11 @@ def _natural_bytes(codec: Natural, layout: Layout) -> int:
     return -(-buckets // 16) * 16 + layout.numel
 
 
+def _terngrad_bytes(codec: TernGrad, layout: Layout) -> int:
+    scales = 4 * sum(segment.numel > 0 for segment in layout.segments)
+    return -(-scales // 16) * 16 + -(-layout.numel // {"2bit": 4, "base3": 5}[codec.packing])
+
+
 def _range_float_bytes(codec: RangeFloat, layout: Layout) -> int:
     ranges = 16 + 8 * -(-layout.numel // codec.block)
     codes = _planes_bytes(codec.bits, layout.numel)
@@ -125,6 +131,8 @@ SIZES = {
     "rotated": _rotated_bytes,
     "rotated_7": _rotated_bytes,
     "natural": _natural_bytes,
+    "terngrad": _terngrad_bytes,
+    "terngrad_base3": _terngrad_bytes,
     "range_float": _range_float_bytes,
     "fft": _spectrum_bytes,
     "dct": _spectrum_bytes,
@@ -154,6 +162,8 @@ CASES = [
     Case("rotated", Rotated(bits=5, block=64)),
     Case("rotated_7", Rotated(bits=7, block=128)),
     Case("natural", Natural(bucket=64)),
+    Case("terngrad", TernGrad()),
+    Case("terngrad_base3", TernGrad(None, "base3")),
     Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
     Case("fft", FFT(theta=0.5, block=64)),
     Case("dct", DCT(theta=0.5, block=64)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_compress import bridge
-from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, Natural, Rotated
+from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, Natural, Rotated, TernGrad
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, run_threads
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.layout import Layout
@@ -153,7 +153,7 @@ def test_auto_never_sends_more_than_dense(case):
         assert average(case.codec, "auto", size)[0][5] <= dense
 
 
-@pytest.mark.parametrize("codec", [QSGD(), Rotated(), Natural()], ids=repr)
+@pytest.mark.parametrize("codec", [QSGD(), Rotated(), Natural(), TernGrad(None)], ids=repr)
 def test_private_noise_averages_out(codec):
     def error(collective):
         plan = EXCHANGES["all_gather"]().plan([Section(codec, LARGE, 0)], collective, CPU, Meter(CPU))

@@ -14,6 +14,7 @@ from lightning_compress.codecs.onebit import OneBit
 from lightning_compress.codecs.qsgd import QSGD
 from lightning_compress.codecs.range_float import RangeFloat
 from lightning_compress.codecs.rotated import Rotated
+from lightning_compress.codecs.terngrad import TernGrad
 from lightning_compress.codecs.threshold import Threshold
 from lightning_compress.codecs.topk import TopK
 from lightning_compress.codecs.wangni import Wangni
@@ -28,6 +29,7 @@ CODECS: dict[str, type[Codec]] = {
     "qsgd": QSGD,
     "rotated": Rotated,
     "natural": Natural,
+    "terngrad": TernGrad,
     "range_float": RangeFloat,
     "fft": FFT,
     "dct": DCT,
@@ -53,6 +55,7 @@ __all__ = [
     "Plan",
     "RangeFloat",
     "Rotated",
+    "TernGrad",
     "Threshold",
     "TopK",
     "Wangni",

@@ -56,12 +56,7 @@ class Quantiser:
         Returns:
             float32 norms, and factors that bring elements to ``UNIT`` times the numbers' scale, never beyond top.
         """
-        sent = norms.clamp(max=LARGEST).float()
-        sent.masked_fill_((sent < SMALLEST) | (sent > largest), 0)
-        exact = UNIT * self.top / sent.double()
-        factors = exact.float()
-        factors = torch.where(factors.double() > exact, factors.nextafter(factors.new_zeros(())), factors)
-        return sent, factors.masked_fill_(sent == 0, 0)
+        return fit(norms, self.top, largest)
 
     def steps(self, norms: Tensor) -> Tensor:
         """The distance between two numbers of blocks with these norms; such that no number overflows."""
@@ -103,3 +98,13 @@ class Quantiser:
         codes.bitwise_xor_(self._sign).sub_(self._sign)  # extends the sign; uint8 wraps
         floats = self._floats[:numel].copy_(codes.view(torch.int8)[:numel]).view(shape)
         return floats.add_(self._shift) if self._shift else floats
+
+
+def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
+    """What to send for norms, and the factors that bring them to ``UNIT * top`` at most; see ``Quantiser.fit``."""
+    sent = norms.clamp(max=LARGEST).float()
+    sent.masked_fill_((sent < SMALLEST) | (sent > largest), 0)
+    exact = UNIT * top / sent.double()
+    factors = exact.float()
+    factors = torch.where(factors.double() > exact, factors.nextafter(factors.new_zeros(())), factors)
+    return sent, factors.masked_fill_(sent == 0, 0)

@@ -20,6 +20,7 @@ from lightning_compress.codecs import (
     EFSign,
     OneBit,
     Rotated,
+    TernGrad,
     Threshold,
     TopK,
     Wangni,
@@ -39,9 +40,9 @@ def test_conservation(codec: Codec, vector: torch.Tensor) -> None:
     decoded, residual, _ = trip(codec, vector)
     assert torch.isfinite(residual).all()
     together = decoded.double() + residual.double()
-    if isinstance(codec, OneBit | EFSign | QSGD | Rotated | Spectral):
+    if isinstance(codec, OneBit | EFSign | QSGD | Rotated | TernGrad | Spectral):
         # Rotated's blocks lie across each other. Its few levels may be off by more than the largest element.
-        blocks = vector.split(len(vector) if isinstance(codec, Rotated) else codec.block)
+        blocks = vector.split(len(vector) if isinstance(codec, Rotated | TernGrad) else codec.block)
         largest = torch.cat([block.abs().amax().expand(len(block)) for block in blocks])
         largest = torch.maximum(largest, decoded.abs())  # the L2 norm is larger than any element
         tolerance = 2.0**-23 * largest.double() + 2.0**-149

@@ -1,0 +1,54 @@
+"""TernGrad, RandomK and signSGD as their papers have them, slowly."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tests.reference.codecs import Array, random16
+
+Doubles = npt.NDArray[np.float64]
+
+
+def terngrad_limits(vector: Array, clip: float | None, ranges: list[tuple[int, int]]) -> list[float]:
+    """Where each parameter is clipped, or its largest magnitude if that is less."""
+    limits = []
+    for start, stop in ranges:
+        part = [float(value) for value in vector[start:stop]]
+        mean = math.fsum(part) / len(part)
+        sigma = math.sqrt(math.fsum((value - mean) ** 2 for value in part) / len(part))
+        largest = max(abs(value) for value in part)
+        clips = clip is not None and len(part) >= 64 and min(part) < max(part)
+        limits.append(min(largest, clip * sigma) if clips and clip else largest)
+    return limits
+
+
+def terngrad_chances(
+    vector: Array, limits: list[float], scales: list[float], ranges: list[tuple[int, int]], key: int
+) -> Doubles:
+    """Numbers whose floor is -1, 0 or 1: the clipped gradient over its scale, plus a random number below 1."""
+    chances = (np.array(random16(key, len(vector)), np.float64) + 32768.5) / 65536
+    for (start, stop), limit, scale in zip(ranges, limits, scales, strict=True):
+        clipped = np.clip(vector[start:stop].astype(np.float64), -limit, limit)
+        chances[start:stop] += clipped / scale if scale >= 2.0**-100 else 0.0
+    return chances
+
+
+def parse_terngrad(message: torch.Tensor, parameters: int, numel: int, packing: str) -> tuple[Array, list[int]]:
+    """Read a TernGrad message as its docstring describes it: scales, and numbers from -1 to 1."""
+    raw = bytes(message.tolist())
+    scales = np.frombuffer(raw[: 4 * parameters], np.float32)
+    body = raw[-(-4 * parameters // 16) * 16 :]
+    if packing == "2bit":
+        return scales, [(body[i // 4] >> 2 * (i % 4) & 3) - 1 for i in range(numel)]
+    numbers: list[int] = []
+    while len(numbers) < numel:
+        count = min(163_840, numel - len(numbers))
+        width = -(-count // 5)
+        numbers += [body[i % width] // 3 ** (i // width) % 3 - 1 for i in range(count)]
+        body = body[width:]
+    assert not body
+    return scales, numbers
