@@ -15,6 +15,7 @@ from lightning_compress.codecs import (
     EFSign,
     Natural,
     OneBit,
+    RandomK,
     RangeFloat,
     Rotated,
     TernGrad,
@@ -47,6 +48,10 @@ class Case:
     def message_size(self, layout: Layout) -> int:
         """The method's formula: bytes without flag and padding; the most that it may take if that varies."""
         return SIZES[self.name](self.codec, layout)
+
+
+def _randomk_bytes(codec: RandomK, layout: Layout) -> int:
+    return sum(4 * max(1, math.ceil(codec.density * segment.numel)) for segment in layout.segments if segment.numel)
 
 
 def _onebit_bytes(codec: OneBit, layout: Layout) -> int:
@@ -123,6 +128,8 @@ SIZES = {
     "adaptive": sparse_sizes.adaptive,
     "adaptive_int16": sparse_sizes.adaptive,
     "wangni": sparse_sizes.wangni,
+    "randomk": _randomk_bytes,
+    "randomk_rescaled": _randomk_bytes,
     "onebit": _onebit_bytes,
     "efsign": _efsign_bytes,
     "qsgd": _qsgd_bytes,
@@ -154,6 +161,8 @@ CASES = [
     Case("adaptive", Adaptive(16), variable=True),
     Case("adaptive_int16", Adaptive(20, "int16"), variable=True),
     Case("wangni", Wangni(0.05), lossless=Wangni(1.0), variable=True),
+    Case("randomk", RandomK(density=0.05), lossless=RandomK(density=1.0)),
+    Case("randomk_rescaled", RandomK(0.05, rescale=True), lossless=RandomK(1.0, rescale=True)),
     Case("onebit", OneBit(block=64)),
     Case("efsign", EFSign(block=64)),
     Case("qsgd", QSGD(bits=4, bucket=64)),

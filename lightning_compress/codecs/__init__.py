@@ -12,6 +12,7 @@ from lightning_compress.codecs.fft import FFT
 from lightning_compress.codecs.natural import Natural
 from lightning_compress.codecs.onebit import OneBit
 from lightning_compress.codecs.qsgd import QSGD
+from lightning_compress.codecs.randomk import RandomK
 from lightning_compress.codecs.range_float import RangeFloat
 from lightning_compress.codecs.rotated import Rotated
 from lightning_compress.codecs.terngrad import TernGrad
@@ -24,6 +25,7 @@ CODECS: dict[str, type[Codec]] = {
     "fp16": FP16,
     "bf16": BF16,
     "topk": TopK,
+    "randomk": RandomK,
     "onebit": OneBit,
     "efsign": EFSign,
     "qsgd": QSGD,
@@ -53,6 +55,7 @@ __all__ = [
     "Natural",
     "OneBit",
     "Plan",
+    "RandomK",
     "RangeFloat",
     "Rotated",
     "TernGrad",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective
 from lightning_compress.exchanges.base import (
     Exchange,
@@ -33,6 +34,14 @@ class TwoShot(Exchange):
     Traffic and decoding per rank do not grow with the ranks. Encodes twice: for sparsifiers the second stage drops
     what the first one kept, which is another algorithm; ``auto`` never chooses it for them.
     """
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        if not codec.repeatable:
+            raise ValueError(
+                f"exchange='two_shot' encodes sums of what was decoded, and {codec} would rescale them once more; "
+                "use exchange='auto', 'all_reduce' or 'all_gather'"
+            )
 
     def plan(
         self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_compress.keys import mix
 from tests.reference.codecs import Array, random16
 
 Doubles = npt.NDArray[np.float64]
@@ -52,3 +54,17 @@ def parse_terngrad(message: torch.Tensor, parameters: int, numel: int, packing: 
         body = body[width:]
     assert not body
     return scales, numbers
+
+
+def randomk_places(ranges: list[tuple[int, int]], density: float, key: int) -> list[list[int]]:
+    """One element of each of k stretches of a parameter, all moved on by the same number, around the end."""
+    counts = [max(1, math.ceil(density * (stop - start))) for start, stop in ranges]
+    lanes = [number % 65536 for number in random16(key, 4 * sum(counts))]
+    words = iter([sum(lanes[4 * i + lane] << 16 * lane for lane in range(4)) for i in range(sum(counts))])
+    places = []
+    for number, ((start, stop), k) in enumerate(zip(ranges, counts, strict=True)):
+        numel, shift = stop - start, mix(key, number) % (stop - start)
+        edges = [i * numel // k for i in range(k + 1)]
+        drawn = [low + ((next(words) >> 33) * (high - low) >> 31) for low, high in itertools.pairwise(edges)]
+        places.append([start + (place + shift) % numel for place in drawn])
+    return places
