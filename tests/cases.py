@@ -24,7 +24,7 @@ from lightning_compress.codecs import (
     Wangni,
 )
 from lightning_compress.layout import Layout
-from lightning_compress.reducers import Reducer
+from lightning_compress.reducers import Reducer, TernGradShared
 from tests import sparse_sizes
 
 
@@ -173,6 +173,7 @@ CASES = [
     Case("natural", Natural(bucket=64)),
     Case("terngrad", TernGrad()),
     Case("terngrad_base3", TernGrad(None, "base3")),
+    Case("terngrad_shared", TernGradShared()),
     Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
     Case("fft", FFT(theta=0.5, block=64)),
     Case("dct", DCT(theta=0.5, block=64)),

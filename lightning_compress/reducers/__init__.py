@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from lightning_compress.reducers.base import Reducer, ReducerPlan
+from lightning_compress.reducers.terngrad_shared import TernGradShared
 
-REDUCERS: dict[str, type[Reducer]] = {}
+REDUCERS: dict[str, type[Reducer]] = {
+    "terngrad_shared": TernGradShared,
+}
 """What ``compressor=`` takes by name, beside the codecs."""
 
-__all__ = ["REDUCERS", "Reducer", "ReducerPlan"]
+__all__ = ["REDUCERS", "Reducer", "ReducerPlan", "TernGradShared"]
