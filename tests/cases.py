@@ -24,7 +24,7 @@ from lightning_compress.codecs import (
     Wangni,
 )
 from lightning_compress.layout import Layout
-from lightning_compress.reducers import Reducer, TernGradShared
+from lightning_compress.reducers import Reducer, SignSGD, TernGradShared
 from tests import sparse_sizes
 
 
@@ -174,6 +174,8 @@ CASES = [
     Case("terngrad", TernGrad()),
     Case("terngrad_base3", TernGrad(None, "base3")),
     Case("terngrad_shared", TernGradShared()),
+    Case("signsgd", SignSGD()),
+    Case("signsgd_tally", SignSGD("tally", momentum=0.0)),
     Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
     Case("fft", FFT(theta=0.5, block=64)),
     Case("dct", DCT(theta=0.5, block=64)),

@@ -68,3 +68,35 @@ def randomk_places(ranges: list[tuple[int, int]], density: float, key: int) -> l
         drawn = [low + ((next(words) >> 33) * (high - low) >> 31) for low, high in itertools.pairwise(edges)]
         places.append([start + (place + shift) % numel for place in drawn])
     return places
+
+
+def signsgd(gradients: list[list[Array]], momentum: float, tally: bool, keys: list[int]) -> list[list[float]]:
+    """The outcome of every step, by counting in Python's integers.
+
+    Args:
+        gradients: of every rank in every step.
+        momentum: beta of ``m = beta m + (1 - beta) g``, in float32 as the state is; 0: the gradient itself.
+        tally: the mean of the signs instead of their majority.
+        keys: the shared key of every step; ties are settled by the owner's random bits.
+    """
+    ranks, numel = len(gradients), len(gradients[0][0])
+    share = math.ceil(math.ceil(numel / 8) / ranks)  # bytes of packed signs that a rank owns
+    moments = [np.zeros(numel, np.float32) for _ in range(ranks)]
+    outcomes = []
+    for step, key in enumerate(keys):
+        for rank in range(ranks):
+            gradient = gradients[rank][step]
+            decayed = moments[rank] * np.float32(momentum) + np.float32(1 - momentum) * gradient
+            moments[rank] = decayed if momentum else gradient
+        sums = [sum(1 if moment[i] >= 0 else -1 for moment in moments) for i in range(numel)]
+        if tally:
+            outcomes.append([float(total) / ranks for total in sums])
+            continue
+        lanes = [random16(mix(key, owner), share // 2 + 1) for owner in range(ranks)]
+        outcome = []
+        for i, total in enumerate(sums):
+            owner, byte = divmod(i // 8, share)
+            tie = lanes[owner][byte // 2] >> 8 * (byte % 2) + i % 8 & 1
+            outcome.append(1.0 if total > 0 or (total == 0 and tie) else -1.0)
+        outcomes.append(outcome)
+    return outcomes

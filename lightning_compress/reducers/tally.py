@@ -1,0 +1,56 @@
+"""Counting votes that are packed eight to a byte, by additions of whole bytes bit by bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Tally:
+    """Counts, for every bit of a row, in how many rows it is 1.
+
+    Plane p of the counts holds bit p of every count, packed as the rows are: adding a row is a half-adder a plane.
+
+    Args:
+        rows: the most that will be counted.
+        width: bytes of a row.
+        device: where.
+
+    Attributes:
+        planes: uint8 ``[bits of rows, width]``; the counts.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.planes = torch.zeros(rows.bit_length(), width, dtype=torch.uint8, device=device)
+        self._carry, self._above, self._equal = torch.zeros(3, width, dtype=torch.uint8, device=device)
+
+    def count(self, rows: Tensor) -> None:
+        """Count the rows, uint8 ``[n, width]``, anew."""
+        self.planes.zero_()
+        for number, row in enumerate(rows, start=1):
+            self._carry.copy_(row)
+            for plane in self.planes[: number.bit_length()]:
+                torch.bitwise_and(plane, self._carry, out=self._above)
+                plane.bitwise_xor_(self._carry)
+                self._carry, self._above = self._above, self._carry
+
+    def majority(self, votes: int, ties: Tensor | None, out: Tensor) -> None:
+        """1 where more than half of so many votes are 1.
+
+        Args:
+            votes: how many were counted.
+            ties: uint8 ``[at least width]``; whose bits decide where just half of them are; None: there it is 0.
+            out: uint8 ``[width]``, overwritten.
+        """
+        half = votes // 2
+        above, equal, bits = self._above.zero_(), self._equal.fill_(255), self._carry
+        for place in reversed(range(len(self.planes))):
+            plane = self.planes[place]
+            if half >> place & 1:
+                equal.bitwise_and_(plane)
+            else:
+                above.bitwise_or_(torch.bitwise_and(equal, plane, out=bits))
+                equal.bitwise_and_(torch.bitwise_not(plane, out=bits))
+        if votes % 2 == 0 and ties is not None:
+            above.bitwise_or_(equal.bitwise_and_(ties[: len(above)]))
+        out.copy_(above)
