@@ -16,6 +16,7 @@ from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout, Segment
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
+from lightning_compress.reducers import Reducer
 from lightning_compress.rules import Shape
 from lightning_compress.settings import Settings
 from lightning_compress.state import Declared, State, States, place_of
@@ -96,6 +97,10 @@ class Group:
         self._dense: ExchangePlan | None = None
         self._compressed = [each.place for each in stretches if not isinstance(each.method, Dense)]
         codecs = [each.method for each in stretches if isinstance(each.method, Codec)]
+        # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
+        self._unscales = bool(self.states) or any(
+            isinstance(each.method, Reducer) and not each.method.conserves for each in stretches
+        )
         self._limit = min((codec.limit(collective.size) for codec in codecs), default=torch.inf)
 
     @property
@@ -129,13 +134,13 @@ class Group:
         torch.cat(slices, out=gradient)
         lowest, highest = torch.aminmax(gradient)
         flag = (lowest + highest) * 0.0
-        if scale is not None and self.states:  # state outlives the scale of its step
+        if scale is not None and self._unscales:
             gradient.mul_(1.0 / scale)
         elif scale is not None:  # where the message saturates, the scaler has to hear of it
             flag.masked_fill_(torch.maximum(-lowest, highest) > self._limit, torch.nan)
         self._drop_nonfinite(gradient, flag)
         mean = self._mean(gradient, step, flag)
-        if scale is not None and self.states:
+        if scale is not None and self._unscales:
             mean.mul_(scale)
         if not self._known_zero(flag):
             mean.add_(flag)

@@ -17,6 +17,7 @@ from lightning_compress.codecs import (
     EFSign,
     Natural,
     OneBit,
+    RandomK,
     RangeFloat,
     Rotated,
     TernGrad,
@@ -34,7 +35,7 @@ NUMEL = (1 << 21) + 1234
         *(OneBit(), EFSign(), QSGD(), QSGD(7, norm="l2"), Rotated(5), Natural()),
         *(RangeFloat(), RangeFloat(13), FFT(), FFT(0.97), DCT(), DCT(block=4096)),
         *(TopK(0.01, "parameter", "sampled", "1bit", "rice"), Threshold(3.0, 3.0), Adaptive(100)),
-        *(TernGrad(), TernGrad(packing="base3")),
+        *(TernGrad(), TernGrad(packing="base3"), RandomK()),
     ],
     ids=repr,
 )

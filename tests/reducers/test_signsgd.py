@@ -10,10 +10,12 @@ import torch
 
 from lightning_compress.collectives import Collective, LocalCollective, run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.group import Group, Scratch
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import SignSGD
 from lightning_compress.reducers.tally import Tally
+from lightning_compress.settings import Settings
 from lightning_compress.state import State
 from tests.reducers.helpers import CPU, trips
 from tests.reference import ternary as reference
@@ -105,6 +107,23 @@ def test_momentum_is_in_the_state_and_a_second_backward_goes_on() -> None:
     plan.mean(torch.full((LAYOUT.numel,), 2.0), out, none, 0)
     assert (state.pending == 0.5).all()
     assert (out == 1).all()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_loss_scale_does_not_reach_the_optimizer(momentum: float) -> None:
+    settings = Settings.of({"name": "signsgd", "momentum": momentum})
+    group = Group([("a", (4, 5))], settings, LocalCollective(), CPU, Meter(CPU), Scratch(CPU))
+    gradient = torch.tensor([1.0, -2.0]).repeat(10).view(4, 5) * 1024
+    group.reduce([gradient], 0, torch.tensor(1024.0))
+    assert torch.equal(gradient / 1024, torch.tensor([1.0, -1.0]).repeat(10).view(4, 5))
+    for state in group.states.values():
+        assert state.pending.abs().max() == pytest.approx(0.2)
+
+
+def test_error_feedback_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves nothing that could be fed back"):
+        Settings.of("signsgd", error_feedback=True)
+    assert not Settings.of("signsgd").error_feedback
 
 
 @pytest.mark.parametrize(("liars", "arrives"), [(0, True), (1, True), (2, True), (3, False)])

@@ -1,0 +1,38 @@
+"""Steady state allocates nothing of the vector's size, by torch's account and by NumPy's."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_compress.collectives import LocalCollective
+from lightning_compress.layout import Layout
+from lightning_compress.meter import Meter
+from lightning_compress.reducers import Reducer, SignSGD, TernGradShared
+from lightning_compress.state import State
+from tests.reducers.helpers import CPU
+
+LAYOUT = Layout.of([("a", (1 << 10, 1 << 10)), ("b", ((1 << 20) + 1234,))])
+
+
+@pytest.mark.parametrize("reducer", [TernGradShared(), SignSGD(), SignSGD("tally", 0.0)], ids=repr)
+def test_no_large_allocations(reducer: Reducer) -> None:
+    states = {name: State(each.layout, CPU) for name, each in reducer.state(LAYOUT).items()}
+    plan = reducer.plan(LAYOUT, 1, LocalCollective(), CPU, Meter(CPU), states)
+    vector, out, carried = torch.randn(LAYOUT.numel), torch.zeros(LAYOUT.numel), torch.zeros(1)
+
+    def step() -> None:
+        plan.mean(vector, out, carried, 1)
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert max(event.cpu_memory_usage for event in profiler.events()) <= 1 << 20
+    tracemalloc.start()
+    step()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 1 << 20
