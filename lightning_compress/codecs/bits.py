@@ -8,13 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.buffers import CHUNK as CHUNK
-from lightning_compress.codecs.buffers import check as check
-from lightning_compress.codecs.buffers import chunk_size as chunk_size
-from lightning_compress.codecs.buffers import pieces as pieces
-from lightning_compress.codecs.buffers import scratch as scratch
-from lightning_compress.codecs.planes import code_bytes as code_bytes
-
 
 def packed_size(count: int) -> int:
     """Bytes that ``count`` bits take."""

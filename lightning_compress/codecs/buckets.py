@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import packed_size, pieces, scratch
+from lightning_compress.codecs.bits import packed_size
+from lightning_compress.codecs.buffers import pieces, scratch
 
 Norm = Literal["max", "l2"]
 RUN = 1 << 18

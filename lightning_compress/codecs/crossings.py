@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lightning_compress.codecs.bits import CHUNK, pieces, scratch
+from lightning_compress.codecs.buffers import CHUNK, pieces, scratch
 from lightning_compress.codecs.positions import Ints
 from lightning_compress.codecs.values import Floats
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import elias
-from lightning_compress.codecs.bits import pieces, scratch
 from lightning_compress.codecs.buckets import Buckets, Norm
+from lightning_compress.codecs.buffers import pieces, scratch
 from lightning_compress.codecs.quantise import Quantiser
 from lightning_compress.codecs.variable import Bytes, VariablePlan, check_variable, damaged
 from lightning_compress.layout import Layout
@@ -136,7 +136,7 @@ class EliasPlan(VariablePlan):
         if len(data) < self._body:
             raise damaged(f"{self._buckets.count} buckets need {self._body} bytes of norms and lengths")
         middle = 4 * self._buckets.count
-        norms, lengths = data[:middle].view(np.float32), data[middle : self._body].view(np.uint16)
+        norms, lengths = data[:middle].copy().view(np.float32), data[middle : self._body].view(np.uint16)
         if not (np.isfinite(norms).all() and (norms >= 0).all()):
             raise damaged("a norm is negative or not finite")
         starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.bits import check
+from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.quantise import LARGEST
 from lightning_compress.codecs.randomness import PER_WORD, RandomBits
 from lightning_compress.keys import mix

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import pieces, scratch
+from lightning_compress.codecs.buffers import pieces, scratch
 from lightning_compress.codecs.quantise import UNIT
 from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.layout import Layout

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import check, code_bytes, pack_plane, unpack_plane
+from lightning_compress.codecs.buffers import check
+from lightning_compress.codecs.planes import code_bytes, pack_plane, unpack_plane
 from lightning_compress.codecs.quantise import LARGEST, UNIT, fit
 from lightning_compress.codecs.ternary import RUN, Ternary, pack_digits, unpack_digits
 from lightning_compress.layout import Layout

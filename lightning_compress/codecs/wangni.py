@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.bits import CHUNK, pieces, scratch
+from lightning_compress.codecs.buffers import CHUNK, pieces, scratch
 from lightning_compress.codecs.entries import Entries, Found, VariableEntriesPlan
 from lightning_compress.codecs.positions import Ints, Rice
 from lightning_compress.codecs.randomness import FACTORS, GAMMA, SHIFTS, RandomBits

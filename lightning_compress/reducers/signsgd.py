@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import chunk_size, pack, packed_size, pieces, scratch, unpack
+from lightning_compress.codecs.bits import pack, packed_size, unpack
+from lightning_compress.codecs.buffers import chunk_size, pieces, scratch
 from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
