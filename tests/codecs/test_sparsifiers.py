@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress.codecs import Adaptive, Codec, Threshold, Wangni
-from lightning_compress.codecs.bits import CHUNK
+from lightning_compress.codecs.buffers import CHUNK
 from lightning_compress.layout import Layout, Segment
 from tests.codecs.helpers import CPU, KINDS, layout, make, trip
 from tests.reference import sparse as reference
