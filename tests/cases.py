@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_compress.codecs import (
+    ATOMO,
     BF16,
     DCT,
     FFT,
@@ -24,7 +25,7 @@ from lightning_compress.codecs import (
     Wangni,
 )
 from lightning_compress.layout import Layout
-from lightning_compress.reducers import Reducer, SignSGD, TernGradShared
+from lightning_compress.reducers import PowerSGD, Reducer, SignSGD, Sketch, TernGradShared
 from tests import sparse_sizes
 
 
@@ -112,6 +113,11 @@ def _spectrum_bytes(codec: FFT | DCT, layout: Layout) -> int:
     return size
 
 
+def _atomo_bytes(codec: ATOMO, layout: Layout) -> int:
+    shapes = [(segment.shape[0], math.prod(segment.shape[1:])) for segment in layout.segments]
+    return sum(4 * min(rows * columns, codec.rank * (rows + columns)) for rows, columns in shapes)
+
+
 SIZES = {
     "none": lambda codec, layout: 4 * layout.numel,
     "fp16": lambda codec, layout: 2 * layout.numel,
@@ -143,6 +149,7 @@ SIZES = {
     "range_float": _range_float_bytes,
     "fft": _spectrum_bytes,
     "dct": _spectrum_bytes,
+    "atomo": _atomo_bytes,
 }
 
 CASES = [
@@ -179,4 +186,7 @@ CASES = [
     Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
     Case("fft", FFT(theta=0.5, block=64)),
     Case("dct", DCT(theta=0.5, block=64)),
+    Case("atomo", ATOMO(rank=2), lossless=ATOMO(rank=10**6)),
+    Case("powersgd", PowerSGD(rank=2), lossless=PowerSGD(rank=10**6)),
+    Case("sketch", Sketch(density=0.02), lossless=Sketch(density=1.0)),
 ]

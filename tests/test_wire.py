@@ -6,17 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_compress.codecs import Dense
 from lightning_compress.collectives import CountingCollective, TorchCollective
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.layout import Layout
-from lightning_compress.message import Section
 from lightning_compress.meter import Meter
+from lightning_compress.reducers import PowerSGD
 from tests.cases import CASES
-from tests.test_laws import can_travel
+from tests.test_laws import can_travel, group_plan
 
 COUNTERS = Path("/proc/net/dev")
 REPEATS = 8
+# Where a message of the case's own is so small that the transport's headers would count.
+LARGER = {"powersgd": PowerSGD(rank=128)}
 
 
 def _loopback_bytes():
@@ -29,8 +30,7 @@ def _send(codec, exchange):
     device = torch.device("cpu")
     meter = Meter(device)
     dense, large = Layout.of([("bias", (1000,))]), Layout.of([("weight", (1 << 10, 1 << 10))])
-    sections = [Section(Dense(), dense, 0), Section(codec, large, dense.numel)]
-    plan = EXCHANGES[exchange]().plan(sections, CountingCollective(TorchCollective(), meter), device, meter)
+    plan = group_plan(codec, exchange, CountingCollective(TorchCollective(), meter), meter, dense, large)
     gradient = torch.randn(dense.numel + large.numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     out = torch.empty_like(gradient)
     plan.mean(gradient.clone(), out, 0, torch.tensor(0.0))  # opens the connections
@@ -51,7 +51,7 @@ def test_interface_counters_agree(pools, case, exchange, size):
     if not can_travel(case, exchange):
         pytest.skip("these messages cannot be summed")
     for attempt in range(3):  # the interface is everybody's on this machine
-        ranks = pools[size].run(_send, case.codec, exchange)
+        ranks = pools[size].run(_send, LARGER.get(case.name, case.codec), exchange)
         counted = sum(mine for _, mine in ranks)
         if attempt == 2 or abs(ranks[0][0] / counted - 1) < 0.05:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_compress.codecs.adaptive import Adaptive
+from lightning_compress.codecs.atomo import ATOMO
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.cast import BF16, FP16
 from lightning_compress.codecs.dct import DCT
@@ -38,10 +39,12 @@ CODECS: dict[str, type[Codec]] = {
     "threshold": Threshold,
     "adaptive": Adaptive,
     "wangni": Wangni,
+    "atomo": ATOMO,
 }
 """What ``compressor=`` takes by name."""
 
 __all__ = [
+    "ATOMO",
     "BF16",
     "CODECS",
     "DCT",

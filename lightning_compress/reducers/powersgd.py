@@ -1,0 +1,224 @@
+"""PowerSGD: each gradient matrix as the product of two thin ones, found by one step of a power iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.randomness import RandomBits
+from lightning_compress.collectives import Collective
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.keys import mix, name_key
+from lightning_compress.layout import Layout, Segment
+from lightning_compress.meter import Meter
+from lightning_compress.reducers.base import Reducer, ReducerPlan
+from lightning_compress.state import Declared, State, States
+
+
+@dataclass(frozen=True)
+class PowerSGD(Reducer):
+    """Average a gradient ``M [n, m]`` as ``P Q^T``, with ``P [n, r]`` orthonormal and ``Q [m, r]``.
+
+    With ``Q`` from the step before: ``P = orthonormal(sum over ranks of M Q)``, then ``Q = mean over ranks of M^T P``;
+    the mean of the gradients is taken to be ``P Q^T``, which is exact once the iteration has settled on a mean of rank
+    ``r``. What a rank keeps is ``M - P (M^T P)^T``, by its own ``M^T P``: ``P Q^T`` in its place adds up to the same
+    over the ranks and leads to the same means, but grows as long as the ranks' gradients differ. The paper leaves open
+    which. Biased: it needs error feedback.
+
+    A parameter of shape ``(n, ...)`` is a matrix of n rows; where ``r (n + m) min_compression_rate`` is more than
+    ``n m``, and for parts of a parameter, it is averaged as float32. Two all-reduces of float32 a group: of what
+    is dense with every P, and of every Q; ``32 r (n + m) / (n m)`` bits an element. Every rank makes P orthonormal by
+    itself (by Householder's QR, for which zeros are nothing special) and multiplies, so that only ranks on machines of
+    a kind, with as many threads, have equal bits.
+
+    State: every Q, ``4 r m`` bytes, equal on all ranks. It starts from N(0, 1) that follows from seed and name.
+
+    Args:
+        rank: r, at least 1; the paper has 1 to 4. One that no matrix is large enough for averages everything exactly.
+        warm_start: go on from the last Q; without it, every step draws a new one.
+        min_compression_rate: by how much the factors must be smaller than the matrix, at least 1. The authors'
+            implementation has 2.
+        seed: of the first Q.
+
+    Raises:
+        ValueError: a setting is none of these.
+
+    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+    NeurIPS 2019, arXiv 1905.13727.
+    """
+
+    contractive: ClassVar[bool] = True
+    rank: int = 2
+    warm_start: bool = True
+    min_compression_rate: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"PowerSGD(rank={self.rank!r}): rank must be an integer, at least 1; try 2")
+        if not isinstance(self.warm_start, bool):
+            raise ValueError(f"PowerSGD(warm_start={self.warm_start!r}): warm_start must be true or false")
+        rate = self.min_compression_rate
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1 <= rate < math.inf:
+            raise ValueError(
+                f"PowerSGD(min_compression_rate={rate!r}): min_compression_rate must be a number, at least 1; try 2"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"PowerSGD(seed={self.seed!r}): seed must be an integer, 0 or more")
+
+    def factors(self, segment: Segment) -> bool:
+        """Whether a parameter is worth factors: whole, and large enough both ways."""
+        rows, columns = _matrix(segment)
+        whole = segment.numel == rows * columns
+        return whole and self.rank * (rows + columns) * self.min_compression_rate <= segment.numel
+
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        """Every Q, transposed, those of equal matrices side by side."""
+        stacks = _stacks(layout, self)
+        if not stacks or not self.warm_start:
+            return {}
+        transposed = [(s.name, (self.rank, stack.columns)) for stack in stacks for s in stack.segments]
+        return {"q": Declared(Layout.of(transposed), "shared", self._first)}
+
+    def _first(self, segment: Segment) -> Tensor:
+        return normal(mix(self.seed, name_key((segment.name,))), segment.numel, torch.device("cpu"))
+
+    def plan(
+        self, layout: Layout, carried: int, collective: Collective, device: torch.device, meter: Meter, states: States
+    ) -> ReducerPlan:
+        """Make ready for vectors of this layout."""
+        return _PowerSGDPlan(layout, carried, collective, device, meter, states.get("q"), self)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Matrices of equal shape at equal distances in a vector: one batch.
+
+    Args:
+        segments: the parameters.
+        rows: n.
+        columns: m.
+    """
+
+    segments: tuple[Segment, ...]
+    rows: int
+    columns: int
+
+    @property
+    def count(self) -> int:
+        """Number of matrices."""
+        return len(self.segments)
+
+    def view(self, vector: Tensor) -> Tensor:
+        """``[count, n, m]`` in the vector."""
+        first = self.segments[0].offset
+        distance = self.segments[1].offset - first if self.count > 1 else 0
+        return vector[first:].as_strided((self.count, self.rows, self.columns), (distance, self.columns, 1))
+
+
+class _PowerSGDPlan(ReducerPlan):
+    """Factors are kept transposed, ``[count, r, n]`` and ``[count, r, m]``: products along rows are twice as fast."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        carried: int,
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        state: State | None,
+        reducer: PowerSGD,
+    ) -> None:
+        self._collective, self._meter, self._state = collective, meter, state
+        self._stacks = _stacks(layout, reducer)
+        self._dense = [slice(s.offset, s.end) for s in layout.segments if not reducer.factors(s)]
+        lengths = [part.stop - part.start for part in self._dense]
+        lefts = [(stack.count, reducer.rank, stack.rows) for stack in self._stacks]
+        bases = [(sum(count for count, *_ in same), *shape) for shape, same in groupby(lefts, itemgetter(1, 2))]
+        self._rights = [(stack.count, reducer.rank, stack.columns) for stack in self._stacks]
+        self._first = torch.zeros(carried + sum(lengths) + sum(map(math.prod, lefts)), device=device)
+        self._carried, rest = self._first[:carried], self._first[carried:]
+        self._sums = rest[: sum(lengths)].split(lengths)
+        self._left = _views(rest[sum(lengths) :], lefts)
+        self._bases = _views(rest[sum(lengths) :], bases)  # the same, those of equal length together
+        second = sum(map(math.prod, self._rights))
+        self._drawn = torch.empty(0 if state else second, device=device)
+        self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), second))
+
+    def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
+        matrices = [stack.view(vector) for stack in self._stacks]
+        with self._meter.span("encode"):
+            self._carried.copy_(carried)
+            for part, total in zip(self._dense, self._sums, strict=True):
+                total.copy_(vector[part])
+                vector[part].zero_()
+            for matrix, left, right in zip(matrices, self._left, _views(self._start(key), self._rights), strict=True):
+                torch.bmm(right, matrix.mT, out=left)
+        self._collective.all_reduce(self._first)
+        with self._meter.span("decode"):
+            carried.copy_(self._carried)
+            for part, total in zip(self._dense, self._sums, strict=True):
+                torch.mul(total, 1 / self._collective.size, out=out[part])
+        if self._stacks:
+            self._multiply_back(matrices, [stack.view(out) for stack in self._stacks])
+
+    def _multiply_back(self, matrices: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+        second = self._state.pending if self._state else self._drawn
+        rights = _views(second, self._rights)
+        with self._meter.span("encode"):
+            for base in self._bases:
+                base.copy_(torch.linalg.qr(base.mT).Q.mT)
+            for matrix, left, right in zip(matrices, self._left, rights, strict=True):
+                torch.bmm(left, matrix, out=right)
+                matrix.baddbmm_(left.mT, right, alpha=-1)
+        self._collective.all_reduce(second)
+        with self._meter.span("decode"):
+            second.mul_(1 / self._collective.size)
+            for mean, left, right in zip(means, self._left, rights, strict=True):
+                torch.bmm(left.mT, right, out=mean)
+
+    def _start(self, key: int) -> Tensor:
+        """Every Q to multiply with."""
+        if self._state:
+            return self._state.base()
+        return self._drawn.copy_(normal(key, len(self._drawn), self._drawn.device))
+
+
+def _matrix(segment: Segment) -> tuple[int, int]:
+    """Rows and columns of a parameter."""
+    rows, *rest = segment.shape or (1,)
+    return rows, math.prod(rest)
+
+
+def _stacks(layout: Layout, reducer: PowerSGD) -> list[_Stack]:
+    """What is worth factors, by rows and columns."""
+    stacks = []
+    segments = sorted(filter(reducer.factors, layout.segments), key=_matrix)
+    for (rows, columns), same in groupby(segments, _matrix):
+        run: list[Segment] = []
+        for segment in same:
+            if len(run) > 1 and segment.offset - run[-1].offset != run[1].offset - run[0].offset:
+                stacks.append(_Stack(tuple(run), rows, columns))
+                run = []
+            run.append(segment)
+        stacks.append(_Stack(tuple(run), rows, columns))
+    return stacks
+
+
+def _views(buffer: Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """One after the other in a buffer, which they fill."""
+    return [part.view(shape) for part, shape in zip(buffer.split([*map(math.prod, shapes)]), shapes, strict=True)]
+
+
+def normal(key: int, numel: int, device: torch.device) -> Tensor:
+    """Numbers from N(0, 1) that follow from the key alone, by the transform of Box and Muller."""
+    bits = RandomBits(2 * numel, device).draw(key, 0, 2 * numel).view(2, numel)
+    radius, angle = (bits.float() + 32768.5) / 65536
+    return torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)
