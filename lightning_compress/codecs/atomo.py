@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.bits import check, scratch
+from lightning_compress.codecs.buffers import check, scratch
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout, Segment
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import pieces, scratch
+from lightning_compress.codecs.buffers import pieces, scratch
 from lightning_compress.codecs.randomness import hash_torch
 from lightning_compress.codecs.selection import CpuSelector, SortSelector
 from lightning_compress.collectives import Collective
