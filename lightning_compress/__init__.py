@@ -9,6 +9,7 @@ from lightning_compress.entry import attach
 from lightning_compress.exchanges import Exchange
 from lightning_compress.hook import Compression
 from lightning_compress.monitor import CommunicationMonitor
+from lightning_compress.recovery import ThetaRecovery
 from lightning_compress.strategy import CompressedDDPStrategy
 
 # The other class tree has a registry of its own. It is not imported unasked: that would redirect Lightning's log.
@@ -27,6 +28,7 @@ __all__ = [
     "CompressedDDPStrategy",
     "Compression",
     "Exchange",
+    "ThetaRecovery",
     "attach",
     "compare",
 ]

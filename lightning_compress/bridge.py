@@ -19,9 +19,9 @@ from lightning_compress.state import Declared, States
 
 
 def declared(stretches: Sequence[Stretch]) -> dict[str, Declared]:
-    """What the group's reducers keep, by names that differ where settings do."""
+    """What the group's reducers keep, by names that say which rule it belongs to, and outlive other settings."""
     return {
-        f"{stretch.method}.{name}": each
+        f"{_prefix(stretch)}{name}": each
         for stretch in stretches
         if isinstance(stretch.method, Reducer)
         for name, each in stretch.method.state(stretch.layout).items()
@@ -45,7 +45,7 @@ def plan_group(
     plans: list[tuple[slice, ReducerPlan]] = []
     for stretch in stretches:
         if isinstance(stretch.method, Reducer):
-            own = _own(stretch.method, states)
+            own = _own(stretch, states)
             weight = 0 if plans else carried
             plans.append((stretch.place, stretch.method.plan(stretch.layout, weight, collective, device, meter, own)))
     if not dense:
@@ -53,8 +53,12 @@ def plan_group(
     return _Carrying([slice(section.start, section.stop) for section in sections], plans, carried, collective, device)
 
 
-def _own(method: Reducer, states: Mapping[str, object]) -> States:
-    prefix = f"{method}."
+def _prefix(stretch: Stretch) -> str:
+    return f"{type(stretch.method).__name__}{stretch.number}."
+
+
+def _own(stretch: Stretch, states: Mapping[str, object]) -> States:
+    prefix = _prefix(stretch)
     return {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}  # type: ignore[misc]
 
 

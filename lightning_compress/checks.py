@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.collectives import Collective
+from lightning_compress.kinds import kinds_of
 from lightning_compress.settings import Settings
 
 _OWN_HOOK = "it brings a communication hook of its own, and DistributedDataParallel takes one only"
@@ -85,7 +86,7 @@ def check_module(module: nn.Module, settings: Settings) -> None:
         raise ValueError(
             f"torch._dynamo.config.optimize_ddp={optimize_ddp!r} calls hooks with other arguments; set it to True"
         )
-    settings.rules.check([name for name, _ in parameters])
+    settings.rules.bound(kinds_of(module)).check([name for name, _ in parameters])
 
 
 def check_running(ddp: DistributedDataParallel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs import CODECS, Codec, OneBit, Plan
+from lightning_compress.codecs import CODECS, Codec, Dense, OneBit, Plan
 from lightning_compress.corrections import Corrected
 from lightning_compress.gradients import Gradients, read
 from lightning_compress.keys import mix
@@ -121,7 +121,7 @@ def compare(
         raise ValueError("compressors=[] names none; leave it out to compare all of them")
     rules = Rules(OneBit(), min_numel, ())
     shapes = [(name, tuple(gradient.shape)) for name, gradient in steps[0].items()]
-    layout = Layout.of(shape for shape in shapes if rules.compresses(*shape))
+    layout = Layout.of(shape for shape in shapes if not isinstance(rules.method_of(*shape), Dense))
     if not layout.numel:
         raise ValueError(
             f"none of the {len(shapes)} gradients would be compressed: all are 1-D or have fewer than "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from lightning_compress import checks
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import Collective, TorchCollective
 from lightning_compress.hook import Compression, ScaleSource
-from lightning_compress.settings import CompressorLike, ExchangeLike, Settings
+from lightning_compress.settings import CompressorLike, ExchangeLike, ScheduleLike, Settings
 
 
 def attach(
@@ -24,6 +24,10 @@ def attach(
     min_numel: int = 1024,
     exclude: Sequence[str] | None = (),
     seed: int = 0,
+    schedule: ScheduleLike = None,
+    rules: Sequence[Mapping[str, object]] | None = (),
+    residual_decay: float = 1.0,
+    residual_follows_lr: bool = False,
     scale: ScaleSource = lambda: None,
 ) -> Compression:
     """Compress the gradient averaging of a bare DistributedDataParallel model.
@@ -39,16 +43,32 @@ def attach(
         min_numel: smaller parameters stay dense.
         exclude: patterns of parameter names that stay dense.
         seed: of all randomness.
+        schedule: settings that change; where it goes by epochs, set the handle's ``epoch`` when one begins.
+        rules: parameters that take another compressor.
+        residual_decay: factor on the residual before it is added.
+        residual_follows_lr: keep the residual in units of updates.
         scale: returns what the loss is multiplied by (``lambda: scaler._scale`` with a GradScaler), so that residuals
             survive a change of it; None where there is no scaler.
 
     Returns:
-        the handle: ``stats()``, ``roll_back()`` (for steps that you skip yourself) and ``close()``.
+        the handle: ``stats()``, ``retune()``, ``roll_back()`` (for steps that you skip yourself) and ``close()``.
 
     Raises:
         ValueError: settings, module or ranks that cannot work together; on every rank.
     """
-    settings = Settings.of(compressor, exchange, error_feedback, warmup_steps, min_numel, exclude, seed)
+    settings = Settings.of(
+        compressor,
+        exchange,
+        error_feedback,
+        warmup_steps,
+        min_numel,
+        exclude,
+        seed,
+        schedule,
+        rules,
+        residual_decay,
+        residual_follows_lr,
+    )
     checks.check_ddp(ddp)
     check_setup(settings, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
     return compress(ddp, settings, scale)
@@ -73,7 +93,7 @@ def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSourc
     collective = TorchCollective(ddp.process_group)
     compression = Compression(ddp, settings, collective, scale)
     alone = collective.size == 1 and settings.correction is None  # a correction does the optimizer's work on any world
-    if alone or isinstance(settings.method, Dense):
+    if alone or all(isinstance(method, Dense) for method in settings.methods):
         compression.leave_to(ddp)
     else:
         compression.register(ddp)

@@ -54,6 +54,7 @@ class Group:
         scratch: shared with other groups.
 
     Attributes:
+        settings: what the user chose.
         given: names of the parameters, in the bucket's order.
         names: the same, in the vector's order.
         states: what is kept from step to step: the residual, and what reducers and the correction declare.
@@ -74,7 +75,7 @@ class Group:
         self.names = self.layout.names
         self._segments = [segment for segment in self.layout.segments if segment.numel]
         self._starts = torch.tensor([segment.offset for segment in self._segments], device=device)
-        self._settings = settings
+        self.settings = settings
         self._collective = collective
         self._device = device
         self._meter = meter
@@ -95,7 +96,9 @@ class Group:
         )
         self._exchange = bridge.plan_group(stretches, settings.exchange, collective, device, meter, self.states)
         self._dense: ExchangePlan | None = None
-        self._compressed = [each.place for each in stretches if not isinstance(each.method, Dense)]
+        coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
+        self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
+        self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
         codecs = [each.method for each in stretches if isinstance(each.method, Codec)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
         self._unscales = bool(self.states) or any(
@@ -110,7 +113,7 @@ class Group:
 
     def plan(self, step: int) -> ExchangePlan:
         """The exchange of a step: dense while the compression warms up."""
-        if step >= self._settings.warmup_steps:
+        if step >= self.settings.warmup_steps:
             self._dense = None
             return self._exchange
         if self._dense is None:
@@ -149,7 +152,7 @@ class Group:
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
         """The mean, written over ``gradient``; the states advance."""
-        plan, dense = self.plan(step), step < self._settings.warmup_steps
+        plan, dense = self.plan(step), step < self.settings.warmup_steps
         compressed = () if dense else self._compressed
         held = self._hold_unused(gradient) if self._held else []
         if self._correction:
@@ -157,7 +160,8 @@ class Group:
         if self.residual is None:
             vector = self._scratch.take("vector", self.layout.numel).copy_(gradient)
         else:
-            vector = torch.add(self.residual.base(), gradient, out=self.residual.pending)
+            decay = 1.0 if self.residual.touched else self.settings.residual_decay  # once a step
+            vector = torch.add(gradient, self.residual.base(), alpha=decay, out=self.residual.pending)
         for place, mask, _ in held:
             vector[place].mul_(mask)
         before = vector.norm() if self._meter.sampling else None
@@ -166,6 +170,9 @@ class Group:
             self._meter.add_error(before, vector.norm())
         if self._correction:
             self._correction.after(gradient, vector, compressed, step)
+        if self.residual is not None:
+            for place in self._unfed:  # what an unbiased method leaves is noise
+                vector[place].zero_()
         for place, mask, kept in held:
             for state, numbers in zip(self._held, kept, strict=True):
                 if state is not self.residual:  # which also owes what encoding took of the zeros it was given

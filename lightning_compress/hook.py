@@ -1,8 +1,6 @@
 """Where compression meets DistributedDataParallel: its buckets in, our groups out."""
 
-import weakref
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +8,17 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_compress import checks, snapshot
 from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.group import Group, Scratch
+from lightning_compress.courses import Progress
+from lightning_compress.groups import Groups
+from lightning_compress.kinds import kinds_of
 from lightning_compress.meter import Meter
+from lightning_compress.optimizers import Optimizers, unwatch, watch
 from lightning_compress.reducers import Reducer
-from lightning_compress.settings import Settings
-from lightning_compress.state import State
+from lightning_compress.settings import CompressorLike, Settings
 
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
 
@@ -41,7 +40,10 @@ class Compression:
 
     Attributes:
         active: it does the averaging; otherwise DistributedDataParallel does.
-        step: optimizer steps that were made.
+        settings: what runs now.
+        family: what the run began with, which state is of.
+        step: optimizer steps so far.
+        epoch: which one it is; whoever trains sets it, where a schedule goes by epochs.
         meter: counts.
     """
 
@@ -53,18 +55,20 @@ class Compression:
         scale: ScaleSource = lambda: None,
     ) -> None:
         parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
-        self.settings = settings
+        self.settings = settings.bound(kinds_of(ddp.module))
+        self.family = settings.family
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
         self.step = 0
-        self.groups: list[Group] = []
+        self.epoch = 0
         self._collective = CountingCollective(collective, self.meter)
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
+        self._optimizers = Optimizers(self._names)
+        self._next_settings: Settings | None = None
+        self._scheduled: dict[str, object] = {}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self._by_bucket: dict[tuple[int, ...], list[tuple[Group, list[int]]]] = {}
-        self._owner: dict[str, Group] = {}
-        self._scratch = Scratch(self.device)
+        self.groups = Groups(self._names, self._shapes, self._collective, self.device, self.meter)
         self._flag = torch.zeros((), device=self.device)
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._reduced: set[int] = set()
@@ -72,8 +76,7 @@ class Compression:
         self.active = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self._handles: list[Any] = []
-        _watch_optimizers()
-        _live.add(self)
+        watch(self)
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Take the averaging over from ``ddp``."""
@@ -113,10 +116,10 @@ class Compression:
 
     def _reduce(self, bucket: Any) -> None:
         buffer = bucket.buffer()
-        parts = self._parts(bucket.parameters())
         if self._stepped:
             self._begin_step()
-        elif any(id(group) in self._reduced for group, _ in parts):  # a second backward in the same step
+        parts = self.groups.of(bucket.parameters(), self.settings)
+        if any(id(group) in self._reduced for group, _ in parts):  # a second backward in the same step
             self._drop_unsound()
         self._reduced.update(id(group) for group, _ in parts)
         self.meter.bytes_dense += all_reduce_bytes(buffer.numel() * buffer.element_size(), self._collective.size)
@@ -129,49 +132,35 @@ class Compression:
         self._stepped = False
         self._reduced.clear()
         self._flag.zero_()
-        for state in self._states():
+        for state in self.groups.states():
             state.roll_back()
+        if self.settings.residual_follows_lr:
+            factors = self._optimizers.changes()
+            for residual in self.groups.residuals() if factors else ():
+                residual.scale(factors)
+        self._follow_schedule()
+        if self._next_settings is not None:  # groups are made anew, and take their states over by name
+            self.settings, self._next_settings = self._next_settings, None
+            self.groups.look_again()
         self.meter.begin_step()
+
+    def _follow_schedule(self) -> None:
+        """Retune where the schedule's values are others than in the last step; in between ``retune`` has the say."""
+        schedule = self.settings.schedule
+        rate = self._optimizers.rate() if schedule.by_rate else None
+        values = schedule.values(Progress(self.step, self.epoch, rate))
+        if values != self._scheduled:
+            self._scheduled = values
+            self._next_settings = self.next_settings.retuned(None, values)
 
     def _drop_unsound(self) -> None:
         """Forget a backward that was not finite, which a GradScaler skipped."""
         rejected = self._flag.isnan()
         self._nonfinite_steps.add_(rejected)
-        for state in self._states():
+        for state in self.groups.states():
             state.reject(rejected)
         self._flag.zero_()
         self._reduced.clear()
-
-    def _parts(self, parameters: Sequence[Tensor]) -> list[tuple[Group, list[int]]]:
-        """The groups of a bucket, and where in the bucket each one's parameters are.
-
-        A bucket is one new group, unless it is made up of groups that there are, as the first bucket of a resumed run.
-        """
-        bucket = tuple(map(id, parameters))
-        if bucket not in self._by_bucket:
-            names = [self._names[each] for each in bucket]
-            owners = [group for group in self.groups if not set(names).isdisjoint(group.names)]
-            if sorted(name for group in owners for name in group.names) != sorted(names):
-                owners = [self._add_group(names)]
-            places = {name: place for place, name in enumerate(names)}
-            self._by_bucket[bucket] = [(group, [places[name] for name in group.given]) for group in owners]
-        return self._by_bucket[bucket]
-
-    def _add_group(self, names: Sequence[str]) -> Group:
-        """A new group, with the state that its parameters have so far; groups that have none left go."""
-        shaped = [(name, self._shapes[name]) for name in names]
-        self._scratch.clear()
-        group = Group(shaped, self.settings, self._collective, self.device, self.meter, self._scratch)
-        for old in self.groups:
-            moving = {name for name in group.names if self._owner.get(name) is old}
-            for kind in old.states.keys() & group.states.keys() if moving else ():
-                group.states[kind].adopt(old.states[kind], moving)
-        self._owner.update(dict.fromkeys(group.names, group))
-        self.groups = [each for each in [*self.groups, group] if each in self._owner.values()]
-        self._by_bucket = {
-            bucket: parts for bucket, parts in self._by_bucket.items() if all(part in self.groups for part, _ in parts)
-        }
-        return group
 
     @property
     def keeps_state(self) -> bool:
@@ -184,7 +173,8 @@ class Compression:
 
         Every rank has its own. It refers to memory that later steps replace or reuse: save or copy it at once.
         """
-        return snapshot.take(self.settings.family, self.step, [(group.given, group.states) for group in self.groups])
+        groups = [(group.given, group.states) for group in self.groups]
+        return snapshot.take(self.family, self.step, self._optimizers.rates, groups)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
         """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
@@ -193,16 +183,14 @@ class Compression:
             ValueError: it is none, or of another method.
         """
         snapshot.check(state)
-        if state["method"] != self.settings.family:
-            raise ValueError(f"the state is of {state['method']}; this run compresses with {self.settings.family}")
+        if state["method"] != self.family:
+            raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()
         for saved in state["groups"]:
             if names := [name for name in saved["names"] if name in self._shapes]:
-                snapshot.fill(self._add_group(names).states, saved, names)
+                snapshot.fill(self.groups.add(names, self.settings).states, saved, names)
+        self._optimizers.rates.update(state["rates"])
         self.step = state["step"]
-
-    def _states(self) -> list[State]:
-        return [state for group in self.groups for state in group.states.values()]
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Let a method that does a part of the optimizer's work see that it is not done twice.
@@ -210,23 +198,23 @@ class Compression:
         Raises:
             ValueError: the optimizer does what the method cannot go with.
         """
-        if self.settings.correction and self.active and (names := self._owned(optimizer)):
+        self._optimizers.see(optimizer)
+        if self.settings.correction and self.active and (names := self._optimizers.owned(optimizer)):
             self.settings.correction.take_over(optimizer, sorted(names))
-
-    def _owned(self, optimizer: Optimizer) -> set[str]:
-        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return {name for parameter, name in self._names.items() if parameter in owned}
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
-        names = self._owned(optimizer)
+        names = self._optimizers.owned(optimizer)
         if not names:
             return
         rejected = self._flag.isnan()
         if (found := getattr(optimizer, "found_inf", None)) is not None:  # a fused optimizer skips by itself
             rejected = rejected | (found > 0).to(rejected.device)
-        for state in self._states():
-            state.commit(rejected, names)
+        follows = self.settings.residual_follows_lr
+        moved = names - self._optimizers.stepped(optimizer) if follows else names
+        for group in self.groups:
+            for state in group.states.values():
+                state.commit(rejected, moved if state is group.residual else names)
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
             self._nonfinite_steps.add_(rejected.squeeze())
@@ -240,10 +228,38 @@ class Compression:
             self._begin_step()
             self._stepped = True
 
+    @property
+    def next_settings(self) -> Settings:
+        """What the next step begins with."""
+        return self._next_settings or self.settings
+
+    def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
+        """Compress otherwise from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
+
+        Must be called on all ranks, in the same step, with the same arguments: ranks that disagree cannot read each
+        other's messages. Residuals and other states stay; a residual that the new method needs not is sent with the
+        next gradient. On one rank, where nothing is compressed, only the settings change.
+
+        Args:
+            compressor: as in ``attach``; None: the one that runs.
+            **changes: of its settings.
+
+        Raises:
+            ValueError: there is no such setting, a value is out of range, the exchange cannot carry the method, another
+                part of the optimizer's work would be taken over, or the run began with ``none``, which has no hook.
+        """
+        if not self.active and self._collective.size > 1:
+            raise ValueError(
+                "the run began with compressor='none', which leaves the average to DistributedDataParallel for good; "
+                "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
+            )
+        self._next_settings = self.next_settings.retuned(compressor, changes)
+
     def reset(self) -> None:
         """Begin again: no residuals, no steps."""
-        for state in self._states():
+        for state in self.groups.states():
             state.reset()
+        self._optimizers.forget()
         self._flag.zero_()
         self._stepped = True
         self.step = 0
@@ -257,7 +273,7 @@ class Compression:
             residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
             ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
-        norms = [group.residual.committed.norm() for group in self.groups if group.residual]
+        norms = [residual.committed.norm() for residual in self.groups.residuals()]
         return self.meter.read() | {
             "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
             "nonfinite_steps": float(self._nonfinite_steps),
@@ -265,30 +281,8 @@ class Compression:
 
     def close(self) -> None:
         """Stop watching the optimizers and give memory back, when the model will not be trained any more."""
-        _live.discard(self)
+        unwatch(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.groups.clear()
-        self._by_bucket.clear()
-        self._owner.clear()
-        self._scratch.clear()
-
-
-_live: "weakref.WeakSet[Compression]" = weakref.WeakSet()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Tell every compression when an optimizer has stepped; one hook per process."""
-
-    def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for compression in list(_live):
-            compression.take_over(optimizer)
-
-    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for compression in list(_live):
-            compression.after_step(optimizer)
-
-    register_optimizer_step_pre_hook(steps)
-    register_optimizer_step_post_hook(stepped)

@@ -28,6 +28,7 @@ class Meter:
         sample_every: time and error are measured on each so-manieth step, and on the first; 0: on none.
         sampling: they are measured now.
         steps: steps that ended.
+        sampled: how many they were when the last one that was measured ended.
         bytes_sent: bytes that this rank handed to the transport, over all steps.
         bytes_dense: bytes that stock DDP would have sent, over all steps.
     """
@@ -37,6 +38,7 @@ class Meter:
         self.sample_every = 50
         self.sampling = False
         self.steps = 0
+        self.sampled = 0
         self.bytes_sent = 0
         self.bytes_dense = 0
         self._started = (0, 0)
@@ -54,6 +56,7 @@ class Meter:
     def end_step(self) -> None:
         """Close them: the step counts."""
         self.steps += 1
+        self.sampled = self.steps if self.sampling else self.sampled
         self.sampling = False
         self._last = (self.bytes_sent - self._started[0], self.bytes_dense - self._started[1])
 

@@ -1,4 +1,4 @@
-"""The strategy and the callback for users of ``import pytorch_lightning``, a class tree of its own."""
+"""The strategy and the callbacks for users of ``import pytorch_lightning``, a class tree of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_compress.monitor import MonitorMixin
+from lightning_compress.recovery import RecoveryMixin
 from lightning_compress.strategy import CompressedDDPMixin
 
 
@@ -15,6 +16,10 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[mi
 
 class CommunicationMonitor(MonitorMixin, Callback):
     """See ``lightning_compress.CommunicationMonitor``."""
+
+
+class ThetaRecovery(RecoveryMixin, Callback):
+    """See ``lightning_compress.ThetaRecovery``."""
 
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)

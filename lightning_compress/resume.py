@@ -87,7 +87,7 @@ class Resume:
             return ""
         problem, state = "", None
         try:
-            state = checkpoint.read(files, self._path, manifest, compression.settings.family, ranks, device)
+            state = checkpoint.read(files, self._path, manifest, compression.family, ranks, device)
         except ValueError as error:
             problem = str(error)
         failed = torch.tensor([bool(problem)], dtype=torch.int32, device=device)

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from lightning_compress.codecs import CODECS, Codec
 from lightning_compress.corrections import CORRECTED, Corrected, Correction
 from lightning_compress.exchanges import EXCHANGES, Auto, Exchange
+from lightning_compress.kinds import KINDS
 from lightning_compress.reducers import REDUCERS, Reducer
-from lightning_compress.rules import Method, Rules
+from lightning_compress.rules import Compressor, Method, Rule, Rules
+from lightning_compress.schedule import Schedule, changed
 
-Compressor = Codec | Reducer | Corrected
 COMPRESSORS: dict[str, type[Compressor]] = {**CODECS, **REDUCERS, **CORRECTED}
 """What ``compressor=`` takes by name."""
 
 CompressorLike = str | Mapping[str, object] | Compressor
 ExchangeLike = str | Mapping[str, object] | Exchange
+ScheduleLike = str | Mapping[str, object] | Schedule | None
 
 
 def _build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type, ...]) -> object:
@@ -69,12 +71,17 @@ def build_exchange(exchange: ExchangeLike) -> Exchange:
 class Settings:
     """Everything that decides what travels; must be equal on all ranks."""
 
+    compressor: Compressor
     rules: Rules
     exchange: Exchange
     correction: Correction | None
     error_feedback: bool
+    as_needed: bool
     warmup_steps: int
     seed: int
+    schedule: Schedule
+    residual_decay: float
+    residual_follows_lr: bool
 
     @property
     def method(self) -> Method:
@@ -87,6 +94,30 @@ class Settings:
         parts = (self.correction, self.method)
         return " ".join(type(part).__name__ for part in parts if part is not None)
 
+    @property
+    def methods(self) -> list[Method]:
+        """All that will compress at some time."""
+        scheduled = self.schedule.compressors(self.compressor)
+        return [*self.rules.methods, *(_parts(each)[0] for each in scheduled)]
+
+    def _checked(self) -> Settings:
+        """With error feedback on if the rules' methods ask for it.
+
+        Raises:
+            ValueError: methods, exchange and error feedback do not go together.
+        """
+        for method in self.methods:
+            if isinstance(method, Codec):
+                self.exchange.check(method)
+            elif not isinstance(self.exchange, Auto):
+                raise ValueError(
+                    f"exchange={self.exchange} cannot carry {method}, which exchanges by itself; use exchange='auto'"
+                )
+            elif self.feeds_back(method) and not method.conserves:
+                raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
+        needed = any(self.feeds_back(method) for method in self.rules.methods)
+        return dataclasses.replace(self, error_feedback=self.error_feedback or needed)
+
     @classmethod
     def of(
         cls,
@@ -97,6 +128,10 @@ class Settings:
         min_numel: int = 1024,
         exclude: Sequence[str] | None = (),
         seed: int = 0,
+        schedule: ScheduleLike = None,
+        rules: Sequence[Mapping[str, object]] | None = (),
+        residual_decay: float = 1.0,
+        residual_follows_lr: bool = False,
     ) -> Settings:
         """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
 
@@ -104,8 +139,7 @@ class Settings:
             ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
-        method, correction = (given.codec, given.correction) if isinstance(given, Corrected) else (given, None)
-        _check_exchange(pattern, method)
+        method, correction = _parts(given)
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
@@ -113,33 +147,86 @@ class Settings:
             raise ValueError(
                 f"error_feedback={error_feedback!r} must be true, false, or null (on for methods that need it)"
             )
-        if error_feedback and isinstance(method, Reducer) and not method.conserves:
-            raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
-        return cls(
-            rules=Rules(method, min_numel, _patterns(exclude)),
+        if not isinstance(residual_decay, (int, float)) or not 0 <= residual_decay <= 1:
+            raise ValueError(f"residual_decay={residual_decay!r} must be in [0, 1]; 1 keeps all of it")
+        if not isinstance(residual_follows_lr, bool):
+            raise ValueError(f"residual_follows_lr={residual_follows_lr!r} must be true or false")
+        made = cls(
+            compressor=given,
+            rules=Rules(method, min_numel, _patterns("exclude", exclude), _rules(rules)),
             exchange=pattern,
             correction=correction,
-            error_feedback=method.contractive if error_feedback is None else error_feedback,
+            error_feedback=bool(error_feedback),
+            as_needed=error_feedback is None,
             warmup_steps=warmup_steps,
             seed=seed,
+            schedule=Schedule.of(schedule, given),
+            residual_decay=float(residual_decay),
+            residual_follows_lr=residual_follows_lr,
         )
+        return made._checked()
+
+    def bound(self, kinds: Mapping[str, str]) -> Settings:
+        """The same for a model whose parameters are of these kinds."""
+        return dataclasses.replace(self, rules=self.rules.bound(kinds))
+
+    def feeds_back(self, method: Method) -> bool:
+        """Whether what the method does not send is added to the next gradient."""
+        return method.contractive if self.as_needed else self.error_feedback
+
+    def retuned(self, compressor: CompressorLike | None, changes: Mapping[str, object]) -> Settings:
+        """The same with another compressor (None: this one), or other settings of it; see ``Compression.retune``.
+
+        A residual that is kept once is kept for good, so that nothing is lost in between.
+
+        Raises:
+            ValueError: see ``Compression.retune``.
+        """
+        given = changed(self.compressor if compressor is None else build_compressor(compressor), changes)
+        method, correction = _parts(given)
+        if type(correction) is not type(self.correction):
+            raise ValueError(
+                f"{given} cannot follow {self.compressor} within a run: each takes another part of the optimizer's work"
+            )
+        rules = dataclasses.replace(self.rules, method=method)
+        return dataclasses.replace(self, compressor=given, rules=rules, correction=correction)._checked()
 
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""
         return hashlib.sha256(repr(self).encode()).digest()
 
 
-def _check_exchange(exchange: Exchange, method: Method) -> None:
-    if isinstance(method, Codec):
-        exchange.check(method)
-    elif not isinstance(exchange, Auto):
-        raise ValueError(f"exchange={exchange} cannot carry {method}, which exchanges by itself; use exchange='auto'")
+def _parts(compressor: Compressor) -> tuple[Method, Correction | None]:
+    return (compressor.codec, compressor.correction) if isinstance(compressor, Corrected) else (compressor, None)
 
 
-def _patterns(exclude: object) -> tuple[str, ...]:
-    if isinstance(exclude, str):
-        raise ValueError(f"exclude={exclude!r} must be a list of patterns; write exclude=[{exclude!r}]")
-    patterns = [] if exclude is None else list(exclude) if isinstance(exclude, Iterable) else [exclude]
+def _rules(given: object) -> tuple[Rule, ...]:
+    """Rules as a user writes them: ``[{match: pattern(s), kind: kind, compressor: ...}, ...]``."""
+    if given is not None and (not isinstance(given, Iterable) or isinstance(given, str | Mapping)):
+        raise ValueError(f"rules={given!r} must be a list, such as [{{kind: embedding, compressor: bf16}}]")
+    made = []
+    for each in given or ():
+        if not isinstance(each, Mapping) or not {"compressor"} <= each.keys() <= {"match", "kind", "compressor"}:
+            raise ValueError(f"the rule {each!r} must be a mapping with compressor, and match or kind or both")
+        match, kind, method = each.get("match"), each.get("kind"), build_compressor(each["compressor"])
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"the rule {each!r}: kind={kind!r} must be one of {', '.join(KINDS)}")
+        if isinstance(method, Corrected):
+            raise ValueError(
+                f"the rule {each!r}: {method} takes a part of the optimizer's work for all parameters; "
+                "give it as compressor= and put the others into rules"
+            )
+        patterns = _patterns("match", [match] if isinstance(match, str) else match)
+        if not patterns and kind is None:
+            raise ValueError(f"the rule {each!r} must say which parameters: match, kind, or both")
+        made.append(Rule(method, patterns, None if kind is None else str(kind)))
+    return tuple(made)
+
+
+def _patterns(what: str, given: object) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise ValueError(f"{what}={given!r} must be a list of patterns; write {what}=[{given!r}]")
+    patterns = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"exclude={exclude!r} must be a list of name patterns, such as ['head.*', '*.bias']")
+        raise ValueError(f"{what}={given!r} must be a list of name patterns, such as ['head.*', '*.bias']")
     return tuple(map(str, patterns))

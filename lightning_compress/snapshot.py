@@ -1,6 +1,6 @@
 """The committed state of one rank as tensors and primitives, and back.
 
-    {"format": 1, "method": str, "step": int,
+    {"format": 1, "method": str, "step": int, "rates": {name: learning rate},
      "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank" or "shared", "names": [str, ...],
                                                         "numels": [int, ...], "numbers": float32 [their sum]}}}, ...]}
 
@@ -24,18 +24,22 @@ FORMAT = 1
 Snapshot = dict[str, Any]
 
 
-def take(method: str, step: int, groups: Iterable[tuple[Sequence[str], States]]) -> Snapshot:
+def take(
+    method: str, step: int, rates: Mapping[str, float], groups: Iterable[tuple[Sequence[str], States]]
+) -> Snapshot:
     """What the optimizer steps have made true so far; refers to the states' own memory, which a commit replaces.
 
     Args:
         method: the settings, as text.
         step: optimizer steps so far.
+        rates: learning rates of the last step, by name.
         groups: names in order and states of each group.
     """
     return {
         "format": FORMAT,
         "method": method,
         "step": step,
+        "rates": dict(rates),
         "groups": [
             {"names": list(names), "states": {kind: _one(state) for kind, state in states.items()}}
             for names, states in groups
@@ -101,11 +105,13 @@ def check(snapshot: object) -> Snapshot:
     Raises:
         ValueError: a part is missing, of the wrong type, or numbers and names do not fit together.
     """
-    parts = _fields(snapshot, "the state", {"format": int, "method": str, "step": int, "groups": list})
+    parts = _fields(snapshot, "the state", {"format": int, "method": str, "step": int, "rates": dict, "groups": list})
     if parts["format"] != FORMAT:
         raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
     if parts["step"] < 0:
         raise ValueError(f"the state is of step {parts['step']!r}")
+    if not all(isinstance(name, str) and type(rate) is float and rate > 0 for name, rate in parts["rates"].items()):
+        raise ValueError("the learning rates are not all numbers above 0")
     for group in parts["groups"]:
         fields = _fields(group, "a group", {"names": list, "states": dict})
         if not all(isinstance(name, str) for name in fields["names"]):
@@ -144,7 +150,7 @@ def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, A
 
 
 def _shape(snapshot: Snapshot) -> list[object]:
-    shape: list[object] = [snapshot["step"]]
+    shape: list[object] = [snapshot["step"], sorted(snapshot["rates"].items())]
     for group in snapshot["groups"]:
         shape.append(group["names"])
         shape += [(kind, one["holder"], one["names"], one["numels"]) for kind, one in sorted(group["states"].items())]

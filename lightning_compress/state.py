@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +92,12 @@ class State:
                 committed[place] = self.pending[place]
             self.committed = committed
         self.touched -= ours
+
+    def scale(self, factors: Mapping[str, float]) -> None:
+        """Multiply the committed numbers of the named parameters."""
+        for segment in self.layout.segments:
+            if segment.name in factors:
+                self.committed[place_of(segment)] *= factors[segment.name]
 
     def reject(self, rejected: Tensor) -> None:
         """Roll back if the bool scalar ``rejected`` says so; on an accelerator without a wait for it."""

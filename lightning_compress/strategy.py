@@ -50,11 +50,27 @@ class CompressedDDPMixin(_Base):
         seed: int = 0,
         state: SavedState = "sidecar",
         strict_state: bool = False,
+        schedule: str | dict[str, Any] | None = None,
+        rules: Sequence[dict[str, Any]] | None = (),
+        residual_decay: float = 1.0,
+        residual_follows_lr: bool = False,
         **kwargs: Any,
     ) -> None:
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
-        self._settings = Settings.of(compressor, exchange, error_feedback, warmup_steps, min_numel, exclude, seed)
+        self._settings = Settings.of(
+            compressor,
+            exchange,
+            error_feedback,
+            warmup_steps,
+            min_numel,
+            exclude,
+            seed,
+            schedule,
+            rules,
+            residual_decay,
+            residual_follows_lr,
+        )
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
 
@@ -75,9 +91,10 @@ class CompressedDDPMixin(_Base):
         for optimizer in self.optimizers:
             self._compression.take_over(optimizer)
         adaptive = [type(each).__name__ for each in self.optimizers if "Adam" in type(each).__name__]
-        if adaptive and self.world_size > 1 and not self._settings.method.safe_with_adam:
+        coarse = [each for each in self._settings.methods if not each.safe_with_adam]
+        if adaptive and self.world_size > 1 and coarse:
             rank_zero_warn(
-                f"{self._settings.method} with {adaptive[0]} trains worse than without compression: error feedback of "
+                f"{coarse[0]} with {adaptive[0]} trains worse than without compression: error feedback of "
                 "such a coarse method does not mix with adaptive learning rates. Use SGD with momentum, or "
                 "compressor='bf16'."
             )
@@ -89,6 +106,12 @@ class CompressedDDPMixin(_Base):
 
     def _loss_scale(self) -> torch.Tensor | None:
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the schedule which epoch it is."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._compression is not None and self.lightning_module is not None:
+            self._compression.epoch = self.lightning_module.current_epoch
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step; if no optimizer did (a GradScaler skips steps), the residuals stay as they were."""
@@ -191,6 +214,24 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             the checkpoint (``epoch=3.ckpt.lc``), from which a run goes on bit for bit; "mean", their mean inside the
             checkpoint; or "none". At another world size every rank goes on from the mean.
         strict_state: state that cannot be restored stops the run, instead of a warning and a start from zero.
+        schedule: settings of the compressor that change while training, one or several:
+            ``{"density": {0: 0.25, 100: 0.0625}}`` from an optimizer step on (the compressor's own value before the
+            first); ``{"density": {"unit": "epoch", "values": {0: 0.25, 4: 0.01}}}``;
+            ``{"theta": {"kind": "linear", "to": 0.0, "steps": 1000}}`` or ``exponential``, from the compressor's own
+            value (or ``"from"``), in 8 ``"stages"``, over steps or epochs; ``{"theta": {"kind": "lr", "factor": 5}}``:
+            the dropped share is ``factor`` times the learning rate (the largest of a parameter group), at most the
+            compressor's own. Or a preset: ``"dgc"``, density 0.25, 0.0625, 0.0156, 0.004, 0.001, an epoch each;
+            ``{"preset": "dgc", "steps": 100}``. Steps count from 0, ``warmup_steps`` included.
+        rules: what takes another compressor, in order; the first rule that takes a parameter has it, and ``compressor``
+            has the rest: ``[{"kind": "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor":
+            {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns
+            the parameter) embedding, conv, linear, norm or other; both may be given. ``exclude`` and ``min_numel``
+            come first. Error feedback is for those methods that need it, if it is None.
+        residual_decay: the residual is multiplied by it before it is added to the gradient; 1 forgets nothing, 0 all.
+        residual_follows_lr: when an optimizer's learning rate changes from a to b, multiply the residual of its
+            parameters by a / b, so that late gradients move the parameters as far as they would have in time: what is
+            sent and what is kept then add up in units of updates (Stich et al., NeurIPS 2018), not of gradients. Where
+            a learning rate is 0, the residual waits. For SGD, with which updates are in proportion to the rate.
         **kwargs: of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``, ``start_method``, ...
 
     Raises:

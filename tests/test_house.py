@@ -19,16 +19,18 @@ LAYERS = [
     ("codecs", "collectives"),
     ("message",),
     ("exchanges", "reducers", "corrections"),
-    ("rules",),
+    ("rules", "kinds", "courses"),
+    ("schedule",),
     ("settings", "bridge"),
-    ("group", "checks"),
+    ("group", "checks", "optimizers"),
+    ("groups",),
     ("hook",),
     ("entry", "checkpoint", "compare"),
     ("resume",),
-    ("monitor", "strategy"),
+    ("monitor", "recovery", "strategy"),
     ("pytorch_lightning",),
 ]
-LIGHTNING_ALLOWED = {"monitor", "strategy", "pytorch_lightning"}
+LIGHTNING_ALLOWED = {"monitor", "recovery", "strategy", "pytorch_lightning"}
 
 
 def imports(path):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.base import ALIGNMENT, aligned
@@ -16,6 +17,7 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.two_shot import TwoShot
+from lightning_compress.keys import mix
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 
@@ -24,28 +26,34 @@ log = logging.getLogger(__name__)
 TWO_SHOT_RANKS = 4
 """Below this, two-shot sends as much as all-gather and encodes twice."""
 
+WORTH = 65536
+"""Bytes that one more collective must save: half a millisecond at 1 Gbit/s, about what a collective takes to begin."""
+
 
 @dataclass(frozen=True)
 class Auto(Exchange):
     """All-reduce for messages that may be summed; else all-gather up to 3 ranks and for sparsifiers; else two-shot.
 
-    Where the compressed exchange would send as many bytes as a float32 all-reduce (a sparsifier at many ranks), the
-    group travels dense: nothing is lost and nothing is slower. The choice is logged once per group on rank 0.
+    Where the compressed exchange would send more bytes than a float32 all-reduce (a sparsifier at many ranks), the
+    group travels dense: nothing is lost and nothing is slower. Sections of several methods share one message, or go
+    each the way that suits it where that saves enough. The choice is logged once per group on rank 0.
     """
 
     def plan(
         self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        plan = self._choose(sections, collective.size).plan(sections, collective, device, meter)
-        reason = ""
-        if plan.bytes_sent > dense_bytes(sections, collective.size):
-            reason = f" of float32, since {plan.description} would send {plan.bytes_sent:,} bytes"
-            dense = [Section(Dense(), section.layout, section.start) for section in sections]
-            plan = AllReduce().plan(dense, collective, device, meter)
+        ways: dict[Exchange, list[Section]] = {}
+        for section in sections:
+            ways.setdefault(self._choose([section], collective.size), []).append(section)
+        plan = _together(self._choose(sections, collective.size), sections, collective, device, meter)
+        if len(ways) > 1:
+            apart = _Apart([_together(way, each, collective, device, meter) for way, each in ways.items()])
+            if apart.bytes_sent + WORTH * (len(ways) - 1) < plan.bytes_sent:
+                plan = apart
         if collective.rank == 0:
             count = sum(section.layout.numel for section in sections)
-            log.info("%s%s: %s bytes a rank for %s elements", plan.description, reason, f"{plan.bytes_sent:,}", count)
+            log.info("%s: %s bytes a rank for %s elements", plan.description, f"{plan.bytes_sent:,}", count)
         return plan
 
     @staticmethod
@@ -56,6 +64,33 @@ class Auto(Exchange):
         if ranks < TWO_SHOT_RANKS or any(codec.sparse for codec in codecs):
             return AllGather()
         return TwoShot()
+
+
+def _together(
+    way: Exchange, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+) -> ExchangePlan:
+    """One message, dense where that is less."""
+    plan = way.plan(sections, collective, device, meter)
+    if plan.bytes_sent <= dense_bytes(sections, collective.size):
+        return plan
+    dense = AllReduce().plan(
+        [Section(Dense(), each.layout, each.start) for each in sections], collective, device, meter
+    )
+    dense.description += f" of float32, since {plan.description} would send {plan.bytes_sent:,} bytes"
+    return dense
+
+
+class _Apart(ExchangePlan):
+    """Several messages, one after the other."""
+
+    def __init__(self, plans: Sequence[ExchangePlan]) -> None:
+        self._plans = plans
+        self.bytes_sent = sum(plan.bytes_sent for plan in plans)
+        self.description = ", ".join(plan.description for plan in plans)
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        for number, plan in enumerate(self._plans):
+            plan.mean(vector, out, mix(key, number), flag)
 
 
 def dense_bytes(sections: Sequence[Section], ranks: int) -> int:

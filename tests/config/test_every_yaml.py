@@ -22,7 +22,7 @@ from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from tests.config.composing import CONF, built, composed
 
 FILES = sorted(CONF.glob("*/*.yaml"))
-PACKAGED = [path for path in FILES if path.parent.name in ("compressor", "exchange", "strategy", "monitor")]
+PACKAGED = [path for path in FILES if path.parent.name in ("compressor", "exchange", "strategy", "monitor", "recovery")]
 
 
 def name(path: Path) -> str:
@@ -37,7 +37,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups() -> None:
     groups = {path.parent.name for path in FILES}
-    wanted = "recipe optimizer data compressor exchange strategy monitor trainer logger experiment debug"
+    wanted = "recipe optimizer data compressor exchange strategy monitor recovery trainer logger experiment debug"
     assert groups == set(wanted.split())
 
 

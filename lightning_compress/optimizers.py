@@ -1,0 +1,114 @@
+"""Who owns which parameters, and when an optimizer has stepped."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Listener(Protocol):
+    """Is told of every optimizer of the process."""
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """It is about to step."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has really stepped."""
+
+
+class Optimizers:
+    """The optimizers of one model, as they show themselves.
+
+    Args:
+        names: of the model's parameters, by their ``id``.
+
+    Attributes:
+        rates: at which each parameter was stepped last, by name.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.rates: dict[str, float] = {}
+        self._last: dict[str, int] = {}
+
+    def owned(self, optimizer: Optimizer) -> set[str]:
+        """Names of the parameters that the optimizer steps."""
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {name for parameter, name in self._names.items() if parameter in owned}
+
+    def see(self, optimizer: Optimizer) -> None:
+        """Remember it, if it steps any of the model's parameters."""
+        if optimizer not in self._seen and self.owned(optimizer):
+            self._seen.add(optimizer)
+
+    def rate(self) -> float | None:
+        """The largest learning rate that any of them has now; None as long as none was seen."""
+        rates = [float(group["lr"]) for each in self._seen for group in each.param_groups if "lr" in group]
+        return max(rates, default=None)
+
+    def stepped(self, optimizer: Optimizer) -> set[str]:
+        """Note the learning rates of a step; names of its parameters that it did not move, since their rate is 0."""
+        rates = self._rates_of(optimizer)
+        self._last |= dict.fromkeys(rates, id(optimizer))
+        self.rates |= {name: rate for name, rate in rates.items() if rate}
+        return {name for name, rate in rates.items() if not rate}
+
+    def changes(self) -> dict[str, float]:
+        """Factor by which what was kept of each parameter keeps its worth, learning rate times number, in this step.
+
+        Parameters whose rate is 0, or the same as it was, are left out; those of the others count as noted.
+        """
+        factors = {}
+        for optimizer in self._seen:
+            for name, rate in self._rates_of(optimizer).items():
+                before = self.rates.get(name, rate)
+                last = self._last.get(name) == id(optimizer)  # the outer one, where one optimizer is inside another
+                if last and rate and rate != before:
+                    factors[name] = before / rate
+                    self.rates[name] = rate
+        return factors
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.rates.clear()
+
+    def _rates_of(self, optimizer: Optimizer) -> dict[str, float]:
+        groups = [group for group in optimizer.param_groups if "lr" in group]
+        pairs = [(id(parameter), float(group["lr"])) for group in groups for parameter in group["params"]]
+        return {self._names[parameter]: rate for parameter, rate in pairs if parameter in self._names}
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def watch(listener: Listener) -> None:
+    """Tell the listener of every step from now on, as long as it lives."""
+    _hook_in()
+    _listeners.add(listener)
+
+
+def unwatch(listener: Listener) -> None:
+    """Stop."""
+    _listeners.discard(listener)
+
+
+@cache
+def _hook_in() -> None:
+    """One hook per process: torch calls it around each ``Optimizer.step``, wherever that happens."""
+
+    def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for listener in list(_listeners):
+            listener.take_over(optimizer)
+
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for listener in list(_listeners):
+            listener.after_step(optimizer)
+
+    register_optimizer_step_pre_hook(steps)
+    register_optimizer_step_post_hook(stepped)
