@@ -22,17 +22,48 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_compress.codecs import CODECS, Codec, TopK
+from lightning_compress.codecs.base import Plan
+from lightning_compress.corrections import CORRECTED, Corrected
 from lightning_compress.layout import Layout
+from lightning_compress.state import State
 
-CASES: dict[str, Codec] = {name: codec() for name, codec in CODECS.items()}
+CASES: dict[str, Codec | Corrected] = {name: codec() for name, codec in CODECS.items()}
 CASES["topk-sampled"] = TopK(selection="sampled")
+CASES |= {name: corrected() for name, corrected in CORRECTED.items()}
 
 
-def measure(cases: dict[str, Codec], numel: int, repeats: int) -> dict[str, Any]:
+class _Corrected(Plan):
+    """A correction around its codec: encoding includes what it does before and after."""
+
+    def __init__(self, corrected: Corrected, layout: Layout, device: torch.device) -> None:
+        super().__init__(layout)
+        whole, correction = [slice(0, layout.numel)], corrected.correction
+        states = {
+            name: State(each.layout, device, each.initial, each.holder)
+            for name, each in correction.state(layout, whole).items()
+        }
+        self._whole, self._states = whole, states
+        self._correction = correction.plan(layout, whole, 2, device, states)
+        self._plan = corrected.codec.plan(layout, device)
+        self._mean, self._step = torch.zeros(layout.numel, device=device), 1 << 20
+        self.message_size = self._plan.message_size
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._correction.before(vector, self._whole, self._step)
+        self._plan.encode(vector, message, key)
+        self._correction.after(self._mean, vector, self._whole, self._step)
+        for state in self._states.values():
+            state.committed, state.pending = state.pending, state.committed
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        self._plan.decode(messages, out, weight, accumulate)
+
+
+def measure(cases: dict[str, Codec | Corrected], numel: int, repeats: int) -> dict[str, Any]:
     """Time every case on N(0, 1).
 
     Args:
-        cases: codecs by the name to show.
+        cases: codecs and corrected codecs by the name to show.
         numel: length of the vector, which is laid out as one parameter.
         repeats: rounds; the least time of all counts.
 
@@ -43,7 +74,10 @@ def measure(cases: dict[str, Codec], numel: int, repeats: int) -> dict[str, Any]
     source = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     vector, out = torch.empty_like(source), torch.zeros_like(source)
     device, layout = torch.device("cpu"), Layout.of([("weight", (numel,))])
-    plans = {name: codec.plan(layout, device) for name, codec in cases.items()}
+    plans = {
+        name: _Corrected(case, layout, device) if isinstance(case, Corrected) else case.plan(layout, device)
+        for name, case in cases.items()
+    }
     messages = {name: torch.empty(1, plan.message_size, dtype=torch.uint8) for name, plan in plans.items()}
     times: dict[tuple[str, str], list[float]] = {}
     errors = {}

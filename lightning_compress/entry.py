@@ -92,8 +92,8 @@ def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSourc
     """``attach`` for what was checked already."""
     collective = TorchCollective(ddp.process_group)
     compression = Compression(ddp, settings, collective, scale)
-    alone = collective.size == 1 and settings.correction is None  # a correction does the optimizer's work on any world
-    if alone or all(isinstance(method, Dense) for method in settings.methods):
+    idle = collective.size == 1 or all(isinstance(method, Dense) for method in settings.methods)
+    if idle and settings.correction is None:  # which does a part of the optimizer's work on any world
         compression.leave_to(ddp)
     else:
         compression.register(ddp)

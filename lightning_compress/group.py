@@ -81,23 +81,25 @@ class Group:
         self._meter = meter
         self._scratch = scratch
         self._key = mix(settings.seed, name_key(self.names))
+        coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
+        self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
         kept = {RESIDUAL: Declared(self.layout)} if settings.error_feedback else {}
         theirs, corrected = bridge.declared(stretches), {}
         if settings.correction is not None:
-            corrected = dict(settings.correction.state(self.layout))
+            corrected = dict(settings.correction.state(self.layout, self._compressed))
         self.states: States = {
             name: State(each.layout, device, each.initial, each.holder)
             for name, each in {**kept, **theirs, **corrected}.items()
         }
         self._always = [self.states[name] for name in (*kept, *corrected)]
         self._held = [state for state in self._always if state.holder == "rank"]
+        # what a correction makes of a gradient of zero is the others' too, if it comes from what all have
+        self._sends_shared = bool(corrected) and all(self.states[name].holder == "shared" for name in corrected)
         self._correction = settings.correction and settings.correction.plan(
-            self.layout, collective.size, device, {name: self.states[name] for name in corrected}
+            self.layout, self._compressed, collective.size, device, {name: self.states[name] for name in corrected}
         )
         self._exchange = bridge.plan_group(stretches, settings.exchange, collective, device, meter, self.states)
         self._dense: ExchangePlan | None = None
-        coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
-        self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
         self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
         codecs = [each.method for each in stretches if isinstance(each.method, Codec)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
@@ -153,7 +155,7 @@ class Group:
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
         """The mean, written over ``gradient``; the states advance."""
         plan, dense = self.plan(step), step < self.settings.warmup_steps
-        compressed = () if dense else self._compressed
+        compressed = () if plan.dense else self._compressed
         held = self._hold_unused(gradient) if self._held else []
         if self._correction:
             self._correction.before(gradient, compressed, step)
@@ -162,8 +164,11 @@ class Group:
         else:
             decay = 1.0 if self.residual.touched else self.settings.residual_decay  # once a step
             vector = torch.add(gradient, self.residual.base(), alpha=decay, out=self.residual.pending)
-        for place, mask, _ in held:
-            vector[place].mul_(mask)
+        for place, mask, kept in held:
+            if self._sends_shared:
+                torch.addcmul(gradient[place], kept[0], mask, out=vector[place])
+            else:
+                vector[place].mul_(mask)
         before = vector.norm() if self._meter.sampling else None
         plan.mean(vector, gradient, mix(self._key, step), flag)
         if before is not None:

@@ -1,5 +1,6 @@
 """Where compression meets DistributedDataParallel: its buckets in, our groups out."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from lightning_compress.reducers import Reducer
 from lightning_compress.settings import CompressorLike, Settings
 
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
+
+log = logging.getLogger(__name__)
 
 ScaleSource = Callable[[], Tensor | None]
 
@@ -72,6 +75,7 @@ class Compression:
         self._flag = torch.zeros((), device=self.device)
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._reduced: set[int] = set()
+        self._told: set[str] = set()
         self._stepped = True
         self.active = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
@@ -200,7 +204,11 @@ class Compression:
         """
         self._optimizers.see(optimizer)
         if self.settings.correction and self.active and (names := self._optimizers.owned(optimizer)):
-            self.settings.correction.take_over(optimizer, sorted(names))
+            changed = self.settings.correction.take_over(optimizer, sorted(names))
+            if changed and changed not in self._told:
+                self._told.add(changed)
+                if self._collective.rank == 0:
+                    log.info(changed)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""

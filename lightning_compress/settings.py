@@ -12,6 +12,7 @@ from lightning_compress.corrections import CORRECTED, Corrected, Correction
 from lightning_compress.exchanges import EXCHANGES, Auto, Exchange
 from lightning_compress.kinds import KINDS
 from lightning_compress.reducers import REDUCERS, Reducer
+from lightning_compress.registry import build
 from lightning_compress.rules import Compressor, Method, Rule, Rules
 from lightning_compress.schedule import Schedule, changed
 
@@ -23,35 +24,13 @@ ExchangeLike = str | Mapping[str, object] | Exchange
 ScheduleLike = str | Mapping[str, object] | Schedule | None
 
 
-def _build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type, ...]) -> object:
-    if isinstance(given, bases):
-        return given
-    settings = {"name": given} if isinstance(given, str) else given
-    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
-        raise ValueError(
-            f"{kind}={given!r}: give a name ({', '.join(known)}), a mapping with a 'name' and settings, "
-            f"or a {bases[0].__name__}"
-        )
-    arguments = {str(key): value for key, value in settings.items()}
-    name = arguments.pop("name")
-    if name not in known:
-        raise ValueError(f"unknown {kind} {name!r}; there are: {', '.join(known)}")
-    allowed = [field.name for field in dataclasses.fields(known[name])]
-    unknown = [key for key in arguments if key not in allowed]
-    if unknown:
-        raise ValueError(
-            f"{kind} {name!r} has no setting {', '.join(map(repr, unknown))}; it has: {', '.join(allowed) or 'none'}"
-        )
-    return known[name](**arguments)
-
-
 def build_compressor(compressor: CompressorLike) -> Compressor:
     """A compressor by name, by ``{"name": ..., **settings}``, or as it is.
 
     Raises:
         ValueError: there is no such compressor or setting, or a value is out of range.
     """
-    built = _build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected))
+    built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected))
     assert isinstance(built, Codec | Reducer | Corrected)
     return built
 
@@ -62,7 +41,7 @@ def build_exchange(exchange: ExchangeLike) -> Exchange:
     Raises:
         ValueError: there is no such exchange or setting.
     """
-    built = _build("exchange", exchange, EXCHANGES, (Exchange,))
+    built = build("exchange", exchange, EXCHANGES, (Exchange,))
     assert isinstance(built, Exchange)
     return built
 
@@ -140,6 +119,7 @@ class Settings:
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
         method, correction = _parts(given)
+        dense_steps = given.dense_steps if isinstance(given, Corrected) else 0
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
@@ -158,7 +138,7 @@ class Settings:
             correction=correction,
             error_feedback=bool(error_feedback),
             as_needed=error_feedback is None,
-            warmup_steps=warmup_steps,
+            warmup_steps=max(warmup_steps, dense_steps),
             seed=seed,
             schedule=Schedule.of(schedule, given),
             residual_decay=float(residual_decay),

@@ -13,7 +13,7 @@ SOURCES = sorted(
 )
 # What stands earlier is never allowed to import what stands later.
 LAYERS = [
-    ("layout", "keys", "meter", "gradients"),
+    ("layout", "keys", "meter", "gradients", "registry"),
     ("state",),
     ("snapshot",),
     ("codecs", "collectives"),

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan
+from lightning_compress.corrections.dgc import DGC, WARMUP_DENSITIES
+from lightning_compress.corrections.onebit_adam import OneBitAdam
 
-CORRECTED: dict[str, type[Corrected]] = {}
+CORRECTED: dict[str, type[Corrected]] = {
+    "dgc": DGC,
+    "onebit_adam": OneBitAdam,
+}
 """What ``compressor=`` takes by name, beside the codecs and reducers."""
 
-__all__ = ["CORRECTED", "Corrected", "Correction", "CorrectionPlan"]
+__all__ = ["CORRECTED", "DGC", "WARMUP_DENSITIES", "Corrected", "Correction", "CorrectionPlan", "OneBitAdam"]

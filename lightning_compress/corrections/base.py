@@ -9,13 +9,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.codecs import Codec
-from lightning_compress.layout import Layout
+from lightning_compress.codecs.buffers import scratch
+from lightning_compress.layout import Layout, Segment
 from lightning_compress.state import Declared, States
+
+
+def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]:
+    """Segments that no codec takes care of."""
+    return [each for each in layout.segments if not any(part.start <= each.offset < part.stop for part in compressed)]
+
+
+def zero_where_zero(target: Tensor, source: Tensor) -> None:
+    """``target`` becomes 0 where ``source`` is; both float32, of one length, no longer than a piece of a vector."""
+    zeros = scratch("zeros", len(source), torch.bool, source.device)
+    if source.device.type == "cpu":  # five times as fast as torch's comparison into booleans
+        np.equal(source.numpy(), 0, out=zeros.numpy())
+        np.copyto(target.numpy(), 0, where=zeros.numpy())
+    else:
+        target.masked_fill_(torch.eq(source, 0, out=zeros), 0)
 
 
 class CorrectionPlan(ABC):
@@ -31,7 +48,7 @@ class CorrectionPlan(ABC):
 
         Args:
             gradient: float32 ``[numel]``, finite, unscaled; the residual is added afterwards.
-            compressed: the stretches that a codec will take care of; none in a dense step.
+            compressed: the stretches that a codec will take care of; none where all is sent, as in a dense step.
             step: how many optimizer steps were made.
         """
 
@@ -51,20 +68,38 @@ class Correction(ABC):
     """What a corrected method does beside compressing; a frozen dataclass of its settings."""
 
     @abstractmethod
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
-        """What is kept from step to step, by a name of it."""
+    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
+        """What is kept from step to step, by a name of it.
+
+        Args:
+            layout: of the vectors. State that differs from rank to rank is laid out alike.
+            compressed: the stretches that a codec takes care of, but for dense steps.
+        """
 
     @abstractmethod
-    def plan(self, layout: Layout, ranks: int, device: torch.device, states: States) -> CorrectionPlan:
-        """Make ready for vectors of this layout, over so many ranks; ``states`` has what ``state`` declared."""
+    def plan(
+        self, layout: Layout, compressed: Sequence[slice], ranks: int, device: torch.device, states: States
+    ) -> CorrectionPlan:
+        """Make ready for vectors of this layout.
+
+        Args:
+            layout: of the vectors.
+            compressed: as in ``state``.
+            ranks: how many there are.
+            device: where vectors are.
+            states: what ``state`` declared.
+        """
 
     @abstractmethod
-    def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> None:
-        """See that the optimizer does not do the same work again; called before training and after every step.
+    def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
+        """See that the optimizer does not do the same work again; called before training and before every step.
 
         Args:
             optimizer: owns compressed parameters.
             names: of these parameters.
+
+        Returns:
+            what was changed about the optimizer, for the log.
 
         Raises:
             ValueError: it does something that the correction cannot go with; the message says what to use.
@@ -83,3 +118,8 @@ class Corrected(ABC):
     @abstractmethod
     def correction(self) -> Correction:
         """What is done before and after."""
+
+    @property
+    def dense_steps(self) -> int:
+        """Steps at the beginning that the method needs dense."""
+        return 0

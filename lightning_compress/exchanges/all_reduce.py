@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
@@ -37,7 +37,9 @@ class AllReduce(Exchange):
         self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return _Plan(MessagePlan(sections, device, meter, summands=collective.size), collective, device)
+        plan = _Plan(MessagePlan(sections, device, meter, summands=collective.size), collective, device)
+        plan.dense = all(isinstance(section.codec, Dense) for section in sections)
+        return plan
 
 
 class _Plan(ExchangePlan):

@@ -34,9 +34,9 @@ WORTH = 65536
 class Auto(Exchange):
     """All-reduce for messages that may be summed; else all-gather up to 3 ranks and for sparsifiers; else two-shot.
 
-    Where the compressed exchange would send more bytes than a float32 all-reduce (a sparsifier at many ranks), the
-    group travels dense: nothing is lost and nothing is slower. Sections of several methods share one message, or go
-    each the way that suits it where that saves enough. The choice is logged once per group on rank 0.
+    Where the compressed exchange would send more bytes than a float32 all-reduce (a sparsifier at many ranks), or there
+    is only one rank, the group travels dense: nothing is lost and nothing is slower. Sections of several methods share
+    one message, or go each the way that suits it where that saves enough. The choice is logged once a group on rank 0.
     """
 
     def plan(
@@ -71,7 +71,7 @@ def _together(
 ) -> ExchangePlan:
     """One message, dense where that is less."""
     plan = way.plan(sections, collective, device, meter)
-    if plan.bytes_sent <= dense_bytes(sections, collective.size):
+    if collective.size > 1 and plan.bytes_sent <= dense_bytes(sections, collective.size):
         return plan
     dense = AllReduce().plan(
         [Section(Dense(), each.layout, each.start) for each in sections], collective, device, meter
@@ -87,6 +87,7 @@ class _Apart(ExchangePlan):
         self._plans = plans
         self.bytes_sent = sum(plan.bytes_sent for plan in plans)
         self.description = ", ".join(plan.description for plan in plans)
+        self.dense = all(plan.dense for plan in plans)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         for number, plan in enumerate(self._plans):

@@ -26,10 +26,12 @@ class ExchangePlan(ABC):
         bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula; what it is expected to
             be where messages vary in length.
         description: which exchange this is, for the log.
+        dense: everything is sent as it is.
     """
 
     bytes_sent: int
     description: str
+    dense: bool = False
 
     @abstractmethod
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:

@@ -30,7 +30,7 @@ def simulate(model, batches, groups, method, learning_rate, momentum, min_numel=
     residual = [{name: np.zeros(p.numel(), np.float32) for name, p in model.named_parameters()} for _ in range(ranks)]
     optimizers = [torch.optim.SGD(replica.parameters(), learning_rate, momentum) for replica in replicas]
     for step, buckets in enumerate(groups):
-        gradients = [_gradients(replica, *batch) for replica, batch in zip(replicas, batches[step], strict=True)]
+        gradients = [gradients_of(replica, *batch) for replica, batch in zip(replicas, batches[step], strict=True)]
         mean = {}
         for names in buckets:
             small = [n for n in names if not _compressed(n, gradients[0][n], min_numel, exclude)]
@@ -55,7 +55,7 @@ def _mean(gradients):
     return total
 
 
-def _gradients(model, images, labels):
+def gradients_of(model, images, labels):
     model.zero_grad()
     nn.functional.cross_entropy(model(images), labels).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
