@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from lightning_compress.reducers import Reducer, ReducerPlan
 from lightning_compress.rules import Stretch
 from lightning_compress.state import Declared, States
 
+EXCHANGE = "exchange"
+"""Under which name an exchange's state is kept."""
+
 
 def declared(stretches: Sequence[Stretch]) -> dict[str, Declared]:
     """What the group's reducers keep, by names that say which rule it belongs to, and outlive other settings."""
     return {
-        f"{_prefix(stretch)}{name}": each
+        f"{_keeper(stretch)}.{name}": each
         for stretch in stretches
         if isinstance(stretch.method, Reducer)
         for name, each in stretch.method.state(stretch.layout).items()
@@ -39,13 +42,13 @@ def plan_group(
     """Make ready for vectors that consist of these stretches; ``states`` has what ``declared`` names."""
     sections = [Section(each.method, each.layout, each.start) for each in stretches if isinstance(each.method, Codec)]
     if len(sections) == len(stretches):
-        return exchange.plan(sections, collective, device, meter)
+        return exchange.plan(sections, collective, device, meter, states_of(EXCHANGE, states))
     dense = all(isinstance(section.codec, Dense) for section in sections)
     carried = 1 + sum(section.layout.numel for section in sections) if dense else 0
     plans: list[tuple[slice, ReducerPlan]] = []
     for stretch in stretches:
         if isinstance(stretch.method, Reducer):
-            own = _own(stretch, states)
+            own = states_of(_keeper(stretch), states)
             weight = 0 if plans else carried
             plans.append((stretch.place, stretch.method.plan(stretch.layout, weight, collective, device, meter, own)))
     if not dense:
@@ -53,13 +56,14 @@ def plan_group(
     return _Carrying([slice(section.start, section.stop) for section in sections], plans, carried, collective, device)
 
 
-def _prefix(stretch: Stretch) -> str:
-    return f"{type(stretch.method).__name__}{stretch.number}."
+def _keeper(stretch: Stretch) -> str:
+    return f"{type(stretch.method).__name__}{stretch.number}"
 
 
-def _own(stretch: Stretch, states: Mapping[str, object]) -> States:
-    prefix = _prefix(stretch)
-    return {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}  # type: ignore[misc]
+def states_of(keeper: str, states: States) -> States:
+    """What a method, or the exchange, declared."""
+    prefix = f"{keeper}."
+    return {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
 
 
 class _Carrying(ExchangePlan):

@@ -106,7 +106,13 @@ def _count(path: str, run: int) -> int | None:
 def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective) -> None:
     """Put the mean over the ranks into the checkpoint itself; where ranks differ, all of them must save."""
     _average(state, ranks, ranks.size)
-    checkpoint[KEY] = {"format": FORMAT, "kind": "inside", "method": state["method"], "state": state}
+    checkpoint[KEY] = {
+        "format": FORMAT,
+        "kind": "inside",
+        "method": state["method"],
+        "world_size": ranks.size,
+        "state": state,
+    }
 
 
 def remove(path: str) -> None:
@@ -134,9 +140,10 @@ def read(files: Files, path: str, manifest: object, method: str, ranks: Collecti
         raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
     if manifest.get("method") != method:
         raise ValueError(f"the checkpoint was trained with {manifest.get('method')}, this run compresses with {method}")
-    if manifest.get("kind") == "inside":
-        return snapshot.check(manifest.get("state"))
-    folder, save, before = manifest.get("folder"), manifest.get("save"), manifest.get("world_size")
+    before = manifest.get("world_size")
+    if manifest.get("kind") == "inside" and type(before) is int and before > 0:
+        return snapshot.scaled(snapshot.check(manifest.get("state")), "owner", before / ranks.size)
+    folder, save = manifest.get("folder"), manifest.get("save")
     if not isinstance(folder, str) or not isinstance(save, str) or type(before) is not int or before < 1:
         raise ValueError("the checkpoint's manifest is damaged")
     if os.path.basename(folder) != folder or os.path.basename(save) != save:
@@ -160,10 +167,10 @@ def redistribute(state: Snapshot, ranks: Collective) -> Snapshot:
 def _average(state: Snapshot, ranks: Collective, summands: int) -> None:
     for group in state["groups"]:
         for _, one in sorted(group["states"].items()):
-            if one["holder"] == "rank":
+            if one["holder"] != "shared":
                 one["numbers"] = one["numbers"].clone()
                 ranks.all_reduce(one["numbers"])
-                one["numbers"] /= summands
+                one["numbers"] /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
 
 
 def _folder_of(path: str) -> str:

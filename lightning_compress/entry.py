@@ -93,7 +93,7 @@ def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSourc
     collective = TorchCollective(ddp.process_group)
     compression = Compression(ddp, settings, collective, scale)
     idle = collective.size == 1 or all(isinstance(method, Dense) for method in settings.methods)
-    if idle and settings.correction is None:  # which does a part of the optimizer's work on any world
+    if idle and settings.correction is None and not settings.exchange.optimizes:  # who do their work on any world
         compression.leave_to(ddp)
     else:
         compression.register(ddp)

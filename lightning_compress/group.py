@@ -85,13 +85,14 @@ class Group:
         self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
         kept = {RESIDUAL: Declared(self.layout)} if settings.error_feedback else {}
         theirs, corrected = bridge.declared(stretches), {}
+        exchanged = {f"{bridge.EXCHANGE}.{name}": each for name, each in settings.exchange.state(self.layout).items()}
         if settings.correction is not None:
             corrected = dict(settings.correction.state(self.layout, self._compressed))
         self.states: States = {
             name: State(each.layout, device, each.initial, each.holder)
-            for name, each in {**kept, **theirs, **corrected}.items()
+            for name, each in {**kept, **theirs, **corrected, **exchanged}.items()
         }
-        self._always = [self.states[name] for name in (*kept, *corrected)]
+        self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
         self._held = [state for state in self._always if state.holder == "rank"]
         # what a correction makes of a gradient of zero is the others' too, if it comes from what all have
         self._sends_shared = bool(corrected) and all(self.states[name].holder == "shared" for name in corrected)
@@ -101,12 +102,14 @@ class Group:
         self._exchange = bridge.plan_group(stretches, settings.exchange, collective, device, meter, self.states)
         self._dense: ExchangePlan | None = None
         self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
-        codecs = [each.method for each in stretches if isinstance(each.method, Codec)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
         self._unscales = bool(self.states) or any(
             isinstance(each.method, Reducer) and not each.method.conserves for each in stretches
         )
-        self._limit = min((codec.limit(collective.size) for codec in codecs), default=torch.inf)
+        self._sections = [
+            Section(each.method, each.layout, each.start) for each in stretches if isinstance(each.method, Codec)
+        ]
+        self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
     @property
     def residual(self) -> State | None:
@@ -120,8 +123,15 @@ class Group:
             return self._exchange
         if self._dense is None:
             whole = [Section(Dense(), self.layout, 0)]
-            self._dense = AllReduce().plan(whole, self._collective, self._device, self._meter)
+            world = (self._collective, self._device, self._meter)
+            kept = bridge.states_of(bridge.EXCHANGE, self.states)
+            special = self.settings.exchange.plan_dense(self._sections, *world, kept)
+            self._dense = special or AllReduce().plan(whole, *world)
         return self._dense
+
+    def adopted(self) -> None:
+        """State was taken over from other groups."""
+        self._exchange.adopted()
 
     def reduce(self, gradients: Sequence[Tensor], step: int, scale: Tensor | None) -> Tensor:
         """Replace gradients by their mean over the ranks.

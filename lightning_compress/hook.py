@@ -18,7 +18,6 @@ from lightning_compress.groups import Groups
 from lightning_compress.kinds import kinds_of
 from lightning_compress.meter import Meter
 from lightning_compress.optimizers import Optimizers, unwatch, watch
-from lightning_compress.reducers import Reducer
 from lightning_compress.settings import CompressorLike, Settings
 
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
@@ -166,12 +165,6 @@ class Compression:
         self._flag.zero_()
         self._reduced.clear()
 
-    @property
-    def keeps_state(self) -> bool:
-        """Whether anything is lost if it begins anew."""
-        declared = isinstance(self.settings.method, Reducer) or self.settings.correction is not None
-        return self.settings.error_feedback or declared
-
     def state_dict(self) -> snapshot.Snapshot:
         """What the optimizer steps have made true so far, on this rank: tensors and primitives.
 
@@ -181,7 +174,7 @@ class Compression:
         return snapshot.take(self.family, self.step, self._optimizers.rates, groups)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
-        """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
+        """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew. All ranks must come.
 
         Raises:
             ValueError: it is none, or of another method.
@@ -192,7 +185,9 @@ class Compression:
         self.reset()
         for saved in state["groups"]:
             if names := [name for name in saved["names"] if name in self._shapes]:
-                snapshot.fill(self.groups.add(names, self.settings).states, saved, names)
+                group = self.groups.add(names, self.settings)
+                snapshot.fill(group.states, saved, names)
+                group.adopted()
         self._optimizers.rates.update(state["rates"])
         self.step = state["step"]
 
@@ -203,8 +198,10 @@ class Compression:
             ValueError: the optimizer does what the method cannot go with.
         """
         self._optimizers.see(optimizer)
-        if self.settings.correction and self.active and (names := self._optimizers.owned(optimizer)):
-            changed = self.settings.correction.take_over(optimizer, sorted(names))
+        workers = [each for each in (self.settings.correction, self.settings.exchange) if each and each.optimizes]
+        names = sorted(self._optimizers.owned(optimizer)) if workers and self.active else []
+        for worker in workers if names else []:
+            changed = worker.take_over(optimizer, names)
             if changed and changed not in self._told:
                 self._told.add(changed)
                 if self._collective.rank == 0:

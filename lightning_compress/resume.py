@@ -83,7 +83,7 @@ class Resume:
         """
         compression.reset()
         manifest = content.get(checkpoint.KEY)
-        if not compression.active or (manifest is None and not compression.keeps_state):
+        if not compression.active or (manifest is None and not compression.settings.keeps_state):
             return ""
         problem, state = "", None
         try:

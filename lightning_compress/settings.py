@@ -74,6 +74,12 @@ class Settings:
         return " ".join(type(part).__name__ for part in parts if part is not None)
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether anything is lost if compression begins anew."""
+        declares = isinstance(self.method, Reducer) or self.correction is not None or self.exchange.optimizes
+        return self.error_feedback or declares
+
+    @property
     def methods(self) -> list[Method]:
         """All that will compress at some time."""
         scheduled = self.schedule.compressors(self.compressor)
@@ -120,6 +126,8 @@ class Settings:
         given, pattern = build_compressor(compressor), build_exchange(exchange)
         method, correction = _parts(given)
         dense_steps = given.dense_steps if isinstance(given, Corrected) else 0
+        if correction and pattern.optimizes:
+            raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} must be an integer, 0 or more")

@@ -1,7 +1,7 @@
 """The committed state of one rank as tensors and primitives, and back.
 
     {"format": 1, "method": str, "step": int, "rates": {name: learning rate},
-     "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank" or "shared", "names": [str, ...],
+     "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank", "shared" or "owner", "names": [str, ...],
                                                         "numels": [int, ...], "numbers": float32 [their sum]}}}, ...]}
 
 Groups are saved because nothing is bit-exact without them: a resumed DistributedDataParallel begins with one bucket of
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from lightning_compress.layout import Layout
-from lightning_compress.state import State, States
+from lightning_compress.state import Holder, State, States
 
 FORMAT = 1
 
@@ -75,7 +75,7 @@ def total(snapshots: Sequence[Snapshot]) -> Snapshot:
         raise ValueError("the ranks' files are of different steps or groups")
     for number, group in enumerate(first["groups"]):
         for kind, one in group["states"].items():
-            if one["holder"] == "rank":
+            if one["holder"] != "shared":
                 rows = [each["groups"][number]["states"][kind]["numbers"] for each in snapshots]
                 one["numbers"] = torch.stack(rows).sum(dim=0)
     return first
@@ -85,8 +85,17 @@ def zeroed(snapshot: Snapshot) -> Snapshot:
     """The same with zeros for what each rank has for itself."""
     for group in snapshot["groups"]:
         for one in group["states"].values():
-            if one["holder"] == "rank":
+            if one["holder"] != "shared":
                 one["numbers"] = torch.zeros_like(one["numbers"])
+    return snapshot
+
+
+def scaled(snapshot: Snapshot, holder: str, factor: float) -> Snapshot:
+    """The same with all numbers of one kind of holder multiplied."""
+    for group in snapshot["groups"]:
+        for one in group["states"].values():
+            if one["holder"] == holder:
+                one["numbers"] = one["numbers"] * factor
     return snapshot
 
 
@@ -130,8 +139,10 @@ def _check_one(kind: object, one: object, owners: list[str]) -> None:
     names, numels, numbers = fields["names"], fields["numels"], fields["numbers"]
     if not all(isinstance(name, str) and name in owners for name in names) or len(set(names)) != len(names):
         raise ValueError(f"state {kind!r} is of parameters {names!r}, not all of its group")
-    if not isinstance(kind, str) or fields["holder"] not in ("rank", "shared"):
-        raise ValueError(f"state {kind!r} has the holder {fields['holder']!r}; it must be 'rank' or 'shared'")
+    if not isinstance(kind, str) or fields["holder"] not in get_args(Holder):
+        raise ValueError(
+            f"state {kind!r} has the holder {fields['holder']!r}; it must be one of {', '.join(get_args(Holder))}"
+        )
     if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
         raise ValueError(f"state {kind!r} has the lengths {numels!r} for {len(names)} parameters")
     if numbers.dtype != torch.float32 or numbers.layout != torch.strided or numbers.shape != (sum(numels),):

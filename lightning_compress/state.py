@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_compress.layout import Layout, Segment
 
 Initial = Callable[[Segment], Tensor]
+Holder = Literal["rank", "shared", "owner"]
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,13 @@ class Declared:
 
     Args:
         layout: float32 numbers of each parameter, by its name; as many as the method needs.
-        holder: "rank" where every rank has its own, "shared" where all have the same.
+        holder: "rank" where every rank has its own, "shared" where all have the same, "owner" where every element is
+            kept by the one rank that owns it and is 0 on the others.
         initial: the first numbers of a segment, ``[numel]``, the same on all ranks; zeros if None.
     """
 
     layout: Layout
-    holder: Literal["rank", "shared"] = "rank"
+    holder: Holder = "rank"
     initial: Initial | None = None
 
 
@@ -39,7 +41,7 @@ class State:
         layout: what the vector is made of.
         device: where it lives.
         initial: what a parameter's numbers are at first; zeros if None.
-        holder: "rank" where every rank has its own, "shared" where all have the same.
+        holder: see ``Declared``.
 
     Attributes:
         committed: the numbers after the last optimizer step, ``[numel]``.
@@ -52,7 +54,7 @@ class State:
         layout: Layout,
         device: torch.device,
         initial: Initial | None = None,
-        holder: Literal["rank", "shared"] = "rank",
+        holder: Holder = "rank",
     ) -> None:
         self.layout = layout
         self.holder = holder

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -66,6 +67,8 @@ class CorrectionPlan(ABC):
 
 class Correction(ABC):
     """What a corrected method does beside compressing; a frozen dataclass of its settings."""
+
+    optimizes: ClassVar[bool] = True
 
     @abstractmethod
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:

@@ -20,6 +20,7 @@ from lightning_compress.exchanges.base import (
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
+from lightning_compress.state import States
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,12 @@ class AllGather(Exchange):
     """
 
     def plan(
-        self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
         return _Plan(MessagePlan(sections, device, meter), collective, device)

@@ -15,6 +15,7 @@ from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messag
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
+from lightning_compress.state import States
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,12 @@ class AllReduce(Exchange):
             )
 
     def plan(
-        self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
         plan = _Plan(MessagePlan(sections, device, meter, summands=collective.size), collective, device)

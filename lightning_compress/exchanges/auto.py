@@ -20,6 +20,7 @@ from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
+from lightning_compress.state import States
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,12 @@ class Auto(Exchange):
     """
 
     def plan(
-        self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
         ways: dict[Exchange, list[Section]] = {}

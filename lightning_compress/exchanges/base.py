@@ -7,16 +7,19 @@ through, such that ``W * mean + sum over ranks of vector_after == sum over ranks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
+from lightning_compress.state import Declared, States
 
 
 class ExchangePlan(ABC):
@@ -44,9 +47,25 @@ class ExchangePlan(ABC):
             flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
         """
 
+    def adopted(self) -> None:  # noqa: B027  # most keep nothing
+        """State was taken over from groups that were laid out otherwise; called on all ranks."""
+
 
 class Exchange(ABC):
     """A pattern in which messages travel; a frozen dataclass of its settings."""
+
+    @property
+    def optimizes(self) -> bool:
+        """Whether it does a part of the optimizer's work, and ``out`` is another thing than the mean."""
+        return False
+
+    def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
+        """See that the optimizer does not do the same work again; see ``Correction.take_over``."""
+        return None
+
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        """What is kept from step to step, by a name of it; written in every step, dense ones included."""
+        return {}
 
     def check(self, codec: Codec) -> None:  # noqa: B027  # most take any method
         """Refuse a method whose messages cannot travel in this pattern.
@@ -57,9 +76,33 @@ class Exchange(ABC):
 
     @abstractmethod
     def plan(
-        self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
     ) -> ExchangePlan:
-        """Make ready for vectors that consist of these sections, whose codecs passed ``check``."""
+        """Make ready for vectors that consist of these sections, whose codecs passed ``check``.
+
+        Args:
+            sections: what the vectors consist of.
+            collective: the ranks.
+            device: where vectors are.
+            meter: gets times and bytes.
+            states: what ``state`` declared.
+        """
+
+    def plan_dense(
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
+    ) -> ExchangePlan | None:
+        """The same for steps in which everything is sent as it is; None where an all-reduce will do."""
+        return None
 
 
 def agree_length(plan: MessagePlan, used: int, collective: Collective, device: torch.device) -> int:

@@ -6,14 +6,16 @@ owner's own shard enters raw, and what the second encode leaves stays in that sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
+from lightning_compress.exchanges.adagrad import OwnerAdaGrad
 from lightning_compress.exchanges.base import (
     Exchange,
     ExchangePlan,
@@ -23,8 +25,10 @@ from lightning_compress.exchanges.base import (
     rows,
 )
 from lightning_compress.keys import mix
+from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
+from lightning_compress.state import Declared, States
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,53 @@ class TwoShot(Exchange):
 
     Traffic and decoding per rank do not grow with the ranks. Encodes twice: for sparsifiers the second stage drops
     what the first one kept, which is another algorithm; ``auto`` never chooses it for them.
+
+    With ``adagrad`` the owner of a shard does AdaGrad on the mean in full precision, before it is encoded again::
+
+        history <- history + mean^2;   out <- mean / (sqrt(history) + adagrad)
+
+    and the optimizer, SGD with or without momentum, is given ``out``; any other one is refused. What the second encode
+    leaves is in units of ``out`` then, not of gradients: it is a second residual, added to ``out`` by the owner before
+    the second encode, also where error_feedback is off. So the mean is not conserved; what is, are both halves: the
+    gradients that the owners got, and what they made of them. ``history`` and ``residual`` are kept by the owners
+    (float32; with their second buffers 16 bytes per parameter on every rank, zeros but in its own shard), and move with
+    the shards when DistributedDataParallel rebuilds its buckets. Dense steps, and one rank alone, do AdaGrad too.
+
+    Args:
+        adagrad: what is added to the root of the history, above 0 (1e-8 is usual), or None for no AdaGrad.
+
+    Raises:
+        ValueError: adagrad is no such number.
     """
+
+    adagrad: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.adagrad is None:
+            return
+        if isinstance(self.adagrad, bool) or not isinstance(self.adagrad, (int, float)) or not self.adagrad > 0:
+            raise ValueError(
+                f"TwoShot(adagrad={self.adagrad!r}): adagrad is what is added to the root of AdaGrad's history, above "
+                "0 (1e-8 is usual), or null for no AdaGrad"
+            )
+
+    @property
+    def optimizes(self) -> bool:
+        """See ``Exchange.optimizes``."""
+        return self.adagrad is not None
+
+    def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
+        """Refuse anything but SGD.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if not isinstance(optimizer, SGD):
+            raise ValueError(
+                f"two_shot(adagrad={self.adagrad}) cannot be combined with {type(optimizer).__name__} (which has "
+                f"{', '.join(names[:3])}): its learning rates would adapt twice; use torch.optim.SGD, or adagrad=None"
+            )
+        return None
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
@@ -43,21 +93,69 @@ class TwoShot(Exchange):
                 "use exchange='auto', 'all_reduce' or 'all_gather'"
             )
 
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        """The owners' history and residual."""
+        return {} if self.adagrad is None else OwnerAdaGrad.state(layout)
+
     def plan(
-        self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        size = collective.size
-        shards = [[section.shard(rank, size) for section in sections] for rank in range(size)]
-        return _Plan([MessagePlan(shard, device, meter) for shard in shards], collective, device)
+        return self._plan(_shards(sections, collective.size), collective, device, meter, states)
+
+    def plan_dense(
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
+    ) -> ExchangePlan | None:
+        """With AdaGrad the same owners of the same shards, else None."""
+        if self.adagrad is None:
+            return None
+        shards = [
+            [replace(section, codec=Dense()) for section in shard] for shard in _shards(sections, collective.size)
+        ]
+        plan = self._plan(shards, collective, device, meter, states)
+        plan.dense = True
+        return plan
+
+    def _plan(
+        self,
+        shards: list[list[Section]],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None,
+    ) -> ExchangePlan:
+        adagrad = None
+        if self.adagrad is not None:
+            assert states is not None
+            own = [slice(section.start, section.stop) for section in shards[collective.rank]]
+            adagrad = OwnerAdaGrad(self.adagrad, own, collective, device, states)
+        return _Plan([MessagePlan(shard, device, meter) for shard in shards], collective, device, adagrad)
+
+
+def _shards(sections: Sequence[Section], size: int) -> list[list[Section]]:
+    """The sections of every rank's shard."""
+    return [[section.shard(rank, size) for section in sections] for rank in range(size)]
 
 
 class _Plan(ExchangePlan):
     description = "two_shot"
 
-    def __init__(self, shards: list[MessagePlan], collective: Collective, device: torch.device) -> None:
+    def __init__(
+        self, shards: list[MessagePlan], collective: Collective, device: torch.device, adagrad: OwnerAdaGrad | None
+    ) -> None:
         self._shards = shards
         self._collective = collective
+        self._adagrad = adagrad
         width = max(shard.size for shard in shards)
         self._send = new_messages(collective.size, width, device)
         self._receive = new_messages(collective.size, width, device)
@@ -80,13 +178,21 @@ class _Plan(ExchangePlan):
         for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             own.decode(others, vector, 1.0, accumulate=True)
             flag.add_(own.flags(others))
+        if self._adagrad:
+            self._adagrad.step(vector)
         width = self._width(own.encode(vector, self._sum[0, : own.size], mix(key, rank, size), flag))
+        if self._adagrad:
+            self._adagrad.keep(vector)
         received = rows(self._receive, size, width)
         self._collective.all_gather(self._sum[0, :width], received)
         for peer, shard in enumerate(self._shards):
             message = received[peer : peer + 1, : shard.size]
-            shard.decode(message, out, 1 / size, accumulate=False)
+            shard.decode(message, out, 1.0 if self._adagrad else 1 / size, accumulate=False)
             flag.add_(shard.flags(message))
+
+    def adopted(self) -> None:
+        if self._adagrad:
+            self._adagrad.adopted()
 
     def _width(self, used: int) -> int:
         """Bytes of each rank's row."""
