@@ -50,14 +50,21 @@ METHODS: dict[str, dict[str, Any]] = {
     "efsign": {"compressor": "efsign"},
     "powersgd": {"compressor": "powersgd"},
     "topk 1 %": {"compressor": {"name": "topk", "density": 0.01}},
-    "dgc": {"compressor": "dgc"},
-    "onebit_adam": {"compressor": "onebit_adam"},
+    "topk 1 %, warm-up": {
+        "compressor": {"name": "topk", "density": 0.01},
+        "schedule": {"density": {0: 0.25, 60: 0.0625, 120: 0.01}},
+    },
+    "dgc 1 %": {"compressor": {"name": "dgc", "density": 0.01}, "warmup_steps": 20},
+    "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 60}},
 }
 """Arguments of ``attach``; those of which there is no compressor are passed over."""
+ONLY = {"dgc 1 %": "sgd", "onebit_adam": "adamw"}
+"""Methods that take over a part of one kind of optimizer's work, and refuse others."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9),
     "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, rate),
+    "onebit_adam": lambda parameters, rate: torch.optim.SGD(parameters, rate, weight_decay=0.01),  # is Adam itself
 }
 RATES = {"sgd": (0.1, 0.2, 0.5, 1.0, 2.0), "adamw": (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)}
 BEST = {"sgd": 1.0, "adamw": 1e-2}
@@ -76,7 +83,7 @@ def train(run: Run, text: Text) -> dict[str, float]:
     model = CharLSTM(text.vocabulary)
     ddp = DistributedDataParallel(model)
     compression = attach(ddp, **METHODS[run["method"]], seed=run["seed"])
-    optimizer = OPTIMIZERS[run["optimizer"]](model.parameters(), run["rate"])
+    optimizer = OPTIMIZERS.get(run["method"], OPTIMIZERS[run["optimizer"]])(model.parameters(), run["rate"])
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
     losses = []
@@ -166,7 +173,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder that holds multi30k")
     parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that there are, if left out")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--optimizers", nargs="+", choices=BEST, default=list(BEST))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tune", action="store_true", help="dense only, with every learning rate in RATES")
@@ -177,6 +184,7 @@ def main() -> None:
         for seed in arguments.seeds
         for optimizer in arguments.optimizers
         for method in methods
+        if ONLY.get(method, optimizer) == optimizer
         for rate in (RATES[optimizer] if arguments.tune else [BEST[optimizer]])
     ]
     missing = [run for run in runs if run["name"] not in read_results(arguments.json)]

@@ -47,6 +47,9 @@ class Groups:
         self._owner: dict[str, Group] = {}
         self._by_bucket: dict[tuple[int, ...], Parts] = {}
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups)
 
