@@ -22,12 +22,17 @@ class Stall:
     mode: Mode
     min_delta: float
     patience: int
+    target: float | None = None
     best: float = math.nan
     waited: int = 0
 
     def passed(self, value: float) -> bool:
         """Look at the next value; begins to count anew when it says yes."""
-        gain = self.best - value if self.mode == "min" else value - self.best
+        sign = -1 if self.mode == "min" else 1
+        gain = sign * (value - self.best)
+        if self.target is not None and sign * (value - self.target) >= 0:
+            self.waited = 0
+            return False
         if math.isnan(self.best) or gain > self.min_delta:
             self.best, self.waited = value, 0
             return False
@@ -77,6 +82,7 @@ class RecoveryMixin:
         mode: Mode = "min",
         patience: int = 3,
         min_delta: float = 0.0,
+        target: float | None = None,
     ) -> None:
         if bound is None and monitor is None:
             raise ValueError("ThetaRecovery needs something to go by: bound (of the relative error), monitor, or both")
@@ -89,7 +95,7 @@ class RecoveryMixin:
         if not min_delta >= 0:
             raise ValueError(f"ThetaRecovery(min_delta={min_delta!r}): must be 0 or more")
         self.setting, self.values, self.bound, self.monitor = setting, tuple(values), bound, monitor
-        self.stall = Stall(mode, min_delta, patience)
+        self.stall = Stall(mode, min_delta, patience, target)
         self.history: list[tuple[int, float]] = []
         self._sampled = 0
 
@@ -183,6 +189,8 @@ class ThetaRecovery(RecoveryMixin, Callback):
         mode: ``min`` for a loss, ``max`` for an accuracy.
         patience: loosen after so many checks in a row that brought no improvement on the best value.
         min_delta: what counts as an improvement is larger than this.
+        target: a metric this good is not behind: what a run without compression reaches, where that is known. Without
+            it, a run that has converged is taken for one that stands still.
 
     Raises:
         ValueError: a value is not allowed, or there is neither ``bound`` nor ``monitor``.

@@ -50,6 +50,11 @@ def test_a_metric_stalls(mode, min_delta, metrics, calls):
     assert [stall.passed(value) for value in metrics] == [bool(each) for each in calls]
 
 
+def test_a_metric_that_is_good_enough_is_not_behind():
+    stall = Stall("max", 0.0, patience=1, target=0.9)
+    assert [stall.passed(value) for value in (0.8, 0.95, 0.92, 0.85, 0.95, 0.7)] == [False] * 3 + [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
