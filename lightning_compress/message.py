@@ -156,7 +156,7 @@ class MessagePlan:
             lengths = [[plan.message_size for _, plan in self._parts]] * len(messages)
         else:
             words = messages[:, FLAG : FLAG + 4 * len(self._parts)].contiguous().view(torch.int32)
-            lengths = words.view(len(messages), -1).tolist()
+            lengths = words.view(len(messages), len(self._parts)).tolist()
         ends = []
         for row in lengths:
             end = [self._header]

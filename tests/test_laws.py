@@ -67,9 +67,9 @@ def average(codec, exchange, size, flag_rank=None):
     return run_threads(size, lambda collective: one_mean(collective, codec, exchange, flag_rank))
 
 
-def over_sockets(codec, exchange):
-    """One mean on a rank of a pool."""
-    return one_mean(TorchCollective(), codec, exchange)
+def over_sockets(codec, exchanges):
+    """A mean by each exchange on a rank of a pool."""
+    return [one_mean(TorchCollective(), codec, exchange) for exchange in exchanges]
 
 
 class Outcome(NamedTuple):
@@ -118,12 +118,13 @@ def test_mass_is_conserved_and_all_ranks_agree(case, exchange, size):
         assert result.error <= tolerance(case, exchange, size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_same_over_sockets(pools, case, exchange, size):
-    if can_travel(case, exchange):
-        ranks = pools[size].run(over_sockets, case.codec, exchange)
+def test_the_same_over_sockets(pools, case, size):
+    exchanges = [exchange for exchange in EXCHANGES if can_travel(case, exchange)]
+    answers = pools[size].run(over_sockets, case.codec, exchanges)
+    for number, exchange in enumerate(exchanges):
+        ranks = [answer[number] for answer in answers]
         check_conservation(ranks, case, exchange, size)
         threads = average(case.codec, exchange, size)
         summed = not isinstance(case.codec, Codec) or case.codec.sum_dtype is not None
@@ -170,7 +171,7 @@ def test_lossless_settings_are_the_mean(case, exchange, size):
     assert all(not after.any() for _, after, *_ in ranks)
 
 
-@pytest.mark.parametrize(("case", "exchange", "size"), GRID)
+@pytest.mark.parametrize(("case", "exchange", "size"), [each for each in GRID if each.values[2] in (2, 3)])
 def test_a_flag_on_any_rank_reaches_every_rank(case, exchange, size):
     for bad in {0, size - 1}:
         assert all(flag.isnan() for _, _, _, flag, _, _ in average(case.codec, exchange, size, flag_rank=bad))

@@ -54,8 +54,15 @@ def interrupted(folder, compressor, **settings):
     return np.array_equal(whole, again), said
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", [case for case in CASES if case.codec != Dense()], ids=lambda case: case.name)
+METHODS = [case for case in CASES if case.codec != Dense()]
+GRID = [
+    pytest.param(case, size, id=f"{case.name}-{size}", marks=() if size == 2 + number % 3 else pytest.mark.thorough)
+    for number, case in enumerate(METHODS)
+    for size in (2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("case", "size"), GRID)
 def test_bit_for_bit(pools, tmp_path, case, size):
     for same, said in pools[size].run(interrupted, str(tmp_path), case.codec):
         assert same

@@ -15,7 +15,9 @@ from tests.cases import CASES
 from tests.test_laws import can_travel, group_plan
 
 COUNTERS = Path("/proc/net/dev")
-REPEATS = 8
+REPEATS = 5
+# Every collective, in every dtype, of fixed and variable length; what a codec writes is counted elsewhere.
+NAMES = ("none", "bf16", "topk", "onebit", "threshold", "randomk", "terngrad_shared", "signsgd", "powersgd", "sketch")
 # Where a message of the case's own is so small that the transport's headers would count.
 LARGER = {"powersgd": PowerSGD(rank=128)}
 
@@ -46,7 +48,7 @@ def _send(codec, exchange):
 @pytest.mark.skipif(not COUNTERS.exists(), reason="needs Linux's interface counters")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
 def test_interface_counters_agree(pools, case, exchange, size):
     if not can_travel(case, exchange):
         pytest.skip("these messages cannot be summed")
