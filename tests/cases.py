@@ -24,7 +24,7 @@ from lightning_compress.codecs import (
     TopK,
     Wangni,
 )
-from lightning_compress.layout import Layout
+from lightning_compress.layout import Layout, Segment
 from lightning_compress.reducers import PowerSGD, Reducer, SignSGD, Sketch, TernGradShared
 from tests import sparse_sizes
 
@@ -38,6 +38,8 @@ class Case:
         rounding: what summing in the message's own dtype may lose, relative to the largest value.
         lossless: settings at which the method changes nothing, if there are any.
         variable: messages differ in length.
+        growth: of two-shot's traffic from 4 to 16 ranks, at most, on a small layout; more where equal shards take
+            different numbers of bytes.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Case:
     rounding: float = 0.0
     lossless: Codec | Reducer | None = None
     variable: bool = False
+    growth: float = 1.35
 
     def message_size(self, layout: Layout) -> int:
         """The method's formula: bytes without flag and padding; the most that it may take if that varies."""
@@ -55,8 +58,16 @@ def _randomk_bytes(codec: RandomK, layout: Layout) -> int:
     return sum(4 * max(1, math.ceil(codec.density * segment.numel)) for segment in layout.segments if segment.numel)
 
 
+def _columns(codec: OneBit, segment: Segment) -> int:
+    width = math.prod(segment.shape[1:])
+    length = math.ceil(codec.min_column / width) * width
+    return math.ceil(segment.stop / length) - segment.start // length
+
+
 def _onebit_bytes(codec: OneBit, layout: Layout) -> int:
     bits = -(-layout.numel // 8)
+    if codec.scope == "column":
+        return -(-8 * sum(_columns(codec, each) for each in layout.segments) // 16) * 16 + bits
     means = 8 * -(-layout.numel // min(codec.block, 8 * bits))
     return -(-means // 16) * 16 + bits
 
@@ -137,6 +148,7 @@ SIZES = {
     "randomk": _randomk_bytes,
     "randomk_rescaled": _randomk_bytes,
     "onebit": _onebit_bytes,
+    "onebit_column": _onebit_bytes,
     "efsign": _efsign_bytes,
     "qsgd": _qsgd_bytes,
     "qsgd_l2": _qsgd_bytes,
@@ -171,6 +183,7 @@ CASES = [
     Case("randomk", RandomK(density=0.05), lossless=RandomK(density=1.0)),
     Case("randomk_rescaled", RandomK(0.05, rescale=True), lossless=RandomK(1.0, rescale=True)),
     Case("onebit", OneBit(block=64)),
+    Case("onebit_column", OneBit(block=64, scope="column"), growth=1.5),
     Case("efsign", EFSign(block=64)),
     Case("qsgd", QSGD(bits=4, bucket=64)),
     Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2")),

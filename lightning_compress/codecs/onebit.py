@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.columns import ColumnPlan
 from lightning_compress.codecs.signs import SignPiece, SignPlan
 from lightning_compress.layout import Layout
+
+Scope = Literal["block", "column"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,17 @@ class OneBit(Codec):
 
     Args:
         block: elements that share two means; a multiple of 8, at least 64 (2 bits per element, closest), and as large
-            as one likes (a vector that is shorter is one block: 1 bit per element, coarsest).
+            as one likes (a vector that is shorter is one block: 1 bit per element, coarsest). Shards of an exchange
+            are cut at its multiples.
+        scope: "block", or "column" for the paper's: the weights that feed one unit share two means, which for
+            ``[out, in, ...]`` are those of one index of the first dimension: ``1 + 64 / (numel / out)`` bits per
+            element, so that short columns (narrow layers, the first convolution) would not be compressed at all.
+        min_column: with scope "column", as many units share the means as reach this number of elements; at least 1
+            (65 bits for a column of 1 element), and as large as one likes; a column that is longer is one. A column
+            that a shard cuts is two.
 
     Raises:
-        ValueError: block is no such number.
+        ValueError: block or min_column is no such number, or there is no such scope.
 
     Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
     Training of Speech DNNs", Interspeech 2014.
@@ -37,13 +47,23 @@ class OneBit(Codec):
 
     contractive: ClassVar[bool] = True
     block: int = 1024
+    scope: Scope = "block"
+    min_column: int = 64
 
     def __post_init__(self) -> None:
+        if self.scope not in get_args(Scope):
+            raise ValueError(f"OneBit(scope={self.scope!r}): scope must be one of {', '.join(get_args(Scope))}")
+        if isinstance(self.min_column, bool) or not isinstance(self.min_column, int) or self.min_column < 1:
+            raise ValueError(
+                f"OneBit(min_column={self.min_column!r}): min_column must be an integer, 1 or more; try 64"
+            )
         if not isinstance(self.block, int) or self.block < 64 or self.block % 8:
             raise ValueError(f"OneBit(block={self.block!r}): block must be a multiple of 8, at least 64; try 1024")
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        if self.scope == "column":
+            return ColumnPlan(layout, device, self.min_column)
         return _OneBitPlan(layout, device, self.block, values=2)
 
 

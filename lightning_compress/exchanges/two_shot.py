@@ -176,8 +176,9 @@ class _Plan(ExchangePlan):
         received = rows(self._receive, size, width)
         self._collective.all_to_all(self._send[:, :width].contiguous(), received)
         for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
-            own.decode(others, vector, 1.0, accumulate=True)
-            flag.add_(own.flags(others))
+            if len(others):
+                own.decode(others, vector, 1.0, accumulate=True)
+                flag.add_(own.flags(others))
         if self._adagrad:
             self._adagrad.step(vector)
         width = self._width(own.encode(vector, self._sum[0, : own.size], mix(key, rank, size), flag))

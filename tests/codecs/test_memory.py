@@ -32,7 +32,7 @@ NUMEL = (1 << 21) + 1234
 @pytest.mark.parametrize(
     "codec",
     [
-        *(OneBit(), EFSign(), QSGD(), QSGD(7, norm="l2"), Rotated(5), Natural()),
+        *(OneBit(), OneBit(scope="column"), EFSign(), QSGD(), QSGD(7, norm="l2"), Rotated(5), Natural()),
         *(RangeFloat(), RangeFloat(13), FFT(), FFT(0.97), DCT(), DCT(block=4096)),
         *(TopK(0.01, "parameter", "sampled", "1bit", "rice"), Threshold(3.0, 3.0), Adaptive(100)),
         *(TernGrad(), TernGrad(packing="base3"), RandomK()),

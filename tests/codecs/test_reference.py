@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,9 @@ def expected(codec: Codec, vector: torch.Tensor, message: torch.Tensor) -> tuple
         segments = [(s.offset, s.end) for s in layout(len(vector)).segments if s.numel]
         ranges = segments if codec.scope == "parameter" else [(0, len(vector))]
         return reference.topk(values, codec.density, ranges)
+    if isinstance(codec, OneBit) and codec.scope == "column":
+        units = [(s.numel, s.start, math.prod(s.shape[1:])) for s in layout(len(vector)).segments]
+        return reference.onebit_columns(values, units, codec.min_column)
     if isinstance(codec, OneBit):
         return reference.onebit(values, codec.block)
     if isinstance(codec, EFSign):
@@ -37,7 +42,7 @@ def compare(codec: Codec, vector: torch.Tensor) -> None:
     sent, stays = expected(codec, vector, message)
     np.testing.assert_array_equal(decoded.numpy(), sent)  # takes 0.0 and -0.0 as equal
     np.testing.assert_array_equal(residual.numpy(), stays)
-    if isinstance(codec, OneBit):
+    if isinstance(codec, OneBit) and codec.scope == "block":
         np.testing.assert_array_equal(reference.parse_onebit(message, len(vector), codec.block), sent)
     if isinstance(codec, RangeFloat) and len(vector) < 5000:
         parsed = reference.parse_range_float(message, len(vector), codec.bits, codec.block, codec.rounding == "nearest")
@@ -61,7 +66,8 @@ RANGE_FLOATS = [
     "codec",
     [
         *(Dense(), FP16(), BF16(), TopK(0.01), TopK(0.2, "group"), TopK(0.7), TopK(1.0)),
-        *(OneBit(), OneBit(64), OneBit(72), *RANGE_FLOATS),
+        *(OneBit(), OneBit(64), OneBit(72), OneBit(scope="column"), OneBit(scope="column", min_column=5)),
+        *RANGE_FLOATS,
         *(EFSign(), EFSign(72), Natural(), Natural(72)),
     ],
     ids=repr,
@@ -73,7 +79,9 @@ def test_equals_the_reference(codec: Codec, vector: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [FP16(), TopK(0.01), TopK(0.6, "group"), OneBit(), OneBit(72), EFSign(72), RangeFloat()], ids=repr
+    "codec",
+    [FP16(), TopK(0.01), TopK(0.6, "group"), OneBit(), OneBit(72), OneBit(scope="column"), EFSign(72), RangeFloat()],
+    ids=repr,
 )
 def test_equals_the_reference_over_several_chunks(codec: Codec) -> None:
     compare(codec, make("normal", 2 * CHUNK + 12_345))

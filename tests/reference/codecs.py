@@ -68,6 +68,21 @@ def parse_onebit(message: torch.Tensor, numel: int, block: int) -> Array:
     return np.array([means[i // block if bit else blocks + i // block] for i, bit in enumerate(bits)], np.float32)
 
 
+def onebit_columns(vector: Array, segments: list[tuple[int, int, int]], min_column: int) -> tuple[Array, Array]:
+    """As ``onebit``, for segments ``(elements, first element in the parameter, elements that feed one unit)``."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    place = 0
+    for number, (numel, first, width) in enumerate(segments):
+        joined = math.ceil(min_column / width)
+        for element in range(first, first + numel):
+            groups.setdefault((number, element // width // joined), []).append(place)
+            place += 1
+    sent = np.empty_like(vector)
+    for places in groups.values():
+        sent[places], _ = onebit(vector[places], len(places))
+    return sent, vector - sent
+
+
 def efsign(vector: Array, block: int) -> tuple[Array, Array]:
     """The mean magnitude of each block with the elements' signs, zeros counting as positive."""
     sent = np.empty_like(vector)
