@@ -51,6 +51,7 @@ def interrupted(folder, compressor, **settings):
     """A run of two epochs, and its second epoch again."""
     whole, _, _ = fit(folder, compressor, **settings)
     again, _, said = fit(f"{folder}/again", compressor, f"{folder}/epoch=0.ckpt", **settings)
+    assert np.isfinite(whole).all()
     return np.array_equal(whole, again), said
 
 
@@ -70,6 +71,44 @@ def test_bit_for_bit(pools, tmp_path, case, size):
     parts = [torch.load(path, weights_only=True) for path in tmp_path.glob("epoch=0.ckpt.lc/*")]
     kept = parts or [torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["lightning_compress"]]
     assert all(len(each["state"]["groups"]) > 1 for each in kept)
+
+
+class PlainSGD(Net):
+    """For methods that are an optimizer themselves."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.002)
+
+
+class FallingRate(Net):
+    """A learning rate that falls in every step."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        return [optimizer], [{"scheduler": falling, "interval": "step"}]
+
+
+KEEPERS = {
+    "dgc": {"compressor": {"name": "dgc", "density": 0.05}},
+    "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 1}, "make": PlainSGD},
+    "adagrad": {"compressor": OneBit(), "exchange": {"name": "two_shot", "adagrad": 1e-8}, "make": PlainSGD},
+    "schedule": {"compressor": TopK(0.5), "schedule": {"density": {0: 0.5, 2: 0.2, 4: 0.05}}},
+    "rate": {"compressor": TopK(0.05), "residual_follows_lr": True, "make": FallingRate},
+    "rules": {"compressor": TopK(0.05), "rules": [{"kind": "conv", "compressor": "powersgd"}]},
+    "warmup": {"compressor": TopK(0.05), "warmup_steps": 4},
+}
+"""What else is kept from step to step."""
+
+
+def keeper(folder, name):
+    return interrupted(folder, **KEEPERS[name])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", KEEPERS)
+def test_everything_that_is_kept(pools, tmp_path, name, size):
+    assert all(same and not said for same, said in pools[size].run(keeper, str(tmp_path), name))
 
 
 def in_half_precision(folder):
