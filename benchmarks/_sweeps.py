@@ -19,6 +19,17 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
     "rotated": [{"bits": bits} for bits in (2, 4, 6, 8)],
     "range_float": [{"bits": bits} for bits in (2, 4, 6, 8)],
     "topk": [{"density": bits / 64} for bits in (0.25, 0.5, 1, 2, 4, 8)],
+    "topk, 1 bit in Rice codes": [
+        {"name": "topk", "density": density, "values": "1bit", "indices": "rice"} for density in (0.01, 0.05, 0.15, 0.3)
+    ],
+    "qsgd, elias": [
+        {"name": "qsgd", "bits": bits, "bucket": 512, "norm": "l2", "coding": "elias"} for bits in (2, 3, 4, 6, 8)
+    ],
+    "terngrad": [{"packing": "base3"}, {}],
+    "adaptive": [{"proportion": proportion} for proportion in (64, 16, 6, 3)],
+    "wangni": [{"density": density} for density in (0.01, 0.1, 0.4, 0.8)],
+    "randomk": [{"density": bits / 32} for bits in (0.5, 1, 2, 4, 8)],
+    "atomo": [{"rank": rank} for rank in (1, 3, 8)],
     "fft": [{"theta": theta} for theta in (0.986, 0.972, 0.944, 0.85, 0.65, 0.25)],
     "fft, coarse": [
         {"name": "fft", "theta": theta, "bits": bits}
@@ -31,7 +42,7 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
 }
 """By the name of a method, or by a name for a family of its settings, which then say whose they are. Of codecs that are
 not here, the defaults are tried; what is no codec is passed over."""
-LEFT_OUT = {"none"}
+LEFT_OUT = {"none", "threshold"}  # whose settings must know how large gradients are
 
 
 def sweep() -> dict[str, list[dict[str, Any]]]:

