@@ -50,7 +50,7 @@ class Spectral(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """Only where most of the gradient is sent at once; the limits are cautious guesses, 0.85 is known to be none."""
+        """Only where most of the gradient is sent at once; the limits are guesses, 0.85 is known to be too much."""
         return self.theta <= 0.5 and self.bits >= 8
 
     @abstractmethod
