@@ -75,13 +75,11 @@ class Groups:
         shaped = [(name, self._shapes[name]) for name in names]
         self._scratch.clear()
         group = Group(shaped, settings, self._collective, self._device, self._meter, self._scratch)
-        adopted = False
         for old in self._groups:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():
                 group.states[kind].adopt(old.states[kind], moving)
-                adopted = True
-        if adopted:
+        if self._groups:
             group.adopted()
         self._owner.update(dict.fromkeys(group.names, group))
         self._groups = [each for each in [*self._groups, group] if each in self._owner.values()]

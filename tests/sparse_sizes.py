@@ -30,8 +30,8 @@ def qsgd_elias(codec: QSGD, layout: Layout) -> int:
 
 
 def rice(numel: int, count: int) -> int:
-    """12 bytes, then each number's K bits and a 1, and quotients that add up to numel / 2^K; whole bytes twice."""
-    return 13 + min(-(-(count * (1 + k) + numel // 2**k) // 8) for k in range(17))
+    """12 bytes, then each number's K bits and a 1, and quotients that add up to numel / 2^K; 5 bytes more."""
+    return 17 + min(-(-(count * (1 + k) + numel // 2**k) // 8) for k in range(17))
 
 
 def positions(kind: str, numel: int, count: int) -> int:

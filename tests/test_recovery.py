@@ -88,18 +88,24 @@ class Stuck(Net):
         self.log("stuck", torch.tensor(value), on_step=False, on_epoch=True, sync_dist=False)
 
 
+# Which one speaks depends on what this process has imported before.
+LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "pytorch_lightning", "lightning")
+
+
 def _trained(recovery, steps=9, make=Net, trainer=None):
     memory, watch, callback = Memory(), Ratios(), ThetaRecovery(**recovery)
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         strategy = CompressedDDPStrategy({"name": "fft", "theta": 0.99}, error_feedback=False)
         _, model = fit(strategy, steps, make, callbacks=[callback, watch], loggers=memory, **(trainer or {}))
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
     logged = {step: row["recovery/theta"] for step, row in memory.rows.items() if "recovery/theta" in row}
     return watch.seen, callback.history, logged, said, parameters(model).numpy()
 

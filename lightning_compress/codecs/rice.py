@@ -23,6 +23,8 @@ from lightning_compress.codecs.variable import Bytes, damaged, take
 
 Ints = npt.NDArray[np.int64]
 HEADER = 12
+ROUNDING = 5
+"""Bytes that are not full: of the quotients, and of up to 4 planes of remainders."""
 MOST_BITS = 16
 """The largest K; gaps of a million then cost 16 bits more, but there are few of them."""
 
@@ -39,7 +41,7 @@ def parameter(total: int, count: int) -> int:
 
 def capacity(total: int, count: int) -> int:
     """Bytes that ``write`` takes at most for ``count`` numbers, or fewer, whose sum is at most ``total``."""
-    return HEADER + -(-bits_at_most(total, count, parameter(total, count)) // 8) + 1
+    return HEADER + -(-bits_at_most(total, count, parameter(total, count)) // 8) + ROUNDING
 
 
 def write(numbers: Ints, k: int, out: Bytes) -> int:

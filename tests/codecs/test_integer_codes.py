@@ -15,7 +15,7 @@ SOME = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 300), st.integers(0,
 
 
 def rice_bytes(numbers: np.ndarray, k: int) -> np.ndarray:
-    out = np.full(rice.HEADER + int((numbers >> k).sum() + (k + 1) * len(numbers)) // 8 + 2, 0xAB, np.uint8)
+    out = np.full(rice.HEADER + int((numbers >> k).sum() + (k + 1) * len(numbers)) // 8 + 6, 0xAB, np.uint8)
     return out[: rice.write(numbers, k, out)]
 
 
