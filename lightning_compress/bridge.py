@@ -111,6 +111,7 @@ class _Beside(ExchangePlan):
     def __init__(self, exchange: ExchangePlan, plans: Sequence[tuple[slice, ReducerPlan]]) -> None:
         self._exchange = exchange
         self._plans = plans
+        self.dense_places = exchange.dense_places
         self.bytes_sent = exchange.bytes_sent + sum(plan.bytes_sent for _, plan in plans)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:

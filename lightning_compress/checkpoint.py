@@ -148,7 +148,7 @@ def read(files: Files, path: str, manifest: object, method: str, ranks: Collecti
         raise ValueError("the checkpoint's manifest is damaged")
     if os.path.basename(folder) != folder or os.path.basename(save) != save:
         raise ValueError("the checkpoint's manifest names files elsewhere")
-    place = f"{_folder_of(path)}/{folder}/{save}.rank"
+    place = f"{_folder(path, folder, save)}/{save}.rank"
     if before == ranks.size:
         return _read_one(files, f"{place}{ranks.rank}.pt", save, device)
     numbers = range(ranks.rank, before, ranks.size)
@@ -173,9 +173,15 @@ def _average(state: Snapshot, ranks: Collective, summands: int) -> None:
                 one["numbers"] /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
 
 
-def _folder_of(path: str) -> str:
-    """Where a checkpoint stands; ``last.ckpt`` may be a link to it."""
-    return os.path.dirname(path if "://" in path else os.path.realpath(path))
+def _folder(path: str, named: str, save: str) -> str:
+    """Where the files are: beside the checkpoint, under its name now or then; ``last.ckpt`` may be a link to it."""
+    real = path if "://" in path else os.path.realpath(path)
+    places = [f"{real}.lc", f"{os.path.dirname(real)}/{named}"]
+    for place in places:
+        fs, folder = url_to_fs(place)
+        if fs.exists(folder) and any(os.path.basename(each).startswith(f"{save}.") for each in fs.ls(folder, False)):
+            return place
+    return places[0]
 
 
 def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snapshot:

@@ -18,28 +18,11 @@ from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer
 from lightning_compress.rules import Shape
+from lightning_compress.scratch import Scratch
 from lightning_compress.settings import Settings
 from lightning_compress.state import Declared, State, States, place_of
 
 RESIDUAL = "residual"
-
-
-class Scratch:
-    """Float32 memory that the groups of a hook take in turn; it grows to the largest of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: dict[str, Tensor] = {}
-
-    def take(self, name: str, numel: int) -> Tensor:
-        """``[numel]`` elements of undefined content, valid until the next ``take`` of that name."""
-        if name not in self._memory or self._memory[name].numel() < numel:
-            self._memory[name] = torch.empty(numel, device=self._device)
-        return self._memory[name][:numel]
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._memory.clear()
 
 
 class Group:
@@ -118,7 +101,7 @@ class Group:
 
     def plan(self, step: int) -> ExchangePlan:
         """The exchange of a step: dense while the compression warms up."""
-        if step >= self.settings.warmup_steps:
+        if step >= self.settings.dense_steps and self._collective.size > 1:
             self._dense = None
             return self._exchange
         if self._dense is None:
@@ -164,19 +147,20 @@ class Group:
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
         """The mean, written over ``gradient``; the states advance."""
-        plan, dense = self.plan(step), step < self.settings.warmup_steps
-        compressed = () if plan.dense else self._compressed
+        plan = self.plan(step)
+        compressed = [place for place in self._compressed if not plan.is_dense(place)]
         held = self._hold_unused(gradient) if self._held else []
         if self._correction:
             self._correction.before(gradient, compressed, step)
+        again = self.residual is not None and bool(self.residual.touched)
+        decay = 1.0 if again else self.settings.residual_decay  # once a step
         if self.residual is None:
             vector = self._scratch.take("vector", self.layout.numel).copy_(gradient)
         else:
-            decay = 1.0 if self.residual.touched else self.settings.residual_decay  # once a step
             vector = torch.add(gradient, self.residual.base(), alpha=decay, out=self.residual.pending)
         for place, mask, kept in held:
             if self._sends_shared:
-                torch.addcmul(gradient[place], kept[0], mask, out=vector[place])
+                torch.addcmul(gradient[place], kept[0], mask, value=decay, out=vector[place])
             else:
                 vector[place].mul_(mask)
         before = vector.norm() if self._meter.sampling else None
@@ -193,7 +177,7 @@ class Group:
                 if state is not self.residual:  # which also owes what encoding took of the zeros it was given
                     state.pending[place].mul_(mask)
                 state.pending[place].addcmul_(numbers, 1 - mask)
-        for state in self._always if dense else self.states.values():
+        for state in self._always if plan is self._dense else self.states.values():
             state.touch()
         return gradient
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
-from lightning_compress.group import Group, Scratch
+from lightning_compress.group import Group
 from lightning_compress.meter import Meter
 from lightning_compress.rules import Shape
+from lightning_compress.scratch import Scratch
 from lightning_compress.settings import Settings
 from lightning_compress.state import State
 

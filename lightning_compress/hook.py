@@ -74,7 +74,7 @@ class Compression:
         self._flag = torch.zeros((), device=self.device)
         self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._reduced: set[int] = set()
-        self._told: set[str] = set()
+        self._last_state: snapshot.Snapshot | None = None
         self._stepped = True
         self.active = False
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
@@ -170,8 +170,11 @@ class Compression:
 
         Every rank has its own. It refers to memory that later steps replace or reuse: save or copy it at once.
         """
+        if self._last_state is not None:
+            return self._last_state
         groups = [(group.given, group.states) for group in self.groups]
-        return snapshot.take(self.family, self.step, self._optimizers.rates, groups)
+        running = self.next_settings.running() | {"scheduled": dict(self._scheduled)}
+        return snapshot.take(self.family, self.step, self._optimizers.rates, running, groups)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
         """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew. All ranks must come.
@@ -183,6 +186,8 @@ class Compression:
         if state["method"] != self.family:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()
+        self._scheduled = dict(state["running"]["scheduled"])
+        self.settings = self.settings.resumed(state["running"]).bound(self.settings.rules.kinds)
         for saved in state["groups"]:
             if names := [name for name in saved["names"] if name in self._shapes]:
                 group = self.groups.add(names, self.settings)
@@ -199,13 +204,9 @@ class Compression:
         """
         self._optimizers.see(optimizer)
         workers = [each for each in (self.settings.correction, self.settings.exchange) if each and each.optimizes]
-        names = sorted(self._optimizers.owned(optimizer)) if workers and self.active else []
-        for worker in workers if names else []:
-            changed = worker.take_over(optimizer, names)
-            if changed and changed not in self._told:
-                self._told.add(changed)
-                if self._collective.rank == 0:
-                    log.info(changed)
+        for said in self._optimizers.take_over(optimizer, workers) if self.active else ():
+            if self._collective.rank == 0:
+                log.info(said)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
@@ -285,7 +286,12 @@ class Compression:
         }
 
     def close(self) -> None:
-        """Stop watching the optimizers and give memory back, when the model will not be trained any more."""
+        """Stop watching the optimizers and give memory back, when the model will not be trained any more.
+
+        ``state_dict`` goes on giving the last state, which waits on the CPU.
+        """
+        if self.active and self._last_state is None:
+            self._last_state = snapshot.on_cpu(self.state_dict())
         unwatch(self)
         for handle in self._handles:
             handle.remove()

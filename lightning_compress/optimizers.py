@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,6 +21,15 @@ class Listener(Protocol):
         """It has really stepped."""
 
 
+class Worker(Protocol):
+    """Does a part of the optimizer's work."""
+
+    counts_steps: ClassVar[bool]
+
+    def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
+        """See ``Correction.take_over``."""
+
+
 class Optimizers:
     """The optimizers of one model, as they show themselves.
 
@@ -34,6 +43,7 @@ class Optimizers:
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._told: set[str] = set()
         self.rates: dict[str, float] = {}
         self._last: dict[str, int] = {}
 
@@ -46,6 +56,20 @@ class Optimizers:
         """Remember it, if it steps any of the model's parameters."""
         if optimizer not in self._seen and self.owned(optimizer):
             self._seen.add(optimizer)
+
+    def take_over(self, optimizer: Optimizer, workers: Sequence[Worker]) -> list[str]:
+        """Let those who do a part of its work see that it is not done twice; what they say, if it is new.
+
+        Raises:
+            ValueError: the optimizer does what they cannot go with, or there are several and a worker takes one only.
+        """
+        names = sorted(self.owned(optimizer)) if workers else []
+        said = [worker.take_over(optimizer, names) for worker in workers if names]
+        if names and len(self._seen) > 1 and (alone := [each for each in workers if each.counts_steps]):
+            raise ValueError(f"{alone[0]} counts steps, and there are several optimizers; give all parameters to one")
+        new = [each for each in said if each and each not in self._told]
+        self._told.update(new)
+        return new
 
     def rate(self) -> float | None:
         """The largest learning rate that any of them has now; None as long as none was seen."""

@@ -37,3 +37,13 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
             f"{kind} {name!r} has no setting {', '.join(map(repr, unknown))}; it has: {', '.join(allowed) or 'none'}"
         )
     return known[name](**arguments)
+
+
+def describe(built: object, known: Mapping[str, type]) -> dict[str, object] | None:
+    """The mapping that ``build`` makes this of, of primitives; None if it is of no known class."""
+    name = next((name for name, each in known.items() if each is type(built)), None)
+    if name is None:
+        return None
+    fields = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}  # type: ignore[arg-type]
+    nested = {key: describe(value, known) for key, value in fields.items() if dataclasses.is_dataclass(value)}
+    return {"name": name, **fields, **nested}

@@ -50,10 +50,15 @@ class Resume:
         self, files: Files, path: str, content: dict[str, Any], compression: Compression, ranks: Collective
     ) -> None:
         """Add to a checkpoint that is about to be written; every rank comes."""
-        if self.state == "none" or not compression.active or "optimizer_states" not in content:
+        if not compression.active or "optimizer_states" not in content:
+            return
+        if correction := compression.settings.correction:
+            for each in content["optimizer_states"]:
+                correction.give_back(each)
+        if self.state == "none":
             return
         state = compression.state_dict()
-        own = any(one["holder"] == "rank" for group in state["groups"] for one in group["states"].values())
+        own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
         if self.state == "sidecar" and own:
             save = Save(self._run, self._saves, compression.step)
             checkpoint.write(files, path, content, save, state, ranks)
@@ -83,19 +88,25 @@ class Resume:
         """
         compression.reset()
         manifest = content.get(checkpoint.KEY)
-        if not compression.active or (manifest is None and not compression.settings.keeps_state):
+        if manifest is None and not (compression.active and compression.settings.keeps_state):
             return ""
         problem, state = "", None
         try:
+            if not compression.active:
+                raise ValueError("this run does not compress, on one rank or with 'none': what was not sent is dropped")
             state = checkpoint.read(files, self._path, manifest, compression.family, ranks, device)
-        except ValueError as error:
-            problem = str(error)
+        except Exception as error:  # the other ranks wait for word
+            problem = str(error) or type(error).__name__
         failed = torch.tensor([bool(problem)], dtype=torch.int32, device=device)
         ranks.all_reduce_max(failed)
         if not failed:
             assert state is not None
-            compression.load_state_dict(checkpoint.redistribute(state, ranks))
-            return ""
+            try:
+                compression.load_state_dict(checkpoint.redistribute(state, ranks))
+                return ""
+            except ValueError as error:  # on all ranks alike
+                compression.reset()
+                problem = str(error)
         problem = problem or "another rank cannot restore its state, and says why"
         if self.strict:
             raise ValueError(f"{problem}; set strict_state=False to begin error feedback again from zero")

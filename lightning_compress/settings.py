@@ -12,7 +12,7 @@ from lightning_compress.corrections import CORRECTED, Corrected, Correction
 from lightning_compress.exchanges import EXCHANGES, Auto, Exchange
 from lightning_compress.kinds import KINDS
 from lightning_compress.reducers import REDUCERS, Reducer
-from lightning_compress.registry import build
+from lightning_compress.registry import build, describe
 from lightning_compress.rules import Compressor, Method, Rule, Rules
 from lightning_compress.schedule import Schedule, changed
 
@@ -74,10 +74,16 @@ class Settings:
         return " ".join(type(part).__name__ for part in parts if part is not None)
 
     @property
+    def dense_steps(self) -> int:
+        """Steps before compression begins."""
+        own = self.compressor.dense_steps if isinstance(self.compressor, Corrected) else 0
+        return max(self.warmup_steps, own)
+
+    @property
     def keeps_state(self) -> bool:
         """Whether anything is lost if compression begins anew."""
         declares = isinstance(self.method, Reducer) or self.correction is not None or self.exchange.optimizes
-        return self.error_feedback or declares
+        return self.error_feedback or declares or self.dense_steps > 0 or bool(self.schedule.courses)
 
     @property
     def methods(self) -> list[Method]:
@@ -125,7 +131,6 @@ class Settings:
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
         method, correction = _parts(given)
-        dense_steps = given.dense_steps if isinstance(given, Corrected) else 0
         if correction and pattern.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
@@ -146,7 +151,7 @@ class Settings:
             correction=correction,
             error_feedback=bool(error_feedback),
             as_needed=error_feedback is None,
-            warmup_steps=max(warmup_steps, dense_steps),
+            warmup_steps=warmup_steps,
             seed=seed,
             schedule=Schedule.of(schedule, given),
             residual_decay=float(residual_decay),
@@ -178,6 +183,20 @@ class Settings:
             )
         rules = dataclasses.replace(self.rules, method=method)
         return dataclasses.replace(self, compressor=given, rules=rules, correction=correction)._checked()
+
+    def running(self) -> dict[str, object]:
+        """What may have changed since the run began, as primitives."""
+        return {"compressor": describe(self.compressor, COMPRESSORS), "error_feedback": self.error_feedback}
+
+    def resumed(self, running: Mapping[str, object]) -> Settings:
+        """The same with what ``running`` gave in an earlier run.
+
+        Raises:
+            ValueError: see ``retuned``.
+        """
+        compressor, feedback = running["compressor"], bool(running["error_feedback"])
+        settings = self if compressor is None else self.retuned(dict(compressor), {})  # type: ignore[call-overload]
+        return dataclasses.replace(settings, error_feedback=settings.error_feedback or feedback)
 
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""

@@ -1,6 +1,6 @@
 """The committed state of one rank as tensors and primitives, and back.
 
-    {"format": 1, "method": str, "step": int, "rates": {name: learning rate},
+    {"format": 1, "method": str, "step": int, "rates": {name: learning rate}, "running": {setting: value},
      "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank", "shared" or "owner", "names": [str, ...],
                                                         "numels": [int, ...], "numbers": float32 [their sum]}}}, ...]}
 
@@ -25,7 +25,11 @@ Snapshot = dict[str, Any]
 
 
 def take(
-    method: str, step: int, rates: Mapping[str, float], groups: Iterable[tuple[Sequence[str], States]]
+    method: str,
+    step: int,
+    rates: Mapping[str, float],
+    running: Mapping[str, object],
+    groups: Iterable[tuple[Sequence[str], States]],
 ) -> Snapshot:
     """What the optimizer steps have made true so far; refers to the states' own memory, which a commit replaces.
 
@@ -33,6 +37,7 @@ def take(
         method: the settings, as text.
         step: optimizer steps so far.
         rates: learning rates of the last step, by name.
+        running: settings that may have changed since the run began, as primitives.
         groups: names in order and states of each group.
     """
     return {
@@ -40,6 +45,7 @@ def take(
         "method": method,
         "step": step,
         "rates": dict(rates),
+        "running": dict(running),
         "groups": [
             {"names": list(names), "states": {kind: _one(state) for kind, state in states.items()}}
             for names, states in groups
@@ -54,10 +60,16 @@ def _one(state: State) -> Snapshot:
 
 
 def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
-    """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters."""
+    """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters.
+
+    Raises:
+        ValueError: there is no place for some of it.
+    """
     for kind, one in saved["states"].items():
-        if kind not in states:
-            continue
+        numels = {segment.name: segment.numel for segment in states[kind].layout.segments} if kind in states else {}
+        theirs = dict(zip(one["names"], one["numels"], strict=True))
+        if lost := [name for name in names if name in theirs and numels.get(name) != theirs[name]]:
+            raise ValueError(f"{kind} of {', '.join(lost[:3])} was saved with other settings and has no place in these")
         layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
         old = State(layout, one["numbers"].device, holder=one["holder"])
         old.committed = one["numbers"]
@@ -99,6 +111,14 @@ def scaled(snapshot: Snapshot, holder: str, factor: float) -> Snapshot:
     return snapshot
 
 
+def on_cpu(snapshot: Snapshot) -> Snapshot:
+    """The same in memory that no accelerator needs."""
+    for group in snapshot["groups"]:
+        for one in group["states"].values():
+            one["numbers"] = one["numbers"].cpu()
+    return snapshot
+
+
 def checksum(snapshot: Snapshot) -> int:
     """CRC-32 of everything in it."""
     value = zlib.crc32(repr((snapshot["method"], _shape(snapshot))).encode())
@@ -114,9 +134,15 @@ def check(snapshot: object) -> Snapshot:
     Raises:
         ValueError: a part is missing, of the wrong type, or numbers and names do not fit together.
     """
-    parts = _fields(snapshot, "the state", {"format": int, "method": str, "step": int, "rates": dict, "groups": list})
+    parts = _fields(
+        snapshot,
+        "the state",
+        {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list},
+    )
     if parts["format"] != FORMAT:
         raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
+    if not {"compressor", "error_feedback", "scheduled"} <= parts["running"].keys():
+        raise ValueError("the state does not say what ran")
     if parts["step"] < 0:
         raise ValueError(f"the state is of step {parts['step']!r}")
     if not all(isinstance(name, str) and type(rate) is float and rate > 0 for name, rate in parts["rates"].items()):
@@ -161,7 +187,7 @@ def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, A
 
 
 def _shape(snapshot: Snapshot) -> list[object]:
-    shape: list[object] = [snapshot["step"], sorted(snapshot["rates"].items())]
+    shape: list[object] = [snapshot["step"], sorted(snapshot["rates"].items()), repr(snapshot["running"])]
     for group in snapshot["groups"]:
         shape.append(group["names"])
         shape += [(kind, one["holder"], one["names"], one["numels"]) for kind, one in sorted(group["states"].items())]

@@ -49,7 +49,7 @@ def reference(size, adagrad):
 
 
 @pytest.mark.parametrize("adagrad", [None, 1e-8, 0.1])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_it_is_the_papers_with_two_residuals(size, adagrad):
     exchange = {"name": "two_shot", "adagrad": adagrad}
     out, walkers = walk(size, OneBit(BLOCK), STEPS, exchange=exchange)
@@ -100,7 +100,7 @@ def test_dense_steps_go_on_from_the_same_history():
         assert (named(out[5])[name] - expected).abs().max() <= 1e-5
     relative = (out[5] - mean[5] / history.sqrt()).norm() / out[5].norm()
     assert 0.1 < relative < 1
-    assert all(walker.group.plan(0).dense for walker in walkers)
+    assert all(walker.group.plan(0).is_dense(place) for walker in walkers for place in walker.group._compressed)
 
 
 def test_history_and_residual_follow_the_shards():

@@ -95,6 +95,7 @@ KEEPERS = {
     "adagrad": {"compressor": OneBit(), "exchange": {"name": "two_shot", "adagrad": 1e-8}, "make": PlainSGD},
     "schedule": {"compressor": TopK(0.5), "schedule": {"density": {0: 0.5, 2: 0.2, 4: 0.05}}},
     "rate": {"compressor": TopK(0.05), "residual_follows_lr": True, "make": FallingRate},
+    "rank": {"compressor": {"name": "powersgd", "rank": 4}, "schedule": {"rank": {0: 4, 2: 2}}},
     "rules": {"compressor": TopK(0.05), "rules": [{"kind": "conv", "compressor": "powersgd"}]},
     "warmup": {"compressor": TopK(0.05), "warmup_steps": 4},
 }
@@ -109,6 +110,67 @@ def keeper(folder, name):
 @pytest.mark.parametrize("name", KEEPERS)
 def test_everything_that_is_kept(pools, tmp_path, name, size):
     assert all(same and not said for same, said in pools[size].run(keeper, str(tmp_path), name))
+
+
+def saved_after(folder):
+    """A checkpoint that is saved when the fit is over."""
+    whole, _, _ = fit(folder, OneBit())
+    torch.manual_seed(1)
+    strategy = CompressedDDPStrategy(OneBit(), bucket_cap_mb=0.02)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_epochs=1,
+        limit_train_batches=BATCHES,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Net(), loader(digits()))
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    again, _, said = fit(f"{folder}/again", OneBit(), f"{folder}/after.ckpt")
+    return np.array_equal(whole, again), said
+
+
+def test_a_checkpoint_that_is_saved_after_the_fit(pools, tmp_path):
+    assert pools[2].run(saved_after, str(tmp_path)) == [(True, [])] * 2
+
+
+class Retunes(Net):
+    """Goes over to another method in the first epoch."""
+
+    def on_train_batch_end(self, *_):
+        if self.trainer.global_step == 1:
+            self.trainer.strategy.compression.retune("topk", density=0.05)
+
+
+def retuned(folder):
+    return interrupted(folder, "bf16", make=Retunes)
+
+
+def test_what_was_retuned_goes_on(pools, tmp_path):
+    assert pools[2].run(retuned, str(tmp_path)) == [(True, [])] * 2
+
+
+def momentum_of(folder):
+    fit(folder, {"name": "dgc", "density": 0.05}, epochs=1)
+    saved = torch.load(f"{folder}/epoch=0.ckpt", weights_only=True)
+    return saved["optimizer_states"][0]["param_groups"][0]["momentum"]
+
+
+def test_dgc_gives_the_momentum_back(pools, tmp_path):
+    assert pools[2].run(momentum_of, str(tmp_path)) == [0.9, 0.9]
+
+
+def test_a_renamed_checkpoint(pools, tmp_path):
+    pools[2].run(fit_only, str(tmp_path))
+    (tmp_path / "epoch=0.ckpt").rename(tmp_path / "new.ckpt")
+    (tmp_path / "epoch=0.ckpt.lc").rename(tmp_path / "new.ckpt.lc")
+    seen, said = pools[2].run(resumed_sums, f"{tmp_path}/again", f"{tmp_path}/new.ckpt")[0]
+    assert seen[1] > 0
+    assert not said
 
 
 def in_half_precision(folder):

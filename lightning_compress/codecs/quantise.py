@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import packed_size
 from lightning_compress.codecs.buffers import scratch
 from lightning_compress.codecs.planes import Planes
 from lightning_compress.codecs.randomness import RandomBits
@@ -41,7 +40,7 @@ class Quantiser:
         self.size = self._planes.size
         self._sign, self._shift = 2 ** (bits - 1), shift
         self._floats = scratch("levels", most, torch.float32, device)
-        self._codes = scratch("codes", 8 * packed_size(most), torch.uint8, device)
+        self._codes = scratch("codes", -(-most // 8) * 8, torch.uint8, device)
         self._random = RandomBits(most, device)
         # Random numbers are -32768 to 32767: brought to the middles of the UNIT parts of [0, 1).
         self._offset = torch.tensor(0.5 + 0.5 / UNIT - shift, dtype=torch.float32, device=device)
@@ -84,7 +83,7 @@ class Quantiser:
         else:
             floats.add_(random)
         torch.add(self._offset, floats, alpha=1 / UNIT, out=floats).floor_()
-        codes = self._codes[: 8 * packed_size(numel)]
+        codes = self._codes[: -(-numel // 8) * 8]
         codes.view(torch.int8)[:numel].view(rows.shape).copy_(floats)
         codes[numel:] = 0
         self._planes.write(codes, elements, body)
@@ -93,7 +92,7 @@ class Quantiser:
     def decode(self, body: Tensor, elements: slice, shape: tuple[int, ...]) -> Tensor:
         """The numbers of a message's piece, float32 of this shape; in scratch."""
         numel = elements.stop - elements.start
-        codes = self._codes[: 8 * packed_size(numel)]
+        codes = self._codes[: -(-numel // 8) * 8]
         self._planes.read(codes, elements, body)
         codes.bitwise_xor_(self._sign).sub_(self._sign)  # extends the sign; uint8 wraps
         floats = self._floats[:numel].copy_(codes.view(torch.int8)[:numel]).view(shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -92,6 +92,12 @@ class Correction(ABC):
             device: where vectors are.
             states: what ``state`` declared.
         """
+
+    counts_steps: ClassVar[bool] = False
+    """It goes by the number of steps, which is that of all optimizers together: there may be one only."""
+
+    def give_back(self, state: dict[str, Any]) -> None:  # noqa: B027  # most take nothing away
+        """Put into an optimizer's ``state_dict`` what ``take_over`` took: another method may go on from it."""
 
     @abstractmethod
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,11 @@ class MomentumCorrection(Correction):
     ) -> CorrectionPlan:
         """See ``Correction.plan``."""
         return _Plan(self, layout, compressed, ranks, device, states)
+
+    def give_back(self, state: dict[str, Any]) -> None:
+        """See ``Correction.give_back``."""
+        for group in state["param_groups"]:
+            group.update(momentum=self.momentum, nesterov=self.nesterov)
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
         """Take SGD's momentum away from it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lightning_compress.state import Declared, States
 class AdamCorrection(Correction):
     """Adam around an average; see ``OneBitAdam``, which checks the settings."""
 
+    counts_steps: ClassVar[bool] = True
     beta1: float
     beta2: float
     eps: float

@@ -44,7 +44,7 @@ class AllReduce(Exchange):
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
         plan = _Plan(MessagePlan(sections, device, meter, summands=collective.size), collective, device)
-        plan.dense = all(isinstance(section.codec, Dense) for section in sections)
+        plan.dense_places = [slice(each.start, each.stop) for each in sections if isinstance(each.codec, Dense)]
         return plan
 
 

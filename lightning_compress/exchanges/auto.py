@@ -93,7 +93,7 @@ class _Apart(ExchangePlan):
         self._plans = plans
         self.bytes_sent = sum(plan.bytes_sent for plan in plans)
         self.description = ", ".join(plan.description for plan in plans)
-        self.dense = all(plan.dense for plan in plans)
+        self.dense_places = [place for plan in plans for place in plan.dense_places]
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         for number, plan in enumerate(self._plans):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,12 +30,16 @@ class ExchangePlan(ABC):
         bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula; what it is expected to
             be where messages vary in length.
         description: which exchange this is, for the log.
-        dense: everything is sent as it is.
+        dense_places: stretches of the vector that are sent as they are.
     """
 
     bytes_sent: int
     description: str
-    dense: bool = False
+    dense_places: Sequence[slice] = ()
+
+    def is_dense(self, place: slice) -> bool:
+        """Whether this stretch of the vector is sent as it is."""
+        return any(dense.start <= place.start and place.stop <= dense.stop for dense in self.dense_places)
 
     @abstractmethod
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
@@ -53,6 +58,8 @@ class ExchangePlan(ABC):
 
 class Exchange(ABC):
     """A pattern in which messages travel; a frozen dataclass of its settings."""
+
+    counts_steps: ClassVar[bool] = False
 
     @property
     def optimizes(self) -> bool:

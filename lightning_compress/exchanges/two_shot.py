@@ -123,7 +123,7 @@ class TwoShot(Exchange):
             [replace(section, codec=Dense()) for section in shard] for shard in _shards(sections, collective.size)
         ]
         plan = self._plan(shards, collective, device, meter, states)
-        plan.dense = True
+        plan.dense_places = [slice(section.start, section.stop) for section in sections]
         return plan
 
     def _plan(

@@ -58,7 +58,8 @@ def test_dense_steps_are_sgd_with_momentum(size, nesterov):
 
 def test_where_auto_finds_dense_cheaper_nothing_is_forgotten():
     out, walkers = walk(2, DGC(density=0.9), STEPS)
-    assert walkers[0].group.plan(0).dense
+    plan, places = walkers[0].group.plan(0), walkers[0].group._compressed
+    assert all(plan.is_dense(place) for place in places)
     check_sgd(2, out)
 
 
@@ -74,7 +75,7 @@ def test_one_rank_alone_is_sgd_to_the_bit():
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_it_is_the_papers(size, masking, nesterov):
     method = DGC(density=0.02, nesterov=nesterov, masking=masking, clip=30.0, selection="exact")
     out, walkers = walk(size, method, STEPS, warmup_steps=2, exchange="all_gather")
@@ -97,7 +98,7 @@ def test_it_is_the_papers(size, masking, nesterov):
             assert np.abs(walker.state("residual")[name].numpy() / size - ranks[rank][name].v).max() <= 1e-5
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_was_sent_and_what_stays_are_all_velocities(size):
     """W times the sum of the means, and the residuals: the sum of all u, followed outside from masks alone."""
     method = DGC(density=0.01)

@@ -71,7 +71,7 @@ def test_it_is_the_papers(size):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_no_momentum_is_lost(size, exchange):
     """After a frozen step: W m, and what stays, is the sum of the ranks' momenta and residuals before."""
 
@@ -193,9 +193,9 @@ def test_wrong_settings(settings, message):
 
 
 def test_dense_steps_are_a_setting_of_the_method():
-    assert Settings.of("onebit_adam").warmup_steps == 1000
-    assert Settings.of({"name": "onebit_adam", "freeze_steps": 10}, warmup_steps=50).warmup_steps == 50
-    assert Settings.of("dgc", warmup_steps=50).warmup_steps == 50
+    assert Settings.of("onebit_adam").dense_steps == 1000
+    assert Settings.of({"name": "onebit_adam", "freeze_steps": 10}, warmup_steps=50).dense_steps == 50
+    assert Settings.of("dgc", warmup_steps=50).dense_steps == 50
     assert OneBitAdam().codec == EFSign()
     assert OneBitAdam(quantiser={"name": "rotated", "bits": 4}) == OneBitAdam(quantiser=Rotated(4))
     assert OneBitAdam(quantiser="none").codec == Dense()
