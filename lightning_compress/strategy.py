@@ -94,9 +94,9 @@ class CompressedDDPMixin(_Base):
         coarse = [each for each in self._settings.methods if not each.safe_with_adam]
         if adaptive and self.world_size > 1 and coarse:
             rank_zero_warn(
-                f"{coarse[0]} with {adaptive[0]} trains worse than without compression: error feedback of "
-                "such a coarse method does not mix with adaptive learning rates. Use SGD with momentum, or "
-                "compressor='bf16'."
+                f"{coarse[0]} with {adaptive[0]} trains worse than without compression: adaptive learning rates do not "
+                "go with so coarse a method. Use compressor='rotated', which costs nothing; or 'onebit_adam', which is "
+                "Adam itself; or SGD with momentum."
             )
 
     def _register_ddp_hooks(self) -> None:
