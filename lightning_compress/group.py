@@ -101,7 +101,8 @@ class Group:
 
     def plan(self, step: int) -> ExchangePlan:
         """The exchange of a step: dense while the compression warms up."""
-        if step >= self.settings.dense_steps and self._collective.size > 1:
+        alone = self._collective.size == 1 and self._correction is not None  # which then is the optimizer exactly
+        if step >= self.settings.dense_steps and not alone:
             self._dense = None
             return self._exchange
         if self._dense is None:
