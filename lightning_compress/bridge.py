@@ -31,6 +31,11 @@ def declared(stretches: Sequence[Stretch]) -> dict[str, Declared]:
     }
 
 
+def sections_of(stretches: Sequence[Stretch]) -> list[Section]:
+    """What codecs take care of."""
+    return [Section(each.method, each.layout, each.start) for each in stretches if isinstance(each.method, Codec)]
+
+
 def plan_group(
     stretches: Sequence[Stretch],
     exchange: Exchange,
@@ -40,7 +45,7 @@ def plan_group(
     states: States,
 ) -> ExchangePlan:
     """Make ready for vectors that consist of these stretches; ``states`` has what ``declared`` names."""
-    sections = [Section(each.method, each.layout, each.start) for each in stretches if isinstance(each.method, Codec)]
+    sections = sections_of(stretches)
     if len(sections) == len(stretches):
         return exchange.plan(sections, collective, device, meter, states_of(EXCHANGE, states))
     dense = all(isinstance(section.codec, Dense) for section in sections)

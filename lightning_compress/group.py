@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import bridge
-from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs import Dense
 from lightning_compress.collectives import Collective
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
@@ -89,9 +89,7 @@ class Group:
         self._unscales = bool(self.states) or any(
             isinstance(each.method, Reducer) and not each.method.conserves for each in stretches
         )
-        self._sections = [
-            Section(each.method, each.layout, each.start) for each in stretches if isinstance(each.method, Codec)
-        ]
+        self._sections = bridge.sections_of(stretches)
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
     @property

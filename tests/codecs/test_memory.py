@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_compress.codecs import (
     DCT,
@@ -25,6 +22,7 @@ from lightning_compress.codecs import (
     TopK,
 )
 from tests.codecs.helpers import CPU, layout, make
+from tests.helpers.memory import check_steady
 
 NUMEL = (1 << 21) + 1234
 
@@ -49,12 +47,4 @@ def test_no_large_allocations(codec: Codec) -> None:
         messages[1] = messages[0]
         plan.decode(messages, out, 0.5, True)
 
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert max(event.cpu_memory_usage for event in profiler.events()) <= 1 << 20
-    tracemalloc.start()
-    step()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak <= 1 << 20
+    check_steady(step)

@@ -53,10 +53,10 @@ def _train(compressor, arguments, optimizer):
     return {name: parameter.detach().numpy() for name, parameter in model.module.named_parameters()}
 
 
-def _train_plainly():
+def _train_plainly(chosen):
     """The same without compression."""
     model = DistributedDataParallel(net())
-    optimizer = sgd(model.parameters())
+    optimizer = chosen(model.parameters())
     for batch in batches(dist.get_world_size()):
         images, labels = batch[dist.get_rank()]
         optimizer.zero_grad()
@@ -90,7 +90,7 @@ def test_dgc_follows_the_simulation(pools, size, dense_steps):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_dense_dgc_is_momentum_sgd(pools, size):
     dense = pools[size].run(_train, DGC(), {"warmup_steps": STEPS}, sgd)
-    plain = pools[size].run(_train_plainly)
+    plain = pools[size].run(_train_plainly, sgd)
     check_follows(dense, {name: torch.from_numpy(value) for name, value in plain[0].items()})
 
 
@@ -171,18 +171,6 @@ def test_dgc_in_lightning(pools):
     assert ranks[0][2] > 5
 
 
-def _train_with_adamw():
-    """AdamW without compression."""
-    model = DistributedDataParallel(net())
-    optimizer = adamw(model.parameters())
-    for batch in batches(dist.get_world_size()):
-        images, labels = batch[dist.get_rank()]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    return {name: parameter.detach().numpy() for name, parameter in model.module.named_parameters()}
-
-
 def adamw(parameters):
     return torch.optim.AdamW(parameters, 2e-3, weight_decay=0.1, eps=1e-4)
 
@@ -194,7 +182,7 @@ def plain_sgd(parameters):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_onebit_adam_begins_as_adamw(pools, size):
     ours = pools[size].run(_train, OneBitAdam(freeze_steps=STEPS, eps=1e-4), {}, plain_sgd)
-    theirs = pools[size].run(_train_with_adamw)
+    theirs = pools[size].run(_train_plainly, adamw)
     check_follows(ours, {name: torch.from_numpy(value) for name, value in theirs[0].items()})
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lightning_compress.collectives import LocalCollective
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer, SignSGD, TernGradShared
 from lightning_compress.state import State
+from tests.helpers.memory import check_steady
 from tests.reducers.helpers import CPU
 
 LAYOUT = Layout.of([("a", (1 << 10, 1 << 10)), ("b", ((1 << 20) + 1234,))])
@@ -27,12 +25,4 @@ def test_no_large_allocations(reducer: Reducer) -> None:
     def step() -> None:
         plan.mean(vector, out, carried, 1)
 
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert max(event.cpu_memory_usage for event in profiler.events()) <= 1 << 20
-    tracemalloc.start()
-    step()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak <= 1 << 20
+    check_steady(step)
