@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.hook import Compression
+from lightning_compress.compression import Compression
+from lightning_compress.hook import register
 from lightning_compress.settings import Settings
 from recipes.resnet.model import ResNet
 
@@ -34,9 +35,9 @@ from recipes.resnet.model import ResNet
 def hooked(compressor: str, sample_every: int = 0) -> DistributedDataParallel:
     """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
     model = DistributedDataParallel(ResNet(20))
-    compression = Compression(model, Settings.of(compressor), TorchCollective())
+    compression = Compression(model.module, Settings.of(compressor), TorchCollective())
     compression.meter.sample_every = sample_every
-    compression.register(model)
+    register(compression, model)
     return model
 
 

@@ -5,9 +5,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lightning_compress.codecs import Codec
 from lightning_compress.compare import Comparison, compare
+from lightning_compress.compression import Compression
 from lightning_compress.entry import attach
 from lightning_compress.exchanges import Exchange
-from lightning_compress.hook import Compression
 from lightning_compress.monitor import CommunicationMonitor
 from lightning_compress.recovery import ThetaRecovery
 from lightning_compress.strategy import CompressedDDPStrategy

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import checks
+from lightning_compress import checks, hook
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import Collective, TorchCollective
-from lightning_compress.hook import Compression, ScaleSource
+from lightning_compress.compression import Compression, ScaleSource
 from lightning_compress.settings import CompressorLike, ExchangeLike, ScheduleLike, Settings
 
 
@@ -91,10 +91,10 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
 def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None) -> Compression:
     """``attach`` for what was checked already."""
     collective = TorchCollective(ddp.process_group)
-    compression = Compression(ddp, settings, collective, scale)
+    compression = Compression(ddp.module, settings, collective, scale, ddp.parameters_to_ignore)
     idle = collective.size == 1 or all(isinstance(method, Dense) for method in settings.methods)
     if idle and settings.correction is None and not settings.exchange.optimizes:  # who do their work on any world
-        compression.leave_to(ddp)
+        hook.leave_to(compression, ddp, collective.size)
     else:
-        compression.register(ddp)
+        hook.register(compression, ddp)
     return compression

@@ -11,7 +11,7 @@ import torch
 from lightning_compress import checkpoint
 from lightning_compress.checkpoint import Files, Save, SavedState
 from lightning_compress.collectives import Collective
-from lightning_compress.hook import Compression
+from lightning_compress.compression import Compression
 
 
 class Resume:

@@ -14,10 +14,10 @@ from lightning_compress import checks
 from lightning_compress.checkpoint import SavedState
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.compression import Compression
 from lightning_compress.corrections import Corrected
 from lightning_compress.entry import check_setup, compress
 from lightning_compress.exchanges import Exchange
-from lightning_compress.hook import Compression
 from lightning_compress.reducers import Reducer
 from lightning_compress.resume import Resume
 from lightning_compress.settings import COMPRESSORS, Settings
