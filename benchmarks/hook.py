@@ -2,6 +2,9 @@
 
     python -m benchmarks.hook --ranks 2 --steps 40
 
+The last table is what makes a step safe: the flag (is every gradient finite?), the commit, and the drift guard in the
+one step in ``check_drift_every`` that it looks in.
+
 The models take turns in one run, a step each in changing order, in the same processes; medians of all steps. The
 monitor measures one step in log_every_n_steps: its cost is that share of what measuring every step costs.
 """
@@ -17,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +31,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.compression import Compression
+from lightning_compress.drift import DriftGuard
+from lightning_compress.group import Group
+from lightning_compress.guards import Guards
 from lightning_compress.hook import register
 from lightning_compress.settings import Settings
 from recipes.resnet.model import ResNet
 
 
-def hooked(compressor: str, sample_every: int = 0) -> DistributedDataParallel:
+def hooked(compressor: str, sample_every: int = 0, **settings: Any) -> DistributedDataParallel:
     """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
     model = DistributedDataParallel(ResNet(20))
-    compression = Compression(model.module, Settings.of(compressor), TorchCollective())
+    compression = Compression(model.module, Settings.of(compressor, **settings), TorchCollective())
     compression.meter.sample_every = sample_every
     register(compression, model)
     return model
@@ -49,6 +56,40 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tenso
     nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
     return 1e3 * (time.perf_counter() - start)
+
+
+class Clock:
+    """Milliseconds spent in methods of the package, in all."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+
+    def watch(self, name: str, owner: type, method: str) -> None:
+        """Time every call from now on."""
+        inner = getattr(owner, method)
+
+        def timed(*arguments: object) -> object:
+            start = time.perf_counter()
+            result = inner(*arguments)
+            self.spent[name] = self.spent.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+            return result
+
+        setattr(owner, method, timed)
+
+
+def safety(steps: int, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Milliseconds of a step with onebit, and of what makes it safe; the guard looks in every step."""
+    model = hooked("onebit", check_drift_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(3):
+        step(model, optimizer, images, labels)
+    clock = Clock()
+    clock.watch("flag", Group, "_flag")
+    clock.watch("commit and guard", Compression, "after_step")
+    clock.watch("guard", DriftGuard, "look")
+    total = sum(step(model, optimizer, images, labels) for _ in range(steps))
+    clock.spent["commit"] = clock.spent.pop("commit and guard") - clock.spent["guard"]
+    return {"step": total / steps} | {name: spent / steps for name, spent in clock.spent.items()}
 
 
 def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> None:
@@ -73,8 +114,10 @@ def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> Non
             elapsed = step(built[name], optimizers[name], images, labels)
             if number >= 3:  # buckets are rebuilt after the first step
                 times[name].append(elapsed)
+    parts = safety(steps, images, labels)
     if rank == 0:
         Path(folder, "times.json").write_text(json.dumps(times))
+        Path(folder, "safety.json").write_text(json.dumps(parts))
     dist.destroy_process_group()
 
 
@@ -95,6 +138,7 @@ def main() -> None:
         for process in processes:
             process.join()
         times: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text())
+        parts: dict[str, float] = json.loads(Path(folder, "safety.json").read_text())
     medians = {name: statistics.median(values) for name, values in times.items()}
     # Of pairs, since what disturbs the machine disturbs neighbours alike.
     extra = {
@@ -105,8 +149,16 @@ def main() -> None:
     for name, median in medians.items():
         table.add_row(name, f"{median:.1f}", f"{100 * extra[name]:+.1f} %")
     Console().print(table)
+    every = Guards().check_drift_every
+    step_ms = parts.pop("step") - parts["guard"] * (1 - 1 / every)
+    parts["guard"] /= every
+    share = {name: spent / step_ms for name, spent in parts.items()}
+    safe = Table("part", "share of a step", title=f"onebit, {step_ms:.0f} ms a step, the guard every {every} steps")
+    for name, value in [*share.items(), ("all", sum(share.values()))]:
+        safe.add_row(name, f"{100 * value:.2f} %")
+    Console().print(safe)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"ms": medians, "beyond_ddp": extra}, indent=2))
+        arguments.json.write_text(json.dumps({"ms": medians, "beyond_ddp": extra, "safety": share}, indent=2))
 
 
 if __name__ == "__main__":

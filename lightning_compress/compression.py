@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_compress import checks, snapshot
-from lightning_compress.collectives import Collective, CountingCollective
+from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.courses import Progress
+from lightning_compress.drift import DriftGuard
 from lightning_compress.groups import Groups
 from lightning_compress.kinds import kinds_of
 from lightning_compress.meter import Meter
 from lightning_compress.optimizers import Optimizers, unwatch, watch
 from lightning_compress.settings import CompressorLike, Settings
+from lightning_compress.soundness import Soundness
 from lightning_compress.tuning import Tuning
 
 log = logging.getLogger(__name__)
@@ -62,19 +64,20 @@ class Compression:
         self.meter = Meter(self.device)
         self.step = 0
         self.epoch = 0
+        collective = OrderedCollective(collective) if settings.deterministic else collective
         self._collective = CountingCollective(collective, self.meter)
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self.groups = Groups(self._names, self._shapes, self._collective, self.device, self.meter)
-        self._flag = torch.zeros((), device=self.device)
-        self._nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._soundness = Soundness(self.device, settings.guards)
         self._reduced: set[int] = set()
         self._last_state: snapshot.Snapshot | None = None
         self._stepped = True
         self.active = False
         self._at_close: list[Callable[[], None]] = []
+        self._drift = DriftGuard(parameters, self._collective, settings.guards)
         watch(self)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -93,7 +96,7 @@ class Compression:
         size = sum(each.numel() * each.element_size() for each in gradients)
         self.meter.bytes_dense += all_reduce_bytes(size, self._collective.size)
         for group, places in parts:
-            self._flag.add_(group.reduce([gradients[place] for place in places], self.step, self._scale()))
+            self._soundness.add(group.reduce([gradients[place] for place in places], self.step, self._scale()))
 
     def count(self, sent: int) -> None:
         """A step begins in which others average, and send so many bytes; more of it before it ends is not counted."""
@@ -105,6 +108,7 @@ class Compression:
     def _begin_step(self) -> None:
         """The first bucket of a step: what no optimizer made true in the last one was thrown away."""
         self._stepped = False
+        self._soundness.begin_step()
         self._forget()
         if self.settings.residual_follows_lr:
             factors = self._optimizers.changes()
@@ -118,17 +122,15 @@ class Compression:
     def _forget(self) -> None:
         """Drop what was reduced since the last optimizer step."""
         self._reduced.clear()
-        self._flag.zero_()
         for state in self.groups.states():
             state.roll_back()
 
     def _drop_unsound(self) -> None:
         """Forget a backward that was not finite, which a GradScaler skipped."""
-        rejected = self._flag.isnan()
-        self._nonfinite_steps.add_(rejected)
+        rejected = self._soundness.settle()
+        self._soundness.begin_step()
         for state in self.groups.states():
             state.reject(rejected)
-        self._flag.zero_()
         self._reduced.clear()
 
     def state_dict(self) -> snapshot.Snapshot:
@@ -172,14 +174,30 @@ class Compression:
             if self._collective.rank == 0:
                 log.info(said)
 
+    @property
+    def looks(self) -> bool:
+        """Whether something is done about gradients that are not finite."""
+        return self.active and self._soundness.looks and self._scale() is None  # a GradScaler sees to it by itself
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Keep the optimizer from stepping with gradients that are not finite.
+
+        Raises:
+            FloatingPointError: they are not, and that is to be an error; on all ranks.
+        """
+        if self._optimizers.owned(optimizer):
+            self._soundness.before_step(optimizer, self.step, self._culprits)
+
+    def _culprits(self) -> str:
+        names = [name for group in self.groups for name in group.nonfinite]
+        return f"on rank {self._collective.rank}, of {', '.join(names[:3])}" if names else "on another rank"
+
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
         names = self._optimizers.owned(optimizer)
-        if not names:
+        if not names or self._soundness.refused:
             return
-        rejected = self._flag.isnan()
-        if (found := getattr(optimizer, "found_inf", None)) is not None:  # a fused optimizer skips by itself
-            rejected = rejected | (found > 0).to(rejected.device)
+        rejected = self._soundness.rejected(optimizer)
         follows = self.settings.residual_follows_lr
         moved = names - self._optimizers.stepped(optimizer) if follows else names
         for group in self.groups:
@@ -187,14 +205,20 @@ class Compression:
                 state.commit(rejected, moved if state is group.residual else names)
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
-            self._nonfinite_steps.add_(rejected.squeeze())
+            self._soundness.count.add_(rejected)
             self.step += 1
+            if self.active:
+                self._drift.look(self.step, self._same)
             self.meter.end_step()
+
+    def _same(self) -> list[Tensor]:
+        """What is the same on all ranks beside the parameters."""
+        return [*self._optimizers.kept(), *(each.committed for each in self.groups.states() if each.holder == "shared")]
 
     def roll_back(self) -> None:
         """The optimizer did not step: residuals stay as they were. Nothing happens where it did."""
         if not self._stepped:
-            self._nonfinite_steps.add_(self._flag.isnan())
+            self._soundness.settle()
             self._forget()
             self._stepped = True
 
@@ -235,7 +259,7 @@ class Compression:
         for state in self.groups.states():
             state.reset()
         self._optimizers.forget()
-        self._flag.zero_()
+        self._soundness.forget()
         self._stepped = True
         self.step = 0
 
@@ -248,10 +272,10 @@ class Compression:
             residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
             ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
-        norms = [residual.committed.norm() for residual in self.groups.residuals()]
+        norms = [residual.committed.norm(dtype=torch.float32) for residual in self.groups.residuals()]
         return self.meter.read() | {
             "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
-            "nonfinite_steps": float(self._nonfinite_steps),
+            "nonfinite_steps": float(self._soundness.count),
         }
 
     def at_close(self, callback: Callable[[], None]) -> None:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from lightning_compress import bridge
 from lightning_compress.codecs import Dense
+from lightning_compress.codecs.bfloat16 import StochasticRounding
 from lightning_compress.collectives import Collective
+from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.keys import mix, name_key
@@ -41,6 +43,8 @@ class Group:
         given: names of the parameters, in the bucket's order.
         names: the same, in the vector's order.
         states: what is kept from step to step: the residual, and what reducers and the correction declare.
+        nonfinite: names of parameters whose gradients on this rank were not finite last time; on CUDA always none,
+            which nobody has to wait for.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Group:
         self.names = self.layout.names
         self._segments = [segment for segment in self.layout.segments if segment.numel]
         self._starts = torch.tensor([segment.offset for segment in self._segments], device=device)
+        self.nonfinite: list[str] = []
         self.settings = settings
         self._collective = collective
         self._device = device
@@ -66,13 +71,13 @@ class Group:
         self._key = mix(settings.seed, name_key(self.names))
         coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
         self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
-        kept = {RESIDUAL: Declared(self.layout)} if settings.error_feedback else {}
+        kept = {RESIDUAL: Declared(self.layout, dtype=settings.residual_dtype)} if settings.error_feedback else {}
         theirs, corrected = bridge.declared(stretches), {}
         exchanged = {f"{bridge.EXCHANGE}.{name}": each for name, each in settings.exchange.state(self.layout).items()}
         if settings.correction is not None:
             corrected = dict(settings.correction.state(self.layout, self._compressed))
         self.states: States = {
-            name: State(each.layout, device, each.initial, each.holder)
+            name: State(each.layout, device, each.initial, each.holder, each.dtype)
             for name, each in {**kept, **theirs, **corrected, **exchanged}.items()
         }
         self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
@@ -86,10 +91,14 @@ class Group:
         self._dense: ExchangePlan | None = None
         self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
-        self._unscales = bool(self.states) or any(
-            isinstance(each.method, Reducer) and not each.method.conserves for each in stretches
+        self._unscales = (
+            bool(self.states)
+            or settings.local_clip_norm is not None
+            or any(isinstance(each.method, Reducer) and not each.method.conserves for each in stretches)
         )
         self._sections = bridge.sections_of(stretches)
+        halved = self.residual is not None and settings.residual_dtype != torch.float32
+        self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
     @property
@@ -99,7 +108,9 @@ class Group:
 
     def plan(self, step: int) -> ExchangePlan:
         """The exchange of a step: dense while the compression warms up."""
-        alone = self._collective.size == 1 and self._correction is not None  # which then is the optimizer exactly
+        # on one rank they are the optimizer exactly, and nothing has to be compressed
+        local = self._correction is not None or self.settings.local_clip_norm is not None
+        alone = self._collective.size == 1 and local
         if step >= self.settings.dense_steps and not alone:
             self._dense = None
             return self._exchange
@@ -129,19 +140,32 @@ class Group:
         slices = [gradients[place].view(-1) for place in self.order]
         gradient = self._scratch.take("gradient", self.layout.numel)
         torch.cat(slices, out=gradient)
-        lowest, highest = torch.aminmax(gradient)
-        flag = (lowest + highest) * 0.0
+        flag = self._flag(gradient, scale)
         if scale is not None and self._unscales:
             gradient.mul_(1.0 / scale)
-        elif scale is not None:  # where the message saturates, the scaler has to hear of it
-            flag.masked_fill_(torch.maximum(-lowest, highest) > self._limit, torch.nan)
-        self._drop_nonfinite(gradient, flag)
+        if self.settings.local_clip_norm is not None:
+            parts = [gradient[place_of(segment)] for segment in self._segments]
+            clip_each(parts, self.settings.local_clip_norm, self._collective.size)
         mean = self._mean(gradient, step, flag)
         if scale is not None and self._unscales:
             mean.mul_(scale)
         if not self._known_zero(flag):
             mean.add_(flag)
         torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
+        return flag
+
+    def _flag(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
+        """0.0, or NaN where a gradient is not finite: codecs are given zeros then, and the flag carries the news."""
+        lowest, highest = torch.aminmax(gradient)
+        flag = (lowest + highest) * 0.0
+        if scale is not None and not self._unscales:  # where the message saturates, the scaler has to hear of it
+            flag.masked_fill_(torch.maximum(-lowest, highest) > self._limit, torch.nan)
+        self.nonfinite = []
+        if self._known_zero(flag):
+            return flag
+        if self._device.type == "cpu":
+            self.nonfinite = [each.name for each in self._segments if not gradient[place_of(each)].isfinite().all()]
+        gradient.masked_fill_(flag.isnan(), 0.0)
         return flag
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
@@ -156,7 +180,8 @@ class Group:
         if self.residual is None:
             vector = self._scratch.take("vector", self.layout.numel).copy_(gradient)
         else:
-            vector = torch.add(gradient, self.residual.base(), alpha=decay, out=self.residual.pending)
+            out = self._scratch.take("vector", self.layout.numel) if self._rounding else self.residual.pending
+            vector = torch.add(gradient, self.residual.base(), alpha=decay, out=out)
         for place, mask, kept in held:
             if self._sends_shared:
                 torch.addcmul(gradient[place], kept[0], mask, value=decay, out=vector[place])
@@ -173,9 +198,12 @@ class Group:
                 vector[place].zero_()
         for place, mask, kept in held:
             for state, numbers in zip(self._held, kept, strict=True):
-                if state is not self.residual:  # which also owes what encoding took of the zeros it was given
-                    state.pending[place].mul_(mask)
-                state.pending[place].addcmul_(numbers, 1 - mask)
+                if state is self.residual:  # which also owes what encoding took of the zeros it was given
+                    vector[place].addcmul_(numbers, 1 - mask)
+                else:
+                    state.pending[place].mul_(mask).addcmul_(numbers, 1 - mask)
+        if self._rounding and self.residual is not None:
+            self._rounding.round(vector, self.residual.pending, mix(self._key, step, self._collective.rank))
         for state in self._always if plan is self._dense else self.states.values():
             state.touch()
         return gradient
@@ -199,12 +227,7 @@ class Group:
 
     def _hold(self, segment: Segment, mask: Tensor) -> tuple[slice, Tensor, list[Tensor]]:
         place = place_of(segment)
-        return place, mask, [state.base()[place].clone() for state in self._held]
-
-    def _drop_nonfinite(self, gradient: Tensor, flag: Tensor) -> None:
-        """Codecs are given finite numbers; the flag carries the news."""
-        if not self._known_zero(flag):
-            gradient.masked_fill_(flag.isnan(), 0.0)
+        return place, mask, [state.base()[place].to(torch.float32, copy=True) for state in self._held]
 
     def _known_zero(self, flag: Tensor) -> bool:
         """Whether the flag is 0.0, where looking costs no wait for the device."""

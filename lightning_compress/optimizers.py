@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,8 +15,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class Listener(Protocol):
     """Is told of every optimizer of the process."""
 
+    @property
+    def looks(self) -> bool:
+        """It wants to see the gradients before they are used."""
+
     def take_over(self, optimizer: Optimizer) -> None:
         """It is about to step."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Its gradients are what it will step with; called where ``looks``."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has really stepped."""
@@ -70,6 +78,18 @@ class Optimizers:
         new = [each for each in said if each and each not in self._told]
         self._told.update(new)
         return new
+
+    def kept(self) -> list[Tensor]:
+        """All tensors of their states, in an order that is the same on all ranks."""
+        named = [
+            (name, type(optimizer).__name__, key, value)
+            for optimizer in self._seen
+            for parameter, state in optimizer.state.items()
+            if (name := self._names.get(id(parameter)))
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        return [value for *_, value in sorted(named, key=lambda each: each[:3])]
 
     def rate(self) -> float | None:
         """The largest learning rate that any of them has now; None as long as none was seen."""
@@ -126,9 +146,11 @@ def unwatch(listener: Listener) -> None:
 def _hook_in() -> None:
     """One hook per process: torch calls it around each ``Optimizer.step``, wherever that happens."""
 
-    def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for listener in list(_listeners):
             listener.take_over(optimizer)
+        looking = [listener for listener in _listeners if listener.looks]
+        return _look(looking, optimizer, args, kwargs) if looking else None
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for listener in list(_listeners):
@@ -136,3 +158,18 @@ def _hook_in() -> None:
 
     register_optimizer_step_pre_hook(steps)
     register_optimizer_step_post_hook(stepped)
+
+
+def _look(listeners: Sequence[Listener], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Show them the gradients: now, or when the closure that the step begins with has made them."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+    def closed() -> Any:
+        result = closure() if closure is not None else None
+        for listener in listeners:
+            listener.before_step(optimizer)
+        return result
+
+    if closure is None:
+        return closed()
+    return (args[:1], kwargs | {"closure": closed})

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from lightning_compress.codecs import CODECS, Codec
 from lightning_compress.corrections import CORRECTED, Corrected, Correction
 from lightning_compress.exchanges import EXCHANGES, Auto, Exchange
+from lightning_compress.guards import Guards
 from lightning_compress.kinds import KINDS
 from lightning_compress.reducers import REDUCERS, Reducer
 from lightning_compress.registry import build, describe
@@ -61,6 +65,10 @@ class Settings:
     schedule: Schedule
     residual_decay: float
     residual_follows_lr: bool
+    residual_dtype: torch.dtype
+    local_clip_norm: float | None
+    deterministic: bool
+    guards: Guards
 
     @property
     def method(self) -> Method:
@@ -123,6 +131,12 @@ class Settings:
         rules: Sequence[Mapping[str, object]] | None = (),
         residual_decay: float = 1.0,
         residual_follows_lr: bool = False,
+        residual_dtype: str | torch.dtype = "float32",
+        local_clip_norm: float | None = None,
+        deterministic: bool = False,
+        on_nonfinite: str = "pass",
+        on_drift: str = "error",
+        check_drift_every: int = 100,
     ) -> Settings:
         """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
 
@@ -142,8 +156,9 @@ class Settings:
             )
         if not isinstance(residual_decay, (int, float)) or not 0 <= residual_decay <= 1:
             raise ValueError(f"residual_decay={residual_decay!r} must be in [0, 1]; 1 keeps all of it")
-        if not isinstance(residual_follows_lr, bool):
-            raise ValueError(f"residual_follows_lr={residual_follows_lr!r} must be true or false")
+        for name, value in (("residual_follows_lr", residual_follows_lr), ("deterministic", deterministic)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be true or false")
         made = cls(
             compressor=given,
             rules=Rules(method, min_numel, _patterns("exclude", exclude), _rules(rules)),
@@ -156,6 +171,10 @@ class Settings:
             schedule=Schedule.of(schedule, given),
             residual_decay=float(residual_decay),
             residual_follows_lr=residual_follows_lr,
+            residual_dtype=_dtype(residual_dtype),
+            local_clip_norm=_norm(local_clip_norm, given),
+            deterministic=deterministic,
+            guards=Guards(on_nonfinite, on_drift, check_drift_every),
         )
         return made._checked()
 
@@ -228,6 +247,23 @@ def _rules(given: object) -> tuple[Rule, ...]:
             raise ValueError(f"the rule {each!r} must say which parameters: match, kind, or both")
         made.append(Rule(method, patterns, None if kind is None else str(kind)))
     return tuple(made)
+
+
+def _dtype(given: object) -> torch.dtype:
+    for dtype in (torch.float32, torch.bfloat16):
+        if given in (dtype, str(dtype).removeprefix("torch.")):
+            return dtype
+    raise ValueError(f"residual_dtype={given!r} must be 'float32' or 'bfloat16'")
+
+
+def _norm(given: object, compressor: Compressor) -> float | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise ValueError(f"local_clip_norm={given!r} must be a norm above 0, or null for no clipping")
+    if getattr(compressor, "clip", None) is not None:
+        raise ValueError(f"local_clip_norm={given!r}: {compressor} clips by itself; set one of the two to null")
+    return float(given)
 
 
 def _patterns(what: str, given: object) -> tuple[str, ...]:

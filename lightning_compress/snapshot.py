@@ -2,7 +2,7 @@
 
     {"format": 1, "method": str, "step": int, "rates": {name: learning rate}, "running": {setting: value},
      "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank", "shared" or "owner", "names": [str, ...],
-                                                        "numels": [int, ...], "numbers": float32 [their sum]}}}, ...]}
+                                                        "numels": [int, ...], "numbers": float [their sum]}}}, ...]}
 
 Groups are saved because nothing is bit-exact without them: a resumed DistributedDataParallel begins with one bucket of
 all parameters, in which blocks, shards and transforms would fall elsewhere.
@@ -71,7 +71,7 @@ def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
         if lost := [name for name in names if name in theirs and numels.get(name) != theirs[name]]:
             raise ValueError(f"{kind} of {', '.join(lost[:3])} was saved with other settings and has no place in these")
         layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
-        old = State(layout, one["numbers"].device, holder=one["holder"])
+        old = State(layout, one["numbers"].device, holder=one["holder"], dtype=one["numbers"].dtype)
         old.committed = one["numbers"]
         states[kind].adopt(old, names)
 
@@ -89,7 +89,7 @@ def total(snapshots: Sequence[Snapshot]) -> Snapshot:
         for kind, one in group["states"].items():
             if one["holder"] != "shared":
                 rows = [each["groups"][number]["states"][kind]["numbers"] for each in snapshots]
-                one["numbers"] = torch.stack(rows).sum(dim=0)
+                one["numbers"] = torch.stack(rows).sum(dim=0, dtype=torch.float32)
     return first
 
 
@@ -98,7 +98,7 @@ def zeroed(snapshot: Snapshot) -> Snapshot:
     for group in snapshot["groups"]:
         for one in group["states"].values():
             if one["holder"] != "shared":
-                one["numbers"] = torch.zeros_like(one["numbers"])
+                one["numbers"] = torch.zeros_like(one["numbers"], dtype=torch.float32)
     return snapshot
 
 
@@ -124,7 +124,7 @@ def checksum(snapshot: Snapshot) -> int:
     value = zlib.crc32(repr((snapshot["method"], _shape(snapshot))).encode())
     for group in snapshot["groups"]:
         for _, one in sorted(group["states"].items()):
-            value = zlib.crc32(one["numbers"].cpu().contiguous().numpy(), value)
+            value = zlib.crc32(one["numbers"].cpu().contiguous().view(torch.uint8).numpy(), value)
     return value
 
 
@@ -171,7 +171,8 @@ def _check_one(kind: object, one: object, owners: list[str]) -> None:
         )
     if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
         raise ValueError(f"state {kind!r} has the lengths {numels!r} for {len(names)} parameters")
-    if numbers.dtype != torch.float32 or numbers.layout != torch.strided or numbers.shape != (sum(numels),):
+    dense = numbers.dtype in (torch.float32, torch.bfloat16) and numbers.layout == torch.strided
+    if not dense or numbers.shape != (sum(numels),):
         raise ValueError(f"state {kind!r} is {numbers.dtype} of shape {tuple(numbers.shape)}, not ({sum(numels)},)")
     if not bool(numbers.isfinite().all()):
         raise ValueError(f"state {kind!r} has numbers that are not finite")

@@ -24,15 +24,17 @@ class Declared:
         holder: "rank" where every rank has its own, "shared" where all have the same, "owner" where every element is
             kept by the one rank that owns it and is 0 on the others.
         initial: the first numbers of a segment, ``[numel]``, the same on all ranks; zeros if None.
+        dtype: in which they are kept, float32 or bfloat16.
     """
 
     layout: Layout
     holder: Holder = "rank"
     initial: Initial | None = None
+    dtype: torch.dtype = torch.float32
 
 
 class State:
-    """Numbers kept from step to step, for one group on this rank: float32, in units of the unscaled gradient.
+    """Numbers kept from step to step, for one group on this rank, in units of the unscaled gradient.
 
     The residual is one; methods declare others. A save at any moment sees a committed buffer: a commit replaces the
     reference.
@@ -42,6 +44,7 @@ class State:
         device: where it lives.
         initial: what a parameter's numbers are at first; zeros if None.
         holder: see ``Declared``.
+        dtype: see ``Declared``.
 
     Attributes:
         committed: the numbers after the last optimizer step, ``[numel]``.
@@ -55,12 +58,13 @@ class State:
         device: torch.device,
         initial: Initial | None = None,
         holder: Holder = "rank",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.layout = layout
         self.holder = holder
         self._initial = initial
-        self.committed = torch.zeros(layout.numel, device=device)
-        self.pending = torch.zeros(layout.numel, device=device)
+        self.committed = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.pending = torch.zeros_like(self.committed)
         self.touched: set[str] = set()
         self.reset()
 

@@ -21,6 +21,8 @@ NAMES = ("none", "bf16", "topk", "onebit", "threshold", "randomk", "terngrad_sha
 # Where a message of the case's own is so small that the transport's headers would count.
 LARGER = {"powersgd": PowerSGD(rank=128)}
 
+pytestmark = pytest.mark.alone
+
 
 def _loopback_bytes():
     line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))

@@ -3,7 +3,8 @@
 from lightning_compress.collectives.base import Collective
 from lightning_compress.collectives.counting import CountingCollective
 from lightning_compress.collectives.local import LocalCollective
+from lightning_compress.collectives.ordered import OrderedCollective
 from lightning_compress.collectives.threads import run_threads
 from lightning_compress.collectives.torch import TorchCollective
 
-__all__ = ["Collective", "CountingCollective", "LocalCollective", "TorchCollective", "run_threads"]
+__all__ = ["Collective", "CountingCollective", "LocalCollective", "OrderedCollective", "TorchCollective", "run_threads"]

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.codecs.buffers import chunk_size, pieces
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, dense_segments, zero_where_zero
+from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.layout import Layout
 from lightning_compress.registry import build
 from lightning_compress.state import Declared, States, place_of
@@ -193,15 +194,13 @@ class _Plan(CorrectionPlan):
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
         self._dense = [(place_of(segment), place_of(own)) for segment, own in dense if own.numel]
         self._places = [place_of(segment) for segment in layout.segments if segment.numel]
-        self._limit = (settings.clip or 0.0) * ranks**0.5
+        self._ranks = ranks
         self._again = False
 
     def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:
         self._again = bool(self._velocity.touched)
         if self._settings.clip is not None:
-            parts = [gradient[place] for place in self._places]
-            factors = (self._limit / torch.stack(torch._foreach_norm(parts))).clamp_(max=1)
-            torch._foreach_mul_(parts, factors.unbind())
+            clip_each([gradient[place] for place in self._places], self._settings.clip, self._ranks)
         old, new = self._velocity.base(), self._velocity.pending
         for piece in self._compressed:
             self._accumulate(gradient[piece], old[piece], new[piece])
