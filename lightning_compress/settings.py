@@ -12,7 +12,7 @@ import torch
 
 from lightning_compress.codecs import CODECS, Codec
 from lightning_compress.corrections import CORRECTED, Corrected, Correction
-from lightning_compress.exchanges import EXCHANGES, Auto, Exchange
+from lightning_compress.exchanges import EXCHANGES, Auto, Exchange, Hierarchical
 from lightning_compress.guards import Guards
 from lightning_compress.kinds import KINDS
 from lightning_compress.reducers import REDUCERS, Reducer
@@ -145,6 +145,11 @@ class Settings:
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
         method, correction = _parts(given)
+        if correction and isinstance(pattern, Hierarchical):
+            raise ValueError(
+                f"exchange={pattern} adds up the gradients of a node before they are compressed, and {given} needs to "
+                "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
+            )
         if correction and pattern.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):

@@ -65,6 +65,11 @@ class Adaptive(Codec):
         if self.indices not in get_args(Indices):
             raise ValueError(f"Adaptive(indices={self.indices!r}): indices must be one of 'rice', 'int16'")
 
+    @property
+    def sent_share(self) -> float:
+        """See ``Codec.sent_share``."""
+        return 1 / self.proportion
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         return _AdaptivePlan(layout, self)

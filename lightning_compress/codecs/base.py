@@ -113,6 +113,11 @@ class Codec(ABC):
         """Whether the method does no harm beside an optimizer with adaptive learning rates."""
         return not self.contractive
 
+    @property
+    def sent_share(self) -> float:
+        """Of the elements, what a message holds, as far as the settings tell; 1 where it holds all, or they do not."""
+        return 1.0
+
     def limit(self, summands: int) -> float:
         """The largest magnitude that a message holds if ``summands`` of them are added up in its own dtype."""
         return math.inf

@@ -94,6 +94,11 @@ class TopK(Codec):
         """Only where most of the gradient is sent at once, and closely."""
         return self.density > 0.1 and self.values in ("fp32", "fp16")
 
+    @property
+    def sent_share(self) -> float:
+        """See ``Codec.sent_share``."""
+        return self.density
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         choice = _Choice(self, layout, device)

@@ -67,6 +67,11 @@ class Wangni(Codec):
         """Where the noise is at most about that of the gradient: its variance is up to 1 / density - 1."""
         return self.density >= 0.5
 
+    @property
+    def sent_share(self) -> float:
+        """See ``Codec.sent_share``."""
+        return self.density
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         return _WangniPlan(layout, self.density)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -33,3 +34,11 @@ class Collective(ABC):
     @abstractmethod
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Row r of ``send [size, n]`` goes to rank r; row r of ``receive [size, n]`` came from rank r."""
+
+    @abstractmethod
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        """This rank's part of the world, with ranks and size of its own; all ranks come with the same partition.
+
+        Args:
+            ranks: of each part, in order; every rank is in one of them.
+        """

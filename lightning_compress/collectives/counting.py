@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lightning_compress.collectives.base import Collective
@@ -44,6 +46,10 @@ class CountingCollective(Collective):
         self._meter.bytes_sent += (self.size - 1) * send[0].numel() * send.element_size()
         with self._meter.span("exchange"):
             self._inner.all_to_all(send, receive)
+
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        """Count in the same meter."""
+        return CountingCollective(self._inner.part(ranks), self._meter)
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lightning_compress.collectives.base import Collective
@@ -26,3 +28,7 @@ class LocalCollective(Collective):
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Copy the only row."""
         receive.copy_(send)
+
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        """There is only one."""
+        return self

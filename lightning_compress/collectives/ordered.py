@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lightning_compress.collectives.base import Collective
@@ -56,3 +58,7 @@ class OrderedCollective(Collective):
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """As it is."""
         self._inner.all_to_all(send, receive)
+
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        """In order there, too."""
+        return OrderedCollective(self._inner.part(ranks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -20,6 +20,18 @@ class _World:
     def __init__(self, size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout)
         self.slots: list[Tensor | None] = [None] * size
+        self.timeout = timeout
+        self.parts: dict[tuple[int, ...], _World] = {}
+        self.lock = threading.Lock()
+
+    def part(self, ranks: tuple[int, ...]) -> _World:
+        with self.lock:
+            return self.parts.setdefault(ranks, _World(len(ranks), self.timeout))
+
+    def abort(self) -> None:
+        self.barrier.abort()
+        for part in self.parts.values():
+            part.abort()
 
 
 class ThreadCollective(Collective):
@@ -53,6 +65,11 @@ class ThreadCollective(Collective):
         """Take this rank's row of every rank."""
         self._share(send, lambda slots: receive.copy_(torch.stack([slot[self.rank] for slot in slots])))
 
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        """A world inside the world."""
+        own = next(tuple(part) for part in ranks if self.rank in part)
+        return ThreadCollective(self._world.part(own), own.index(self.rank), len(own))
+
 
 def run_threads(size: int, function: Callable[[Collective], T], timeout: float = 60.0) -> list[T]:
     """Run ``function(collective)`` on ``size`` thread ranks and return their results in order.
@@ -68,7 +85,7 @@ def run_threads(size: int, function: Callable[[Collective], T], timeout: float =
         try:
             return function(ThreadCollective(world, rank, size))
         except BaseException:
-            world.barrier.abort()
+            world.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,3 +42,20 @@ class TorchCollective(Collective):
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Exchange rows pairwise."""
         dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)
+
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        """A process group for each part, made once in a process and with the same timeout."""
+        whole = self.group or dist.group.WORLD
+        assert whole is not None
+        return TorchCollective(_part(whole, tuple(map(tuple, ranks))))
+
+
+@lru_cache(maxsize=16)
+def _part(whole: dist.ProcessGroup, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+    own: dist.ProcessGroup | None = None
+    timeout = whole._get_backend(torch.device("cuda" if dist.get_backend(whole) == "nccl" else "cpu")).options._timeout
+    for part in ranks:  # every rank makes all of them, in the same order
+        made = dist.new_group([dist.get_global_rank(whole, rank) for rank in part], timeout=timeout)
+        own = made if dist.get_rank(whole) in part else own
+    assert own is not None
+    return own

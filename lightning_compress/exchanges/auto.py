@@ -16,6 +16,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
 from lightning_compress.message import Section
@@ -33,8 +34,9 @@ WORTH = 65536
 
 @dataclass(frozen=True)
 class Auto(Exchange):
-    """All-reduce for messages that may be summed; else all-gather up to 3 ranks and for sparsifiers; else two-shot.
+    """All-reduce for messages that may be summed; else all-gather up to 3 ranks, and two-shot from 4 on.
 
+    For sparse messages it is all-gather or split-gather from 4 ranks on, whichever is expected to send less.
     Where the compressed exchange would send more bytes than a float32 all-reduce (a sparsifier at many ranks), or there
     is only one rank, the group travels dense: nothing is lost and nothing is slower. Sections of several methods share
     one message, or go each the way that suits it where that saves enough. The choice is logged once a group on rank 0.
@@ -49,7 +51,7 @@ class Auto(Exchange):
         states: States | None = None,
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        ways: dict[Exchange, list[Section]] = {}
+        ways: dict[tuple[Exchange, ...], list[Section]] = {}
         for section in sections:
             ways.setdefault(self._choose([section], collective.size), []).append(section)
         plan = _together(self._choose(sections, collective.size), sections, collective, device, meter)
@@ -63,20 +65,25 @@ class Auto(Exchange):
         return plan
 
     @staticmethod
-    def _choose(sections: Sequence[Section], ranks: int) -> Exchange:
+    def _choose(sections: Sequence[Section], ranks: int) -> tuple[Exchange, ...]:
+        """Those of which the one is taken that sends least."""
         codecs = {section.codec for section in sections}
         if all(codec.sum_dtype for codec in codecs):
-            return AllReduce()
-        if ranks < TWO_SHOT_RANKS or any(codec.sparse for codec in codecs):
-            return AllGather()
-        return TwoShot()
+            return (AllReduce(),)
+        if ranks < TWO_SHOT_RANKS:
+            return (AllGather(),)
+        if not any(codec.sparse for codec in codecs):
+            return (TwoShot(),)
+        selective = all(codec.sparse or isinstance(codec, Dense) for codec in codecs)
+        return (AllGather(), SplitGather()) if selective else (AllGather(),)
 
 
 def _together(
-    way: Exchange, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
+    ways: tuple[Exchange, ...], sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
 ) -> ExchangePlan:
     """One message, dense where that is less."""
-    plan = way.plan(sections, collective, device, meter)
+    plans = [way.plan(sections, collective, device, meter) for way in ways]
+    plan = min(plans, key=lambda each: each.bytes_sent)
     if collective.size > 1 and plan.bytes_sent <= dense_bytes(sections, collective.size):
         return plan
     dense = AllReduce().plan(

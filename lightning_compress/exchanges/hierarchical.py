@@ -1,0 +1,186 @@
+"""Sum within a node as it is, exchange between nodes compressed.
+
+Links within a node are ten to a hundred times as fast as those between nodes: what crosses them needs no compression,
+and what has been summed before it leaves a node leaves it once. Each rank takes one part of the node's sum to the ranks
+of the same place in the other nodes, so that all of a node's ranks encode, and share its network card.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec
+from lightning_compress.collectives import Collective
+from lightning_compress.exchanges.all_gather import AllGather
+from lightning_compress.exchanges.all_reduce import AllReduce
+from lightning_compress.exchanges.auto import Auto
+from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.split_gather import SplitGather
+from lightning_compress.exchanges.two_shot import TwoShot
+from lightning_compress.keys import mix
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+from lightning_compress.registry import build
+from lightning_compress.state import States
+
+PLAIN: dict[str, type[Exchange]] = {
+    "auto": Auto,
+    "all_reduce": AllReduce,
+    "all_gather": AllGather,
+    "two_shot": TwoShot,
+    "split_gather": SplitGather,
+}
+"""What goes between nodes."""
+
+
+@dataclass(frozen=True)
+class Hierarchical(Exchange):
+    """Dense reduce-scatter within a node, a compressed exchange of the parts between nodes, all-gather within a node.
+
+    Between nodes, a rank sends what the outer exchange sends of ``1 / node_size`` of the vector: together the ranks of
+    a node send as much as one rank of a world that has nodes for ranks. Within a node it sends two times
+    ``(node_size - 1) / node_size`` vectors of float32. What an encoding leaves stays with the rank that encoded: the
+    residual of each parameter is one rank's of the node.
+
+    Args:
+        outer: the exchange between nodes, by name, mapping or object.
+        node_size: ranks of a node, which are neighbours in the order of ranks; None: those with the same host name.
+
+    Raises:
+        ValueError: the outer exchange is unknown or no fit, or node_size is below 1.
+    """
+
+    outer: Exchange | dict[str, object] | str = "auto"
+    node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        outer = build("exchange", self.outer, PLAIN, (Exchange,))
+        assert isinstance(outer, Exchange)
+        if isinstance(outer, Hierarchical) or outer.optimizes:
+            raise ValueError(f"Hierarchical(outer={outer}): it must be one of {', '.join(PLAIN)}, without adagrad")
+        object.__setattr__(self, "outer", outer)  # frozen; equal settings are equal, however they were given
+        size = self.node_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"Hierarchical(node_size={size!r}): it must be a number of ranks, or null")
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        self._outer.check(codec)
+
+    @property
+    def _outer(self) -> Exchange:
+        assert isinstance(self.outer, Exchange)
+        return self.outer
+
+    def plan(
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
+    ) -> ExchangePlan:
+        """See ``Exchange.plan``.
+
+        Raises:
+            ValueError: nodes are of several sizes, on every rank.
+        """
+        nodes = nodes_of(collective, self.node_size, device)
+        if len(nodes) == 1 or len(nodes[0]) == 1:
+            return self._outer.plan(sections, collective, device, meter)
+        inside = collective.part(nodes)
+        between = collective.part(list(zip(*nodes, strict=True)))
+        parts = [[section.shard(place, inside.size) for section in sections] for place in range(inside.size)]
+        outer = self._outer.plan(_moved(parts[inside.rank]), between, device, meter)
+        return _Plan(parts, outer, inside, device)
+
+
+def nodes_of(collective: Collective, size: int | None, device: torch.device) -> list[list[int]]:
+    """The ranks of each node, in order; all ranks come.
+
+    Raises:
+        ValueError: nodes are of several sizes.
+    """
+    if size is not None:
+        names = [rank // size for rank in range(collective.size)]
+    else:
+        own = torch.zeros(256, dtype=torch.uint8, device=device)
+        name = socket.gethostname().encode()[:256]
+        own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+        everyone = torch.empty(collective.size, 256, dtype=torch.uint8, device=device)
+        collective.all_gather(own, everyone)
+        hosts = [bytes(row) for row in everyone.tolist()]
+        names = [hosts.index(host) for host in hosts]
+    nodes = [[rank for rank, name in enumerate(names) if name == node] for node in dict.fromkeys(names)]
+    if len({len(node) for node in nodes}) > 1:
+        raise ValueError(
+            f"exchange='hierarchical' needs nodes of one size; there are {', '.join(str(len(node)) for node in nodes)} "
+            f"of {collective.size} ranks; set node_size to a divisor of it, or use exchange='auto'"
+        )
+    return nodes
+
+
+def _moved(sections: Sequence[Section]) -> list[Section]:
+    """The same in a vector that has nothing else."""
+    moved, start = [], 0
+    for section in sections:
+        moved.append(Section(section.codec, section.layout, start))
+        start += section.layout.numel
+    return moved
+
+
+class _Plan(ExchangePlan):
+    def __init__(
+        self, parts: list[list[Section]], outer: ExchangePlan, inside: Collective, device: torch.device
+    ) -> None:
+        self._places = [[slice(each.start, each.stop) for each in part] for part in parts]
+        self._numels = [sum(each.layout.numel for each in part) for part in parts]
+        self._outer = outer
+        self._inside = inside
+        width = max(self._numels) + 1  # with the flag
+        self._rows = torch.zeros(inside.size, width, device=device)
+        self._received = torch.empty_like(self._rows)
+        self._mean = torch.empty(width, device=device)
+        self.description = f"{outer.description} between nodes of {inside.size}"
+        self.bytes_sent = 2 * (inside.size - 1) * 4 * width + outer.bytes_sent
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        rank, size = self._inside.rank, self._inside.size
+        for row, places in zip(self._rows, self._places, strict=True):
+            _gather(vector, places, row)
+            row[-1] = flag
+        self._inside.all_to_all(self._rows, self._received)
+        total = self._received[0]
+        for row in self._received[1:]:
+            total.add_(row)
+        flag.copy_(total[-1])
+        numel = self._numels[rank]
+        own, mean = total[:numel], self._mean[:numel]
+        self._outer.mean(own, mean, mix(key, rank), flag)
+        vector.zero_()
+        _scatter(own, self._places[rank], vector)
+        torch.mul(mean, 1 / size, out=mean)
+        self._mean[-1] = flag
+        self._inside.all_gather(self._mean, self._rows)
+        for row, places in zip(self._rows, self._places, strict=True):
+            _scatter(row, places, out)
+            flag.add_(row[-1])
+
+
+def _gather(vector: Tensor, places: Sequence[slice], row: Tensor) -> None:
+    start = 0
+    for place in places:
+        row[start : start + place.stop - place.start] = vector[place]
+        start += place.stop - place.start
+
+
+def _scatter(row: Tensor, places: Sequence[slice], out: Tensor) -> None:
+    start = 0
+    for place in places:
+        out[place] = row[start : start + place.stop - place.start]
+        start += place.stop - place.start

@@ -1,0 +1,122 @@
+"""Every rank owns a shard: it adds up what the ranks selected in it, and sends the sum to all, with nothing lost.
+
+The split all-gather of SparCML (Renggli, Ashkboos, Aghagolzadeh, Alistarh, Hoefler, "SparCML: High-Performance Sparse
+Communication for Machine Learning", SC 2019, arXiv 1802.08021): sums are sparse as long as that is less, then dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs.base import aligned
+from lightning_compress.collectives import Collective
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.exchanges import nonzeros
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, agree_length, length_bytes, new_messages, rows
+from lightning_compress.keys import mix
+from lightning_compress.message import MessagePlan, Section
+from lightning_compress.meter import Meter
+from lightning_compress.state import States
+
+FLAG = 16
+"""Bytes in front of a sum: the flag, and padding."""
+
+
+@dataclass(frozen=True)
+class SplitGather(Exchange):
+    """All-to-all of shards, then all-gather of their sums, exact: a list, a bitmap or dense, whichever is least.
+
+    For ``k`` of ``n`` elements a rank sends between ``4 k (W - 1) / W`` and ``2 k (W - 1) (1 + 1 / W)`` words of four
+    bytes, and never more than half a dense all-reduce beyond its own ``2 k``: where many ranks select, all-gather goes
+    on growing. What is selected arrives whole, so that nothing is lost twice.
+    """
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        if not codec.sparse and not isinstance(codec, Dense):
+            raise ValueError(
+                "exchange='split_gather' sends sums as they are, which pays where few elements are sent; "
+                f"{codec} sends all of them: use exchange='auto' or 'two_shot'"
+            )
+
+    def plan(
+        self,
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+        states: States | None = None,
+    ) -> ExchangePlan:
+        """See ``Exchange.plan``."""
+        return _Plan(sections, collective, device, meter)
+
+
+class _Plan(ExchangePlan):
+    description = "split_gather"
+
+    def __init__(self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter) -> None:
+        size = collective.size
+        parts = [[section.shard(rank, size) for section in sections] for rank in range(size)]
+        self._shards = [MessagePlan(part, device, meter) for part in parts]
+        self._places = [[slice(each.start, each.stop) for each in part] for part in parts]
+        self._numels = [sum(each.layout.numel for each in part) for part in parts]
+        self._collective = collective
+        self._meter = meter
+        self._largest = max(self._shards, key=lambda shard: shard.size)
+        self._send = new_messages(size, self._largest.size, device)
+        self._receive = torch.empty_like(self._send)
+        self._sum = torch.zeros(max(self._numels), device=device)
+        width = aligned(FLAG + nonzeros.HEADER + 4 * len(self._sum))
+        self._message = new_messages(1, width, device)[0]
+        self._messages = new_messages(size, width, device)
+        first = (size - 1) * max(shard.expected_size for shard in self._shards) + length_bytes(self._largest, size)
+        second = max(_expected(part, size) for part in parts)
+        self.bytes_sent = first + (size - 1) * second + all_reduce_bytes(4, size)
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        rank, size = self._collective.rank, self._collective.size
+        used = 0
+        for peer, shard in enumerate(self._shards):
+            shard.share(mix(key, peer))
+            used = max(used, shard.encode(vector, self._send[peer, : shard.size], mix(key, rank, peer), flag))
+        width = agree_length(self._largest, used, self._collective, out.device)
+        received = rows(self._receive, size, width)
+        self._collective.all_to_all(self._send[:, :width].contiguous(), received)
+        own = self._shards[rank]
+        flag.copy_(own.flags(received[:, : own.size]))
+        own.decode(received[:, : own.size], out, 1 / size, accumulate=False)
+        with self._meter.span("encode"):
+            self._message[:4].view(torch.float32)[0] = flag
+            end = FLAG + nonzeros.write(self._own(rank, out), self._message[FLAG:])
+        longest = torch.tensor([aligned(end)], dtype=torch.int32, device=out.device)
+        self._collective.all_reduce_max(longest)
+        messages = rows(self._messages, size, int(longest))
+        self._collective.all_gather(self._message[: int(longest)], messages)
+        with self._meter.span("decode"):
+            for peer, message in enumerate(messages):
+                flag.add_(message[:4].view(torch.float32)[0])
+                self._spread(peer, message[FLAG:], out)
+
+    def _own(self, rank: int, out: Tensor) -> Tensor:
+        """The sums of a shard, side by side."""
+        parts = [out[place] for place in self._places[rank]]
+        return torch.cat(parts, out=self._sum[: self._numels[rank]])
+
+    def _spread(self, peer: int, message: Tensor, out: Tensor) -> None:
+        sums = self._sum[: self._numels[peer]]
+        nonzeros.read(message, sums)
+        lengths = [place.stop - place.start for place in self._places[peer]]
+        for place, part in zip(self._places[peer], sums.split(lengths), strict=True):
+            out[place] = part
+
+
+def _expected(part: Sequence[Section], ranks: int) -> int:
+    """Bytes of a sum, if the ranks select independently."""
+    numel = sum(section.layout.numel for section in part)
+    count = sum(section.layout.numel * (1 - (1 - section.codec.sent_share) ** ranks) for section in part)
+    return FLAG + aligned(int(nonzeros.used_bytes(count, numel)))

@@ -1,0 +1,172 @@
+"""Exchanges at more ranks, in nodes, and on what they send where."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_compress import CompressedDDPStrategy
+from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, TopK
+from lightning_compress.collectives import TorchCollective, run_threads
+from lightning_compress.exchanges import Hierarchical, SplitGather, TwoShot, nonzeros
+from lightning_compress.exchanges.hierarchical import nodes_of
+from lightning_compress.layout import Layout
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+from tests.helpers.training import train
+
+CPU = torch.device("cpu")
+LAYOUT = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 347))])
+
+
+def mean(collective, exchange, codec, seed=0, flag=0.0):
+    """Before, after, mean, flag and plan of one mean of different data on every rank."""
+    sections = [Section(Dense(), LAYOUT.cut(0, 100), 0), Section(codec, LAYOUT.cut(100, LAYOUT.numel), 100)]
+    plan = exchange.plan(sections, collective, CPU, Meter(CPU))
+    before = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + collective.rank))
+    after, out, flags = before.clone(), torch.full_like(before, 7.0), torch.tensor(flag)
+    plan.mean(after, out, 5, flags)
+    return before, after, out, flags, plan
+
+
+def check(ranks, tolerance=1e-6):
+    total = sum(before.double() for before, *_ in ranks)
+    kept = sum(after.double() for _, after, *_ in ranks)
+    out = ranks[0][2]
+    assert all(other[2].equal(out) for other in ranks)
+    assert float((len(ranks) * out.double() + kept - total).abs().max()) <= tolerance * len(ranks) * float(
+        total.abs().max()
+    )
+
+
+@pytest.mark.parametrize("size", [6, 8, 9, 16])
+@pytest.mark.parametrize("codec", [TopK(0.01), TopK(0.2), TopK(0.02, values="fp16", indices="rice")], ids=repr)
+def test_split_gather_at_many_ranks(size, codec):
+    check(run_threads(size, lambda collective: mean(collective, SplitGather(), codec)))
+
+
+NODES = [(2, 4), (2, 6), (3, 6), (4, 8), (2, 8), (3, 9), (4, 16)]
+
+
+@pytest.mark.parametrize(("node", "size"), NODES)
+@pytest.mark.parametrize("codec", [TopK(0.05), OneBit(), QSGD(), RandomK(0.05), BF16()], ids=repr)
+def test_hierarchical_at_many_ranks(node, size, codec):
+    rounding = 2**-7 if isinstance(codec, BF16) else 1e-6  # a cast owes what the transport's own sums round
+    check(run_threads(size, lambda collective: mean(collective, Hierarchical(node_size=node), codec)), rounding)
+
+
+@pytest.mark.parametrize("outer", ["all_gather", "two_shot", "split_gather", {"name": "two_shot"}, TwoShot()])
+def test_what_goes_between_nodes(outer):
+    codec = TopK(0.05)
+    check(run_threads(8, lambda collective: mean(collective, Hierarchical(outer, 2), codec)))
+
+
+def test_one_rank_of_a_node_keeps_what_was_not_sent():
+    ranks = run_threads(4, lambda collective: mean(collective, Hierarchical("all_gather", 2), TopK(0.05)))
+    left = torch.stack([after != 0 for _, after, *_ in ranks])
+    assert left.any(dim=1).all()
+    assert not (left[0] & left[1]).any()
+    assert not (left[2] & left[3]).any()
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_flag_crosses_nodes(bad):
+    flags = run_threads(
+        4, lambda c: mean(c, Hierarchical(node_size=2), OneBit(), flag=math.nan if c.rank == bad else 0.0)[3]
+    )
+    assert all(flag.isnan() for flag in flags)
+
+
+def test_ranks_of_a_node_share_what_crosses():
+    """Between nodes, a rank of a node of 4 sends a quarter of what a rank alone would."""
+
+    def between(collective, node):
+        plan = Hierarchical("all_gather", node).plan([Section(OneBit(), LAYOUT, 0)], collective, CPU, Meter(CPU))
+        return plan.bytes_sent - (2 * (node - 1) * 4 * (-(-LAYOUT.numel // node)) if node > 1 else 0)
+
+    alone = run_threads(2, lambda collective: between(collective, 1))[0]
+    shared = run_threads(8, lambda collective: between(collective, 4))[0]
+    assert shared == pytest.approx(alone / 4, rel=0.25, abs=3 * 4 * 2 * 256)
+
+
+def test_nodes_by_host_name():
+    assert run_threads(3, lambda collective: nodes_of(collective, None, CPU)) == [[[0, 1, 2]]] * 3
+
+
+def test_nodes_of_several_sizes_are_refused():
+    with pytest.raises(ValueError, match="nodes of one size; there are 2, 2, 1 of 5 ranks"):
+        run_threads(5, lambda collective: nodes_of(collective, 2, CPU))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"exchange": {"name": "hierarchical", "node_size": 0}}, "node_size=0"),
+        ({"exchange": {"name": "hierarchical", "outer": "hierarchical"}}, "unknown exchange 'hierarchical'"),
+        ({"exchange": {"name": "hierarchical", "outer": {"name": "two_shot", "adagrad": 1e-8}}}, "without adagrad"),
+        ({"compressor": "dgc", "exchange": "hierarchical"}, "adds up the gradients of a node"),
+        ({"compressor": "onebit", "exchange": "split_gather"}, "pays where few elements are sent"),
+        ({"compressor": "powersgd", "exchange": "hierarchical"}, "exchanges by itself"),
+    ],
+)
+def test_refused_at_construction(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        CompressedDDPStrategy(**arguments)
+
+
+@given(st.integers(1, 300), st.floats(0, 1), st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_nonzeros_come_back(numel, share, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < share)
+    message, out = torch.full((16 + 4 * numel + 32,), 255, dtype=torch.uint8), torch.full((numel,), 7.0)
+    used = nonzeros.write(values, message)
+    nonzeros.read(message[:used], out)
+    assert torch.equal(out, values)
+    count = int((values != 0).sum())
+    assert used == 16 + min(8 * count, -(-numel // 32) * 4 + 4 * count, 4 * numel)
+    assert (message[used:] == 255).all()
+
+
+@pytest.mark.parametrize("count", [-1, 101, 2**31 - 1])
+def test_a_damaged_count_is_refused(count):
+    message = torch.zeros(16 + 400, dtype=torch.uint8)
+    message[:4].view(torch.int32)[0] = count
+    with pytest.raises(ValueError, match="damaged"):
+        nonzeros.read(message, torch.empty(100))
+
+
+def test_places_beyond_the_end_are_refused():
+    message = torch.zeros(16 + 8, dtype=torch.uint8)
+    message[:4].view(torch.int32)[0] = 1
+    message[16:20].view(torch.int32)[0] = 100
+    with pytest.raises(ValueError, match="damaged"):
+        nonzeros.read(message, torch.empty(100))
+
+
+def _over_sockets(exchange, codec):
+    before, after, out, *_ = mean(TorchCollective(), exchange, codec)
+    again = mean(TorchCollective(), exchange, codec)[2]  # the same process groups
+    return before, after, out, out.equal(again)
+
+
+@pytest.mark.parametrize("codec", [TopK(0.05), OneBit()], ids=repr)
+def test_hierarchical_over_sockets(pools, codec: Codec):
+    sockets = pools[4].run(_over_sockets, Hierarchical("all_gather", 2), codec)
+    threads = run_threads(4, lambda collective: mean(collective, Hierarchical("all_gather", 2), codec))
+    check(sockets)
+    assert all(socket[3] for socket in sockets)
+    assert all(socket[2].equal(thread[2]) for socket, thread in zip(sockets, threads, strict=True))
+    assert all(socket[1].equal(thread[1]) for socket, thread in zip(sockets, threads, strict=True))
+
+
+def _trains(exchange):
+    return train("topk", 10, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", ["split_gather", {"name": "hierarchical", "node_size": 2}])
+def test_training(pools, exchange):
+    ranks = pools[4].run(_trains, exchange)
+    assert all((weights == ranks[0][0]).all() for weights, _ in ranks)
