@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_compress import checks, snapshot
+from lightning_compress import checks, failures, snapshot
 from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.courses import Progress
@@ -128,7 +128,8 @@ class Compression:
         self.meter.bytes_dense += all_reduce_bytes(buffer.numel() * buffer.element_size(), self._collective.size)
         gradients = bucket.gradients()
         for group, places in parts:
-            self._flag.add_(group.reduce([gradients[place] for place in places], self.step, self._scale()))
+            with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
+                self._flag.add_(group.reduce([gradients[place] for place in places], self.step, self._scale()))
 
     def _begin_step(self) -> None:
         """The first bucket of a step: what no optimizer made true in the last one was thrown away."""
