@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+_TRANSPORT = re.compile("gloo|pair closure", re.I)
 _LOST = re.compile("closed by peer|reset by peer|broken pipe|connection refused|remote process exited|socket", re.I)
 _LATE = re.compile(r"time(d )? ?out", re.I)
 _MILLISECONDS = re.compile(r"(\d+) ?ms|\(ms\)=(\d+)")
@@ -39,7 +40,7 @@ def explained(what: str, rank: int) -> Iterator[None]:
 def cause(error: Exception) -> str:
     """The probable cause of an error inside a collective, or around it."""
     text = str(error)
-    if not isinstance(error, dist.DistError) and "gloo" not in text.lower():
+    if not isinstance(error, dist.DistError) and not _TRANSPORT.search(text):
         return "this rank's own error"
     if _LATE.search(text):
         found = _MILLISECONDS.search(text)

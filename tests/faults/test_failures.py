@@ -14,6 +14,7 @@ LATE = "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for 
     [
         (RuntimeError(PEER), "a rank died"),
         (RuntimeError(LATE), "did not answer within 8 s"),
+        (RuntimeError("Application timeout caused pair closure"), "did not answer within the time limit"),
         (RuntimeError("gloo: op.preamble.length <= op.nbytes. 8 vs 4"), "did not do the same"),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), "a rank died"),
         (dist.DistBackendError("Watchdog caught collective operation timeout: Timeout(ms)=600000"), "within 600 s"),
