@@ -43,6 +43,7 @@ def serve(job: Any, rank: int, port: int, leader: int, outcome: str) -> None:
     from benchmarks._faults import injection, training
 
     _join(leader)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without it
     log = os.open(f"{job.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

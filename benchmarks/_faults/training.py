@@ -94,6 +94,16 @@ class Net(pl.LightningModule):
         mine = order[: ranks * BATCH].view(ranks, BATCH)[self.global_rank]
         return nn.functional.cross_entropy(self(images[mine]), labels[mine])
 
+    def on_train_start(self) -> None:
+        """Remember what this rank begins with: the step, and the norm of each parameter's residual."""
+        saved = self.trainer.strategy.compression.state_dict()  # type: ignore[attr-defined]
+        residuals = [group["states"]["residual"] for group in saved["groups"] if "residual" in group["states"]]
+        self.begun = {"step": self.trainer.global_step} | {
+            name: float(part.norm())
+            for one in residuals
+            for name, part in zip(one["names"], one["numbers"].split(one["numels"]), strict=True)
+        }
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """SGD with momentum."""
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
@@ -123,7 +133,7 @@ def fit(job: Job, callbacks: Sequence[pl.Callback] = ()) -> tuple[Net, Compresse
     return model, strategy
 
 
-def digest(model: nn.Module, strategy: CompressedDDPStrategy) -> dict[str, Any]:
+def digest(model: Net, strategy: CompressedDDPStrategy) -> dict[str, Any]:
     """What a run came to, bit for bit: parameters, and everything that the compression of this rank keeps."""
     parameters, state = hashlib.sha256(), hashlib.sha256()
     for parameter in model.parameters():
@@ -135,6 +145,7 @@ def digest(model: nn.Module, strategy: CompressedDDPStrategy) -> dict[str, Any]:
             state.update(f"{kind} {one['names']}".encode() + one["numbers"].numpy().tobytes())
             residual += float(one["numbers"].norm()) if kind == "residual" else 0.0
     return {
+        "begun": model.begun,
         "step": saved["step"],
         "groups": len(saved["groups"]),
         "parameters": parameters.hexdigest(),

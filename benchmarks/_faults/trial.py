@@ -23,12 +23,13 @@ PATIENCE = 60.0
 AT = 5
 CAUSES = {
     "interrupted": ("SystemExit", "SIGTERMException", "KeyboardInterrupt"),
-    "did not answer": ("a rank did not answer within", "Timed out waiting"),  # Gloo's own words where Lightning talks
-    "another died": ("a rank died or stopped with an error of its own", "Connection closed", "Connection reset"),
+    "did not answer": ("a rank did not answer within",),
+    "another died": ("a rank died or stopped with an error of its own",),
     "own error": ("this rank's own error",),
     "another cannot write": ("another rank could not write its part",),
     "cannot write": ("No space left on device",),
     "cannot restore": ("strict_state",),
+    "Gloo's own words": ("Connection closed", "Connection reset", "Timed out waiting"),  # where Lightning talks itself
 }
 GONE = {"another died"}
 ALLOWED: dict[str, set[str]] = {
@@ -36,9 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "stopped": {"did not answer", *GONE},
     "error": GONE,
     "disk": {"cannot write", "another cannot write", *GONE},
-    "Ctrl-C": {"interrupted", *GONE},
-    "SIGINT": {"interrupted", *GONE},
-    "SIGTERM": {"interrupted", "did not answer", *GONE},
+    "Ctrl-C": {"interrupted", "Gloo's own words", *GONE},
+    "SIGINT": {"interrupted", "Gloo's own words", *GONE},
+    "SIGTERM": {"interrupted", "did not answer", "Gloo's own words", *GONE},
     "part": {"cannot restore"},
 }
 """What may be said of a fault whose name begins so; the victim of an error has an error of its own."""
