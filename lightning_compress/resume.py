@@ -83,9 +83,9 @@ class Resume:
             return
         state = compression.state_dict()
         own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
+        alone = alone or os.path.basename(path).startswith("hpc_ckpt")  # an answer to a signal, at any moment
         if self.state == "sidecar" and own:
             save = Save(self._run, self._saves, compression.step)
-            alone = alone or os.path.basename(path).startswith("hpc_ckpt")  # an answer to a signal, at any moment
             with contextlib.nullcontext() if alone else _together(path, ranks, compression.device):
                 checkpoint.write(files, path, content, save, state, ranks)
         elif not (own and alone):  # the mean takes all ranks

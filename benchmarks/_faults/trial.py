@@ -179,9 +179,8 @@ def _go_on(trial: Trial, job: Job, expected: Ended) -> None:
         if any(ended.exits):
             trial.problems.append(f"{path.name} is not complete: {ended.outcomes}")
             continue
-        trial.repeated = (
-            AT + any(word in trial.fault for word in SAVING) - steps[path] if "part" not in trial.fault else 0
-        )
+        if not trial.fault.startswith("part "):
+            trial.repeated = AT + any(word in trial.fault for word in SAVING) - steps[path]
         for rank, (ours, theirs) in enumerate(zip(ended.outcomes, expected.outcomes, strict=True)):
             for what in ("parameters", "state", "step"):
                 if not ours or not theirs or ours.get(what) != theirs.get(what):

@@ -2,8 +2,12 @@
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.plugins import TorchCheckpointIO
 
+from lightning_compress import CompressedDDPStrategy
+from lightning_compress.collectives import TorchCollective
 from lightning_compress.failures import ExchangeError, cause, explained
+from tests.helpers.training import fit
 
 PEER = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49320."
 LATE = "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
@@ -39,3 +43,28 @@ def test_what_passes_through(error):
     with pytest.raises(type(error)) as raised, explained("step 7", 2):
         raise error
     assert raised.value is error
+
+
+def save_on_one(path, state, alone):
+    """Rank 0 saves; the other one has better things to do."""
+    strategy = CompressedDDPStrategy("topk", state=state)
+    fit(strategy, steps=2)
+    content = {"optimizer_states": []}
+    if dist.get_rank() == 0:
+        strategy._resume.save(TorchCheckpointIO(), path, content, strategy.compression, TorchCollective(), alone)
+    return sorted(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "alone", "kept"),
+    [
+        ("error.ckpt", "sidecar", True, True),
+        ("hpc_ckpt_1.ckpt", "sidecar", False, True),
+        ("error.ckpt", "mean", True, False),
+        ("hpc_ckpt_1.ckpt", "mean", False, False),
+    ],
+)
+def test_a_save_in_answer_to_an_error_or_a_signal_waits_for_nobody(pools, tmp_path, name, state, alone, kept):
+    first, _ = pools[2].run(save_on_one, str(tmp_path / name), state, alone)
+    assert ("lightning_compress" in first) == kept
+    assert bool(list(tmp_path.glob("*.lc/*.pt"))) == kept
