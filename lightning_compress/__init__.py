@@ -8,6 +8,7 @@ from lightning_compress.compare import Comparison, compare
 from lightning_compress.compression import Compression
 from lightning_compress.entry import attach
 from lightning_compress.exchanges import Exchange
+from lightning_compress.failures import ExchangeError
 from lightning_compress.monitor import CommunicationMonitor
 from lightning_compress.recovery import ThetaRecovery
 from lightning_compress.strategy import CompressedDDPStrategy
@@ -28,6 +29,7 @@ __all__ = [
     "CompressedDDPStrategy",
     "Compression",
     "Exchange",
+    "ExchangeError",
     "ThetaRecovery",
     "attach",
     "compare",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_compress import checks, snapshot
+from lightning_compress import checks, failures, snapshot
 from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.courses import Progress
@@ -96,7 +96,8 @@ class Compression:
         size = sum(each.numel() * each.element_size() for each in gradients)
         self.meter.bytes_dense += all_reduce_bytes(size, self._collective.size)
         for group, places in parts:
-            self._soundness.add(group.reduce([gradients[place] for place in places], self.step, self._scale()))
+            with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
+                self._soundness.add(group.reduce([gradients[place] for place in places], self.step, self._scale()))
 
     def count(self, sent: int) -> None:
         """A step begins in which others average, and send so many bytes; more of it before it ends is not counted."""

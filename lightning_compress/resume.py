@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import torch
 
-from lightning_compress import checkpoint
+from lightning_compress import checkpoint, failures
 from lightning_compress.checkpoint import Files, Save, SavedState
 from lightning_compress.collectives import Collective
 from lightning_compress.compression import Compression
@@ -47,9 +49,31 @@ class Resume:
         self._run, self._saves = int(own), 0
 
     def save(
-        self, files: Files, path: str, content: dict[str, Any], compression: Compression, ranks: Collective
+        self,
+        files: Files,
+        path: str,
+        content: dict[str, Any],
+        compression: Compression,
+        ranks: Collective,
+        alone: bool = False,
     ) -> None:
-        """Add to a checkpoint that is about to be written; every rank comes."""
+        """Add to a checkpoint that is about to be written; every rank comes.
+
+        No rank goes on before all have written their part, so that no checkpoint is without one, and none is written
+        over before its successor is whole.
+
+        Args:
+            files: writes.
+            path: of the checkpoint.
+            content: of the checkpoint.
+            compression: what is saved.
+            ranks: wait for each other.
+            alone: wait for nobody: the training is being given up, and the others may never come.
+
+        Raises:
+            Exception: this rank's part cannot be written.
+            ExchangeError: another rank's part cannot, or it died.
+        """
         if not compression.active or "optimizer_states" not in content:
             return
         if correction := compression.settings.correction:
@@ -59,10 +83,12 @@ class Resume:
             return
         state = compression.state_dict()
         own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
+        alone = alone or os.path.basename(path).startswith("hpc_ckpt")  # an answer to a signal, at any moment
         if self.state == "sidecar" and own:
             save = Save(self._run, self._saves, compression.step)
-            checkpoint.write(files, path, content, save, state, ranks)
-        else:
+            with contextlib.nullcontext() if alone else _together(path, ranks, compression.device):
+                checkpoint.write(files, path, content, save, state, ranks)
+        elif not (own and alone):  # the mean takes all ranks
             checkpoint.write_inside(content, state, ranks)
         self._saves += 1
 
@@ -115,3 +141,25 @@ class Resume:
     def remove(self, path: str) -> None:
         """A checkpoint was removed; only rank 0 comes."""
         checkpoint.remove(path)
+
+
+@contextlib.contextmanager
+def _together(path: str, ranks: Collective, device: torch.device) -> Iterator[None]:
+    """Wait until every rank has done what is inside; what failed on one of them stops all."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # the others wait for word
+        problem = error
+    failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+    try:
+        with failures.explained(f"saving {path}", ranks.rank):
+            ranks.all_reduce_max(failed)
+    finally:
+        if problem is not None:
+            raise problem
+    if failed:
+        raise failures.ExchangeError(
+            f"rank {ranks.rank}, saving {path}: another rank could not write its part, and says why; the checkpoint "
+            "was not written"
+        )

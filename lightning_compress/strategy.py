@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import checks
+from lightning_compress import checks, failures
 from lightning_compress.checkpoint import SavedState
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
@@ -135,7 +135,8 @@ class CompressedDDPMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
         if self._compression is not None:
-            self._resume.save(self.checkpoint_io, str(filepath), checkpoint, self._compression, TorchCollective())
+            ranks, alone = TorchCollective(), self._gives_up()
+            self._resume.save(self.checkpoint_io, str(filepath), checkpoint, self._compression, ranks, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -156,6 +157,16 @@ class CompressedDDPMixin(_Base):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             self._resume.remove(str(filepath))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other ranks; for nobody after an error, so that this process ends and the others hear of it."""
+        if not self._gives_up():
+            with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
+                super().barrier(name)
+
+    def _gives_up(self) -> bool:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
 
     def comm_stats(self) -> dict[str, float]:
         """Traffic of the last step and in total, see ``Compression.stats``.

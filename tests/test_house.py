@@ -13,7 +13,7 @@ SOURCES = sorted(
 )
 # What stands earlier is never allowed to import what stands later.
 LAYERS = [
-    ("layout", "keys", "meter", "gradients", "registry", "scratch"),
+    ("layout", "keys", "meter", "gradients", "registry", "scratch", "failures"),
     ("state",),
     ("snapshot",),
     ("codecs", "collectives"),

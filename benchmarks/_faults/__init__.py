@@ -1,0 +1,1 @@
+"""Real ranks that train, one fault, and what becomes of it."""

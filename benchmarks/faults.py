@@ -1,0 +1,88 @@
+"""Faults among real processes: what the ranks do, how soon, and whether training goes on bit for bit.
+
+    python -m benchmarks.faults --repeats 8 --json faults.json
+
+Two or three ranks train a small model over Gloo, with a checkpoint every other step, until the fault; then new ranks
+go on from the last complete checkpoint, and parameters and residuals of every rank are compared with a run never
+disturbed.
+Trials that the JSON file has already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._faults.injection import INJECTIONS
+from benchmarks._faults.training import METHODS
+from benchmarks._faults.trial import SkippedError, Trials
+
+
+def main() -> None:
+    """Try what is missing, print the table, and fail if anything was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=8, help="of each fault, over methods and ranks in turn (8)")
+    parser.add_argument("--faults", default=",".join(INJECTIONS), help="which ones, by commas (default: all)")
+    parser.add_argument("--methods", default=",".join(METHODS), help="by commas (default: %(default)s)")
+    parser.add_argument("--ranks", default="2,3", help="world sizes, by commas (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results so far; written after every trial")
+    arguments = parser.parse_args()
+    faults, methods = arguments.faults.split(","), arguments.methods.split(",")
+    for given, known in ((faults, list(INJECTIONS)), (methods, list(METHODS))):
+        if unknown := [each for each in given if each not in known]:
+            parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    worlds = list(itertools.product(methods, map(int, arguments.ranks.split(","))))
+    results: dict[str, dict[str, Any]] = {}
+    if arguments.json and arguments.json.exists():
+        results = json.loads(arguments.json.read_text())
+    trials, console = Trials(), Console()
+    for seed, (number, fault) in itertools.product(range(arguments.repeats), enumerate(faults)):
+        method, size = worlds[(seed + number) % len(worlds)]
+        name = f"{fault}/{method}/{size}/{seed}"
+        if name in results:
+            continue
+        try:
+            results[name] = trials.run(fault, method, size, seed).as_dict()
+        except SkippedError as error:
+            console.print(f"{fault}: left out, {error}")
+            continue
+        for problem in results[name]["problems"]:
+            console.print(f"{name}: {problem}", style="red", markup=False)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    console.print(table(list(results.values())))
+    sys.exit(any(each["problems"] for each in results.values()))
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """A row for each fault."""
+    shown = Table("fault", "tried", "what the ranks said", "median s", "worst s", "steps again", "lost", expand=False)
+    shown.title = f"{len(results)} faults"
+    for fault in dict.fromkeys(each["fault"] for each in results):
+        ours = [each for each in results if each["fault"] == fault]
+        seconds = [second for each in ours for second in each["seconds"]]
+        causes = Counter(cause for each in ours for cause in each["causes"])
+        wrong = sum(bool(each["problems"]) for each in ours)
+        shown.add_row(
+            fault,
+            str(len(ours)),
+            ", ".join(f"{cause} ({count})" for cause, count in causes.most_common()),
+            f"{statistics.median(seconds):.2f}" if seconds else "-",
+            f"{max(seconds):.2f}" if seconds else "-",
+            f"{max(each['repeated'] for each in ours)}",
+            f"{wrong} of {len(ours)}" if wrong else "nothing",
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What a rank says when it cannot go on: where it was, and why, in plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+_TRANSPORT = re.compile("gloo|pair closure", re.I)
+_LOST = re.compile("closed by peer|reset by peer|broken pipe|connection refused|remote process exited|socket", re.I)
+_LATE = re.compile(r"time(d )? ?out", re.I)
+_MILLISECONDS = re.compile(r"(\d+) ?ms|\(ms\)=(\d+)")
+
+
+class ExchangeError(RuntimeError):
+    """The ranks could not average, save or wait together; ``__cause__`` is the error that it began with."""
+
+
+@contextmanager
+def explained(what: str, rank: int) -> Iterator[None]:
+    """Say where an error happened and what is the probable cause; Ctrl-C and exits pass through.
+
+    Args:
+        what: is done inside, such as ``"step 7: averaging layer.weight"``.
+        rank: of this process.
+
+    Raises:
+        ExchangeError: from the error that was raised inside.
+    """
+    try:
+        yield
+    except ExchangeError:
+        raise
+    except Exception as error:
+        raise ExchangeError(f"rank {rank}, {what}: {cause(error)} [{type(error).__name__}: {error}]") from error
+
+
+def cause(error: Exception) -> str:
+    """The probable cause of an error inside a collective, or around it."""
+    text = str(error)
+    if not isinstance(error, dist.DistError) and not _TRANSPORT.search(text):
+        return "this rank's own error"
+    if _LATE.search(text):
+        found = _MILLISECONDS.search(text)
+        limit = f"{int(found[1] or found[2]) / 1000:g} s" if found else "the time limit"
+        return (
+            f"a rank did not answer within {limit}: it hangs, waits for something else, or the network is gone "
+            "(the limit is the strategy's timeout=)"
+        )
+    if _LOST.search(text):
+        return "a rank died or stopped with an error of its own; what it said last tells why"
+    return "the ranks did not do the same, or the network failed"

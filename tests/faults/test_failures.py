@@ -1,0 +1,70 @@
+"""What is said of an error inside a collective."""
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.plugins import TorchCheckpointIO
+
+from lightning_compress import CompressedDDPStrategy
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.failures import ExchangeError, cause, explained
+from tests.helpers.training import fit
+
+PEER = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49320."
+LATE = "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError(PEER), "a rank died"),
+        (RuntimeError(LATE), "did not answer within 8 s"),
+        (RuntimeError("Application timeout caused pair closure"), "did not answer within the time limit"),
+        (RuntimeError("gloo: op.preamble.length <= op.nbytes. 8 vs 4"), "did not do the same"),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), "a rank died"),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: Timeout(ms)=600000"), "within 600 s"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "own error"),
+        (KeyError("connection closed by peer"), "own error"),
+    ],
+)
+def test_the_cause_in_plain_words(error, words):
+    with (
+        pytest.raises(ExchangeError, match=r"^rank 2, step 7, averaging a\.weight: ") as raised,
+        explained("step 7, averaging a.weight", 2),
+    ):
+        raise error
+    assert words in str(raised.value)
+    assert str(error) in str(raised.value)
+    assert raised.value.__cause__ is error
+    assert words in cause(error)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), ExchangeError("said already")])
+def test_what_passes_through(error):
+    with pytest.raises(type(error)) as raised, explained("step 7", 2):
+        raise error
+    assert raised.value is error
+
+
+def save_on_one(path, state, alone):
+    """Rank 0 saves; the other one has better things to do."""
+    strategy = CompressedDDPStrategy("topk", state=state)
+    fit(strategy, steps=2)
+    content = {"optimizer_states": []}
+    if dist.get_rank() == 0:
+        strategy._resume.save(TorchCheckpointIO(), path, content, strategy.compression, TorchCollective(), alone)
+    return sorted(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "alone", "kept"),
+    [
+        ("error.ckpt", "sidecar", True, True),
+        ("hpc_ckpt_1.ckpt", "sidecar", False, True),
+        ("error.ckpt", "mean", True, False),
+        ("hpc_ckpt_1.ckpt", "mean", False, False),
+    ],
+)
+def test_a_save_in_answer_to_an_error_or_a_signal_waits_for_nobody(pools, tmp_path, name, state, alone, kept):
+    first, _ = pools[2].run(save_on_one, str(tmp_path / name), state, alone)
+    assert ("lightning_compress" in first) == kept
+    assert bool(list(tmp_path.glob("*.lc/*.pt"))) == kept
