@@ -1,0 +1,1 @@
+"""Ranks in network namespaces of their own, joined by links of a set speed."""

@@ -1,0 +1,129 @@
+"""A switch and one namespace a rank, made of veth pairs, a bridge and token buckets; all of it gone at the end.
+
+    rank 0 [eth0 10.77.0.1] ---- p0 |                |
+    rank 1 [eth0 10.77.0.2] ---- p1 | bridge, in a   |      each end of each link sends at most at the set rate
+    ...                             | namespace too  |
+
+Nothing outside of the namespaces is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from types import FrameType, TracebackType
+
+PREFIX = "lclab"
+
+
+def bits_per_second(rate: str) -> float:
+    """``"1gbit"``, ``"100mbit"`` as a number.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.lower())
+    if not match or not float(match[1]):
+        raise ValueError(f"rate={rate!r} must be a speed above 0 as tc writes it: 100mbit, 1gbit, 2.5gbit")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+class Lab:
+    """A context in which ``ranks`` namespaces exist.
+
+    Args:
+        ranks: how many.
+        rate: of each link in each direction, such as ``"1gbit"``; None: not limited.
+
+    Raises:
+        RuntimeError: this is not Linux with iproute2, or not root.
+    """
+
+    def __init__(self, ranks: int, rate: str | None) -> None:
+        self._name = f"{PREFIX}{os.getpid()}"
+        self._rate = rate
+        self.ranks = ranks
+        if rate:
+            bits_per_second(rate)
+        if not shutil.which("ip") or not shutil.which("tc"):
+            raise RuntimeError("the network lab needs iproute2: apt-get install iproute2")
+        if os.geteuid() != 0:
+            raise RuntimeError("the network lab makes network namespaces, which only root may do")
+
+    def __enter__(self) -> Lab:
+        sweep()
+        self._old = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            self._build()
+        except BaseException:
+            self._tear_down()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tear_down()
+        signal.signal(signal.SIGTERM, self._old)
+
+    def namespace(self, rank: int) -> str:
+        """The name of a rank's."""
+        return f"{self._name}r{rank}"
+
+    def address(self, rank: int) -> str:
+        """Its address."""
+        return f"10.77.0.{rank + 1}"
+
+    def command(self, rank: int, *words: str) -> list[str]:
+        """A command as it has to be called to run there."""
+        return ["ip", "netns", "exec", self.namespace(rank), *words]
+
+    def _build(self) -> None:
+        switch = f"{self._name}sw"
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for rank in range(self.ranks):
+            own, port = self.namespace(rank), f"p{rank}"
+            _run("ip", "netns", "add", own)
+            _run("ip", "-n", own, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", own, "addr", "add", f"{self.address(rank)}/24", "dev", "eth0")
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+            for place, device in ((own, "lo"), (own, "eth0"), (switch, port)):
+                _run("ip", "-n", place, "link", "set", device, "up")
+            for place, device in ((own, "eth0"), (switch, port)) if self._rate else ():
+                assert self._rate is not None
+                burst = str(max(65536, int(bits_per_second(self._rate) / 8 / 1000)))  # a millisecond's worth
+                shape = ("rate", self._rate, "burst", burst, "latency", "200ms")
+                _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+
+    def _tear_down(self) -> None:
+        for name in _namespaces():
+            if name.startswith(self._name):
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def sweep() -> None:
+    """Take away what a lab left that was killed."""
+    for name in _namespaces():
+        match = re.fullmatch(rf"{PREFIX}(\d+)(r\d+|sw)", name)
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.strip()]
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,53 @@
+"""Models whose steps are measured, with inputs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from recipes.resnet.model import ResNet
+
+
+class Recurrent(nn.Module):
+    """Two LSTM layers of 1024 cells over 20 steps, 16.8 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(1024, 1024, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, 1024] -> [N, T, 1024]."""
+        out: Tensor = self.cells(x)[0]
+        return out
+
+
+def mlp() -> nn.Module:
+    """Four linear layers, 12.5 million parameters."""
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(1768, 1768), nn.ReLU())])
+
+
+def alexnet() -> nn.Module:
+    """Krizhevsky's network in one column, 61 million parameters ("One weird trick", arXiv:1404.5997)."""
+    sizes = ((3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1), (256, 256, 3, 1, 1))
+    layers: list[nn.Module] = []
+    for number, (inward, outward, kernel, stride, padding) in enumerate(sizes):
+        layers += [nn.Conv2d(inward, outward, kernel, stride, padding), nn.ReLU()]
+        layers += [nn.MaxPool2d(3, 2)] if number in (0, 1, 4) else []
+    head = [nn.Linear(9216, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
+    return nn.Sequential(*layers, nn.Flatten(), *head)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (16, 1768)),
+    "resnet20": (lambda: ResNet(20), (32, 3, 32, 32)),
+    "lstm": (Recurrent, (4, 20, 1024)),
+    "alexnet": (alexnet, (2, 3, 224, 224)),
+}
+"""Each with the shape of a rank's batch."""
+
+
+def batch(name: str, rank: int) -> Tensor:
+    """A rank's own input."""
+    return torch.randn(MODELS[name][1], generator=torch.Generator().manual_seed(rank))
