@@ -100,7 +100,7 @@ class _Carrying(ExchangePlan):
             vector[place] = 0.0
             end += numel
         _run(self._plans, vector, out, self._carried, self._nothing, key)
-        flag.copy_(self._carried[0])
+        torch.mul(self._carried[0], 0.0, out=flag)  # 0.0 or NaN, whatever a rank sent
         end = 1
         for place in self._dense:
             numel = place.stop - place.start

@@ -10,6 +10,8 @@ the files of the save before until the one after, so that at any moment some che
 from __future__ import annotations
 
 import os
+import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -24,6 +26,9 @@ from lightning_compress.snapshot import Snapshot
 KEY = "lightning_compress"
 """Where a checkpoint has the manifest."""
 FORMAT = 1
+MOST_RANKS = 1 << 20
+NAME = re.compile(r"[0-9a-f]{16}-\d{1,18}-\d{1,18}")
+"""Of a save."""
 SavedState = Literal["sidecar", "mean", "none"]
 
 
@@ -33,8 +38,8 @@ class Files(Protocol):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Write."""
 
-    def load_checkpoint(self, path: Any) -> dict[str, Any]:
-        """Read."""
+    def load_checkpoint(self, path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read; tensors and primitives only."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +143,18 @@ def read(files: Files, path: str, manifest: object, method: str, ranks: Collecti
     """
     if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
         raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
-    if manifest.get("method") != method:
-        raise ValueError(f"the checkpoint was trained with {manifest.get('method')}, this run compresses with {method}")
-    before = manifest.get("world_size")
-    if manifest.get("kind") == "inside" and type(before) is int and before > 0:
+    theirs, before = manifest.get("method"), manifest.get("world_size")
+    if not isinstance(theirs, str) or type(before) is not int or not 0 < before <= MOST_RANKS:
+        raise ValueError("the checkpoint's manifest is damaged")
+    if theirs != method:
+        raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {method}")
+    if manifest.get("kind") == "inside":
         return snapshot.scaled(snapshot.check(manifest.get("state")), "owner", before / ranks.size)
     folder, save = manifest.get("folder"), manifest.get("save")
-    if not isinstance(folder, str) or not isinstance(save, str) or type(before) is not int or before < 1:
+    if not isinstance(folder, str) or not isinstance(save, str):
         raise ValueError("the checkpoint's manifest is damaged")
-    if os.path.basename(folder) != folder or os.path.basename(save) != save:
+    plain = os.path.basename(folder) == folder and folder.endswith(".lc") and "::" not in folder
+    if not plain or not NAME.fullmatch(save):
         raise ValueError("the checkpoint's manifest names files elsewhere")
     place = f"{_folder(path, folder, save)}/{save}.rank"
     if before == ranks.size:
@@ -189,9 +197,10 @@ def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snaps
     if not fs.exists(place):
         raise ValueError(f"{path} is missing: the ranks' own state was not copied along, or not written to its end")
     try:
-        content = files.load_checkpoint(path)
+        content = _load(files, path)
     except Exception as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        said = [*str(error).splitlines(), type(error).__name__]  # torch goes on to advise what would run any code
+        raise ValueError(f"{path} cannot be read: {said[0]}") from error
     if not isinstance(content, Mapping) or content.get("save") != save:
         raise ValueError(f"{path} is of another save than the checkpoint")
     state = snapshot.check(content.get("state"))
@@ -201,3 +210,23 @@ def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snaps
         for one in group["states"].values():
             one["numbers"] = one["numbers"].to(device)
     return state
+
+
+def _load(files: Files, path: str) -> object:
+    """Read tensors and primitives, so that no code in a file runs, and no more of them than there are bytes.
+
+    What torch.save wrote is read here, since a CheckpointIO of the user's own, or of an older Lightning, need not take
+    ``weights_only``. One that writes another format must.
+    """
+    fs, place = url_to_fs(path)
+    with fs.open(place, "rb") as file:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+            size = file.seek(0, os.SEEK_END)
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            if not stored or sum(record.file_size for record in records) > size:
+                raise ValueError("it is no file that torch.save writes")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    return files.load_checkpoint(path, weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Sequence
 
@@ -148,18 +149,21 @@ class Compression:
         """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew. All ranks must come.
 
         Raises:
-            ValueError: it is none, or of another method.
+            ValueError: it is none, or of another method, and nothing changed; or parts of it have no place here, and
+                everything begins anew.
         """
         snapshot.check(state)
         if state["method"] != self.family:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()
-        self._tuning.resume(state["running"])
-        for saved in state["groups"]:
-            if names := [name for name in saved["names"] if name in self._shapes]:
-                group = self.groups.add(names, self.settings)
-                snapshot.fill(group.states, saved, names)
-                group.adopted()
+        before = copy.copy(self._tuning)
+        try:
+            self._tuning.resume(state["running"])
+            self.groups.restore(state["groups"], self.settings)
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # nothing of it stays
+            self._tuning = before
+            self.reset()
+            raise ValueError(str(error)) from error
         self._optimizers.rates.update(state["rates"])
         self.step = state["step"]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_compress import snapshot
 from lightning_compress.collectives import Collective
 from lightning_compress.group import Group
 from lightning_compress.meter import Meter
@@ -88,6 +89,18 @@ class Groups:
             bucket: parts for bucket, parts in self._by_bucket.items() if all(part in self._groups for part, _ in parts)
         }
         return group
+
+    def restore(self, groups: Sequence[snapshot.Snapshot], settings: Settings) -> None:
+        """Make the groups of a checked snapshot anew, with their states.
+
+        Raises:
+            ValueError: there is no place for some of it.
+        """
+        for saved in groups:
+            if names := [name for name in saved["names"] if name in self._shapes]:
+                group = self.add(names, settings)
+                snapshot.fill(group.states, saved, names)
+                group.adopted()
 
     def look_again(self) -> None:
         """Settings have changed: the groups of each bucket are made anew when it comes."""

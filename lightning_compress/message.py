@@ -2,8 +2,9 @@
 
     | header: flag, lengths | padding to 16 bytes | section | padding to 16 bytes | section | ...
 
-The flag is 0.0, or NaN on a rank whose gradient is not finite; it is summed as the first section is. The lengths of the
-sections, int32, are there if one of them varies; then sections stand where the one before ends.
+The flag is 0.0, or NaN on a rank whose gradient is not finite; it is summed as the first section is. It is infinite on
+a rank that could not read what it was sent. The lengths of the sections, int32, are there if one of them varies; then
+sections stand where the one before ends.
 """
 
 from __future__ import annotations
@@ -135,8 +136,10 @@ class MessagePlan:
         Messages of variable length need be no longer than the longest of them.
 
         Raises:
-            ValueError: the lengths in a message are not its own.
+            ValueError: messages are too short, lengths in one are not its own, or see ``Plan.decode``.
         """
+        if messages.shape[1] < self._header or messages.shape[1] % ALIGNMENT:
+            raise ValueError(f"messages of {messages.shape[1]} bytes are truncated; their header has {self._header}")
         with self._meter.span("decode"):
             ends = self._ends(messages)
             for number, (stretch, plan) in enumerate(self._parts):
@@ -168,5 +171,24 @@ class MessagePlan:
         return ends
 
     def flags(self, messages: Tensor) -> Tensor:
-        """Sum of the flags of ``messages``, uint8 ``[M, size]``: a float32 scalar, 0.0 or NaN."""
-        return messages[:, :ALIGNMENT].contiguous().view(self._flag_dtype)[:, 0].float().sum()
+        """Sum of the flags of ``messages``, uint8 ``[M, size]``: a float32 scalar, 0.0 or NaN whatever the bytes."""
+        return self._flags(messages).sum() * 0.0
+
+    def refuses(self, message: Tensor) -> bool:
+        """Whether ``message``, uint8 ``[size]``, is of a rank that could not read its own; waits for the device."""
+        return bool(self._flags(message[None]).isinf())
+
+    def _flags(self, messages: Tensor) -> Tensor:
+        return messages[:, :ALIGNMENT].contiguous().view(self._flag_dtype)[:, 0].float()
+
+    def settle(self, vector: Tensor, flag: Tensor) -> None:
+        """Make stretches that are not finite, as sums of messages may be, a NaN in the flag and zeros in ``vector``."""
+        for stretch, _ in self._parts:
+            part = vector[stretch]
+            lowest, highest = torch.aminmax(part)
+            sound = lowest * 0.0 + highest * 0.0
+            flag.add_(sound)
+            if part.device.type != "cpu":  # which is not waited for
+                part.masked_fill_(sound.isnan(), 0.0)
+            elif sound.isnan():
+                part.zero_()

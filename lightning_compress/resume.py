@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from lightning_compress import checkpoint, failures
+from lightning_compress import checkpoint, failures, snapshot
 from lightning_compress.checkpoint import Files, Save, SavedState
 from lightning_compress.collectives import Collective
 from lightning_compress.compression import Compression
@@ -116,16 +116,20 @@ class Resume:
         manifest = content.get(checkpoint.KEY)
         if manifest is None and not (compression.active and compression.settings.keeps_state):
             return ""
-        problem, state = "", None
+        problem, state, common = "", None, 0
         try:
             if not compression.active:
                 raise ValueError("this run does not compress, on one rank or with 'none': what was not sent is dropped")
             state = checkpoint.read(files, self._path, manifest, compression.family, ranks, device)
+            common = snapshot.checksum(state, ["shared"])
         except Exception as error:  # the other ranks wait for word
             problem = str(error) or type(error).__name__
-        failed = torch.tensor([bool(problem)], dtype=torch.int32, device=device)
-        ranks.all_reduce_max(failed)
-        if not failed:
+        said = torch.tensor([bool(problem), common, -common], dtype=torch.int64, device=device)
+        ranks.all_reduce_max(said)
+        failed, most, least = said.tolist()
+        if not failed and most != -least:  # each file is whole, and they would not go on alike
+            problem = "the ranks' files are of different steps, groups or settings"
+        elif not failed:
             assert state is not None
             try:
                 compression.load_state_dict(checkpoint.redistribute(state, ranks))

@@ -10,8 +10,10 @@ all parameters, in which blocks, shards and transforms would fall elsewhere.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, get_args
 
 import torch
@@ -20,6 +22,10 @@ from lightning_compress.layout import Layout
 from lightning_compress.state import Holder, State, States
 
 FORMAT = 1
+MOST_STEPS = 1 << 53
+MOST_SETTINGS = 1000
+"""Numbers and texts that say what ran, at most: a list in a list in a list is quickly longer than memory."""
+PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
 
 Snapshot = dict[str, Any]
 
@@ -70,6 +76,8 @@ def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
         theirs = dict(zip(one["names"], one["numels"], strict=True))
         if lost := [name for name in names if name in theirs and numels.get(name) != theirs[name]]:
             raise ValueError(f"{kind} of {', '.join(lost[:3])} was saved with other settings and has no place in these")
+        if kind in states and one["holder"] != states[kind].holder:
+            raise ValueError(f"{kind} was saved as that of {one['holder']!r}, and is that of {states[kind].holder!r}")
         layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
         old = State(layout, one["numbers"].device, holder=one["holder"], dtype=one["numbers"].dtype)
         old.committed = one["numbers"]
@@ -119,60 +127,85 @@ def on_cpu(snapshot: Snapshot) -> Snapshot:
     return snapshot
 
 
-def checksum(snapshot: Snapshot) -> int:
-    """CRC-32 of everything in it."""
+def checksum(snapshot: Snapshot, holders: Sequence[str] = get_args(Holder)) -> int:
+    """CRC-32 of everything in it, or of all but the numbers that others than these hold."""
     value = zlib.crc32(repr((snapshot["method"], _shape(snapshot))).encode())
     for group in snapshot["groups"]:
         for _, one in sorted(group["states"].items()):
+            if one["holder"] not in holders:
+                continue
             value = zlib.crc32(one["numbers"].cpu().contiguous().view(torch.uint8).numpy(), value)
     return value
 
 
 def check(snapshot: object) -> Snapshot:
-    """Refuse what is not a snapshot.
+    """Refuse what is not a snapshot; nothing is taken for granted that a file may hold.
+
+    Returns:
+        its known parts.
 
     Raises:
         ValueError: a part is missing, of the wrong type, or numbers and names do not fit together.
     """
-    parts = _fields(
-        snapshot,
-        "the state",
-        {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list},
-    )
+    parts = _fields(snapshot, "the state", PARTS)
     if parts["format"] != FORMAT:
         raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
     if not {"compressor", "error_feedback", "scheduled"} <= parts["running"].keys():
         raise ValueError("the state does not say what ran")
-    if parts["step"] < 0:
-        raise ValueError(f"the state is of step {parts['step']!r}")
-    if not all(isinstance(name, str) and type(rate) is float and rate > 0 for name, rate in parts["rates"].items()):
+    _check_running(parts["running"])
+    if not 0 <= parts["step"] < MOST_STEPS:
+        raise ValueError(f"the state is of a step below 0, or of {MOST_STEPS} or more")
+    rates = parts["rates"].items()
+    if not all(isinstance(name, str) and type(rate) is float and 0 < rate < math.inf for name, rate in rates):
         raise ValueError("the learning rates are not all numbers above 0")
     for group in parts["groups"]:
         fields = _fields(group, "a group", {"names": list, "states": dict})
         if not all(isinstance(name, str) for name in fields["names"]):
             raise ValueError("a group's names are not all text")
         for kind, one in fields["states"].items():
-            _check_one(kind, one, fields["names"])
+            _check_one(kind, one, set(fields["names"]))
     names = [name for group in parts["groups"] for name in group["names"]]
     if len(set(names)) != len(names):
         raise ValueError("a parameter is in two groups")
-    return parts
+    return {name: parts[name] for name in PARTS}
 
 
-def _check_one(kind: object, one: object, owners: list[str]) -> None:
+def _check_running(running: Mapping[object, object]) -> None:
+    """Numbers, texts, and mappings and lists of them, and not too many: other code prints and compares them."""
+    feedback, scheduled, compressor = (running[name] for name in ("error_feedback", "scheduled", "compressor"))
+    fits = isinstance(feedback, bool) and isinstance(scheduled, dict) and isinstance(compressor, dict | None)
+    waiting: list[object] = [running]
+    for count, each in enumerate(waiting):  # which grows on the way
+        if isinstance(each, dict):
+            fits = fits and all(isinstance(name, str) for name in each)
+            waiting += islice(each.values(), MOST_SETTINGS + 1)
+        elif isinstance(each, list | tuple):
+            waiting += each[: MOST_SETTINGS + 1]
+        else:
+            fits = fits and (each is None or isinstance(each, bool | int | float | str))
+        if not fits or count > MOST_SETTINGS:
+            raise ValueError("the state does not say what ran in numbers and texts")
+
+
+def _check_one(kind: object, one: object, owners: set[str]) -> None:
+    if not isinstance(kind, str):
+        raise ValueError(f"a state's name is {type(kind).__name__}, not text")
     wanted = {"holder": str, "names": list, "numels": list, "numbers": torch.Tensor}
     fields = _fields(one, f"state {kind!r}", wanted)
     names, numels, numbers = fields["names"], fields["numels"], fields["numbers"]
     if not all(isinstance(name, str) and name in owners for name in names) or len(set(names)) != len(names):
-        raise ValueError(f"state {kind!r} is of parameters {names!r}, not all of its group")
-    if not isinstance(kind, str) or fields["holder"] not in get_args(Holder):
+        raise ValueError(f"state {kind!r} is of {len(names)} parameters, not all of its group, or of one twice")
+    if fields["holder"] not in get_args(Holder):
         raise ValueError(
             f"state {kind!r} has the holder {fields['holder']!r}; it must be one of {', '.join(get_args(Holder))}"
         )
     if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
-        raise ValueError(f"state {kind!r} has the lengths {numels!r} for {len(names)} parameters")
+        raise ValueError(f"state {kind!r} has {len(numels)} lengths for {len(names)} parameters, or some below 0")
     dense = numbers.dtype in (torch.float32, torch.bfloat16) and numbers.layout == torch.strided
-    if not dense or numbers.shape != (sum(numels),):
+    plain = type(numbers) is torch.Tensor and not numbers.requires_grad and not numbers.is_meta
+    if not dense or not plain or not numbers.is_contiguous():  # one number can be a tensor longer than memory
+        raise ValueError(f"state {kind!r} is no plain float32 or bfloat16 tensor with memory of its own")
+    if numbers.shape != (sum(numels),):
         raise ValueError(f"state {kind!r} is {numbers.dtype} of shape {tuple(numbers.shape)}, not ({sum(numels)},)")
     if not bool(numbers.isfinite().all()):
         raise ValueError(f"state {kind!r} has numbers that are not finite")

@@ -50,6 +50,6 @@ class Tuning:
         Raises:
             ValueError: these settings cannot follow the ones that the run began with.
         """
-        scheduled = running["scheduled"]
-        self._scheduled = dict(scheduled)  # type: ignore[call-overload]
+        scheduled = dict(running["scheduled"])  # type: ignore[call-overload]
         self.now = self.next = self.now.resumed(running).bound(self.now.rules.kinds)
+        self._scheduled = scheduled

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.codecs import Codec
+from lightning_compress.codecs.base import ALIGNMENT
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.layout import Layout
@@ -113,12 +114,19 @@ class Exchange(ABC):
 
 
 def agree_length(plan: MessagePlan, used: int, collective: Collective, device: torch.device) -> int:
-    """Bytes of a message to send: the most that any rank used; lengths travel first where they vary."""
+    """Bytes of a message to send: the most that any rank used; lengths travel first where they vary.
+
+    Raises:
+        ValueError: a rank says what no message takes; on every rank.
+    """
     if not plan.variable:
         return plan.size
     longest = torch.tensor([used], dtype=torch.int32, device=device)
     collective.all_reduce_max(longest)
-    return int(longest)
+    width = int(longest)
+    if width > plan.size or width % ALIGNMENT:
+        raise ValueError(f"a rank says that its message takes {width} bytes; {plan.size} is the most there can be")
+    return width
 
 
 def length_bytes(plan: MessagePlan, ranks: int) -> int:

@@ -175,10 +175,17 @@ class _Plan(ExchangePlan):
         width = self._width(used)
         received = rows(self._receive, size, width)
         self._collective.all_to_all(self._send[:, :width].contiguous(), received)
+        problem = None
         for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             if len(others):
-                own.decode(others, vector, 1.0, accumulate=True)
+                try:
+                    own.decode(others, vector, 1.0, accumulate=True)
+                except ValueError as error:  # the other ranks wait for a message
+                    problem = error
                 flag.add_(own.flags(others))
+        own.settle(vector, flag)
+        if problem:
+            flag.fill_(torch.inf)
         if self._adagrad:
             self._adagrad.step(vector)
         width = self._width(own.encode(vector, self._sum[0, : own.size], mix(key, rank, size), flag))
@@ -186,14 +193,24 @@ class _Plan(ExchangePlan):
             self._adagrad.keep(vector)
         received = rows(self._receive, size, width)
         self._collective.all_gather(self._sum[0, :width], received)
+        if problem:
+            raise problem
         for peer, shard in enumerate(self._shards):
             message = received[peer : peer + 1, : shard.size]
             shard.decode(message, out, 1.0 if self._adagrad else 1 / size, accumulate=False)
             flag.add_(shard.flags(message))
+        self._check(received, flag)
 
     def adopted(self) -> None:
         if self._adagrad:
             self._adagrad.adopted()
+
+    def _check(self, received: Tensor, flag: Tensor) -> None:
+        """Stop on this rank too where another could not read its messages; a device that refuses none is not asked."""
+        if (flag.device.type == "cpu" or self._all.variable) and flag.isnan():
+            for peer, shard in enumerate(self._shards):
+                if shard.refuses(received[peer]):
+                    raise ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
 
     def _width(self, used: int) -> int:
         """Bytes of each rank's row."""

@@ -1,0 +1,135 @@
+"""Exchanges in which one rank sends what it should not."""
+
+import math
+
+import numpy as np
+import torch
+
+from lightning_compress import bridge
+from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, TopK
+from lightning_compress.collectives import Collective, run_threads
+from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.layout import Layout
+from lightning_compress.meter import Meter
+from lightning_compress.rules import Stretch
+from lightning_compress.state import State
+from tests.cases import CASES
+from tests.fuzz.mutations import mutate
+
+CPU = torch.device("cpu")
+DENSE = Layout.of([("bias", (37,))])
+LARGE = Layout.of([("conv", (16, 9, 3, 3)), ("linear", (61, 37))])
+OTHER = Layout.of([("embedding", (70, 30))])
+WAIT = 30.0
+"""Seconds that a rank waits for the others: then it hangs."""
+METHODS = {case.name: (case.codec,) for case in CASES if case.name != "none"}
+METHODS |= {"variable": (TopK(0.05, indices="rice"), QSGD(3, 64, "l2", "elias")), "mixed": (OneBit(64), TopK(0.05))}
+
+
+class Liar(Collective):
+    """Spoils what one rank sends, at some of its sends."""
+
+    def __init__(self, inner, random):
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.random = random
+
+    def _spoilt(self, tensor):
+        if self.random is None or self.random.random() < 0.4:
+            return tensor
+        spoilt = tensor.clone(memory_format=torch.contiguous_format)
+        mutate(spoilt.view(-1).view(torch.uint8).numpy(), self.random)
+        return spoilt
+
+    def _in_place(self, way, tensor):
+        sent = self._spoilt(tensor)
+        way(sent)
+        tensor.copy_(sent)
+
+    def all_reduce(self, tensor):
+        self._in_place(self.inner.all_reduce, tensor)
+
+    def all_reduce_max(self, tensor):
+        self._in_place(self.inner.all_reduce_max, tensor)
+
+    def all_gather(self, tensor, out):
+        self.inner.all_gather(self._spoilt(tensor), out)
+
+    def all_to_all(self, send, receive):
+        self.inner.all_to_all(self._spoilt(send), receive)
+
+
+def ways():
+    """Every method by every exchange that carries it."""
+    for name, methods in METHODS.items():
+        for exchange in EXCHANGES:
+            allowed = exchange == "auto"
+            if exchange != "auto" and all(isinstance(each, Codec) for each in methods):
+                allowed = all(
+                    each.repeatable if exchange == "two_shot" else exchange != "all_reduce" or each.sum_dtype
+                    for each in methods
+                )
+            if allowed:
+                yield f"{exchange}:{name}"
+
+
+WAYS = [(way, 3 if way.startswith("two_shot") else 2 + number % 3) for number, way in enumerate(ways())]
+
+
+def mean(plan, collective, seed):
+    """One mean on this rank."""
+    generator = torch.Generator().manual_seed(100 * seed + collective.rank)
+    numel = DENSE.numel + LARGE.numel + OTHER.numel
+    vector, out, flag = torch.randn(numel, generator=generator), torch.full((numel,), 7.0), torch.zeros(())
+    plan.mean(vector, out, seed, flag)
+    return out, flag
+
+
+def plan_of(way, collective):
+    exchange, _, name = way.partition(":")
+    first, second = (METHODS[name] * 2)[:2]
+    stretches = [
+        Stretch(Dense(), DENSE, 0),
+        Stretch(first, LARGE, DENSE.numel),
+        Stretch(second, OTHER, DENSE.numel + LARGE.numel, 1),
+    ]
+    states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in bridge.declared(stretches).items()}
+    plan = bridge.plan_group(stretches, EXCHANGES[exchange](), collective, CPU, Meter(CPU), states)
+    return plan, states
+
+
+def exchange(way, size, random):
+    """One mean with a liar, then one without; whether the first was refused.
+
+    Raises:
+        AssertionError: a rank hangs, or ranks end differently.
+        Exception: any that is no ``ValueError``.
+    """
+    liar = int(random.integers(size))
+
+    def program(ranks):
+        collective = Liar(ranks, random if ranks.rank == liar else None)
+        plan, states = plan_of(way, collective)
+        said, out = "", None
+        try:
+            with np.errstate(all="ignore"):  # numbers from garbage overflow
+                out, flag = mean(plan, collective, 1)
+                assert float(flag) == 0.0 or math.isnan(flag)
+        except ValueError as error:
+            said = str(error)
+        collective.random = None
+        for state in states.values():
+            state.roll_back()
+        return said, out, mean(plan, collective, 2)[0]
+
+    answers = run_threads(size, program, timeout=WAIT)
+    assert len({bool(said) for said, _, _ in answers}) == 1, "only some ranks raise"
+    if not answers[0][0]:
+        assert all(same(out, answers[0][1]) for _, out, _ in answers), "the ranks have different means"
+    expected = run_threads(size, lambda ranks: mean(plan_of(way, ranks)[0], ranks, 2)[0], timeout=WAIT)
+    assert all(same(after, expected[0]) for *_, after in answers), "a good step is another one afterwards"
+    return bool(answers[0][0])
+
+
+def same(one, other):
+    """Equal bits; NaN equals NaN."""
+    return torch.equal(one.nan_to_num(1e30), other.nan_to_num(1e30)) and torch.equal(one.isnan(), other.isnan())
