@@ -119,17 +119,21 @@ class EliasPlan(VariablePlan):
         parsed = [self._parse(message.cpu().numpy()) for message in messages]
         if not accumulate:
             out.zero_()
-        for norms, starts, words in parsed:
-            steps = self._quantiser.steps(torch.from_numpy(norms)).mul_(weight).numpy()
-            for part in pieces(self._buckets.count, max(1, LANES // self._buckets.width)):
-                width = self._buckets.width
-                target = out[part.start * width : part.stop * width]
-                for places, values in self._read(words, starts[part.start : part.stop + 1], len(target)):
-                    values *= steps[part][places // width]
-                    if target.device.type == "cpu":
-                        target.numpy()[places] += values
-                    else:
-                        target.index_add_(0, *(torch.from_numpy(each).to(target.device) for each in (places, values)))
+        with np.errstate(over="ignore", invalid="ignore"):  # sums beyond float32 become inf, as torch's do
+            for norms, starts, words in parsed:
+                self._add(self._quantiser.steps(torch.from_numpy(norms)).mul_(weight).numpy(), starts, words, out)
+
+    def _add(self, steps: npt.NDArray[np.float32], starts: Ints, words: elias.Words, out: Tensor) -> None:
+        """Add one message's numbers, times each bucket's step."""
+        width = self._buckets.width
+        for part in pieces(self._buckets.count, max(1, LANES // width)):
+            target = out[part.start * width : part.stop * width]
+            for places, values in self._read(words, starts[part.start : part.stop + 1], len(target)):
+                values *= steps[part][places // width]
+                if target.device.type == "cpu":
+                    target.numpy()[places] += values
+                else:
+                    target.index_add_(0, *(torch.from_numpy(each).to(target.device) for each in (places, values)))
 
     def _parse(self, data: Bytes) -> tuple[npt.NDArray[np.float32], Ints, elias.Words]:
         """Norms, where each bucket's codes begin (and the last ones' end), and the stream."""
