@@ -84,7 +84,7 @@ def test_as_with_stock_ddp(pools, tmp_path, name):
     for what in ("all", "some"):
         assert np.array_equal(first[what]["parameters"], second[what]["parameters"]), what
         assert first[what]["finite"]
-        assert first[what]["committed"] == first["stock"]["steps"] - IDLE.get(name, 0)
+        assert first[what]["committed"] == first["stock"]["global_step"] - IDLE.get(name, 0)
     assert first["some"]["kept"] > 0
     assert first["some"]["total_bytes_dense"] > 5 * first["some"]["total_bytes_sent"] > 0
     if name == "validation":

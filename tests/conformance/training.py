@@ -47,7 +47,7 @@ def train(compressor, make=Net, settings=(), resume=None, model=None, **options)
 
 def outcome(trainer, model):
     """What every test looks at: parameters, traffic, and whether what is kept is finite."""
-    answer = {"parameters": parameters(model).numpy(), "steps": trainer.global_step}
+    answer = {"parameters": parameters(model).numpy(), "global_step": trainer.global_step}
     if isinstance(trainer.strategy, CompressedDDPStrategy):
         state = trainer.strategy.compression.state_dict()
         numbers = [one["numbers"] for group in state["groups"] for one in group["states"].values()]
