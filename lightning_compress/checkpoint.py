@@ -2,6 +2,7 @@
 
     epoch=3.ckpt                          the checkpoint; a manifest in it names the files that belong to it
     epoch=3.ckpt.lc/<save>.rank0.pt       one file a rank and save, tensors and primitives only
+    hpc.lc/<save>.rank0.pt                the same for hpc_ckpt_1.ckpt and the others that a cluster's signal makes
 
 A file is written under a temporary name and renamed, and belongs to one save: a checkpoint that is written again keeps
 the files of the save before until the one after, so that at any moment some checkpoint is whole.
@@ -71,7 +72,7 @@ def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state
         state: of this rank.
         ranks: are not talked to: a save may be an answer to an exception or a signal.
     """
-    folder = f"{path}.lc"
+    folder = _beside(path)
     content = {"save": str(save), "state": state, "checksum": snapshot.checksum(state)}
     files.save_checkpoint(content, f"{folder}/{save}.rank{ranks.rank}.pt")
     checkpoint[KEY] = {
@@ -83,6 +84,16 @@ def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state
         "world_size": ranks.size,
     }
     _drop_older(folder, f".rank{ranks.rank}.pt", save)
+
+
+def _beside(path: str) -> str:
+    """The folder of the ranks' files.
+
+    When a cluster's signal arrives, every rank counts the ``hpc_ckpt_<n>`` that are there to name its own: one that is
+    late sees what the others wrote, and folders too. So those have one folder, which is not counted.
+    """
+    parent, name = os.path.split(path)
+    return os.path.join(parent, "hpc.lc") if name.startswith("hpc_ckpt_") else f"{path}.lc"
 
 
 def _drop_older(folder: str, ending: str, save: Save) -> None:

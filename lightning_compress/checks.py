@@ -151,6 +151,16 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
     ]
 
 
+def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: Collective) -> dict[int, str]:
+    """Names of parameters that are not averaged, though that was not asked for, by their ``id``; none on one rank."""
+    named = module.named_parameters() if collective.size > 1 else ()
+    return {
+        id(parameter): name.replace("_orig_mod.", "")
+        for name, parameter in named
+        if not parameter.requires_grad and name not in ignored
+    }
+
+
 def _parameters_digest(module: nn.Module) -> bytes:
     parts = [(name, tuple(p.shape), str(p.dtype)) for name, p in trained_parameters(module)]
     return hashlib.sha256(repr(parts).encode()).digest()

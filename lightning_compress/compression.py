@@ -69,7 +69,7 @@ class Compression:
         self._collective = CountingCollective(collective, self.meter)
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
-        self._optimizers = Optimizers(self._names)
+        self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self.groups = Groups(self._names, self._shapes, self._collective, self.device, self.meter)
         self._soundness = Soundness(self.device, settings.guards)

@@ -43,13 +43,15 @@ class Optimizers:
 
     Args:
         names: of the model's parameters, by their ``id``.
+        frozen: likewise, those that are not averaged since they did not require a gradient.
 
     Attributes:
         rates: at which each parameter was stepped last, by name.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], frozen: Mapping[int, str]) -> None:
         self._names = names
+        self._frozen = frozen
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._told: set[str] = set()
         self.rates: dict[str, float] = {}
@@ -61,9 +63,24 @@ class Optimizers:
         return {name for parameter, name in self._names.items() if parameter in owned}
 
     def see(self, optimizer: Optimizer) -> None:
-        """Remember it, if it steps any of the model's parameters."""
+        """Remember it, if it steps any of the model's parameters.
+
+        Raises:
+            ValueError: it would step a parameter that nobody averages.
+        """
+        if self._frozen and (late := self._unfrozen(optimizer)):
+            raise ValueError(
+                f"{', '.join(late[:3])} did not require a gradient when DistributedDataParallel was built, which does "
+                "not average such parameters later either: every rank would train its own. Freeze them after it was "
+                "built (with Lightning in on_fit_start, not in setup) and set find_unused_parameters=True; or begin "
+                "another fit when they are unfrozen"
+            )
         if optimizer not in self._seen and self.owned(optimizer):
             self._seen.add(optimizer)
+
+    def _unfrozen(self, optimizer: Optimizer) -> list[str]:
+        stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        return [self._frozen[id(each)] for each in stepped if id(each) in self._frozen]
 
     def take_over(self, optimizer: Optimizer, workers: Sequence[Worker]) -> list[str]:
         """Let those who do a part of its work see that it is not done twice; what they say, if it is new.

@@ -120,10 +120,12 @@ class CompressedDDPMixin(_Base):
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the schedule which epoch it is."""
+        """Tell the schedule which epoch it is; a step that the module's ``optimizer_step`` left out is forgotten."""
         super().on_train_batch_start(batch, batch_idx)
         if self._compression is not None and self.lightning_module is not None:
             self._compression.epoch = self.lightning_module.current_epoch
+            if self.lightning_module.automatic_optimization:  # in which every average is for one step
+                self._compression.roll_back()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step; if no optimizer did (a GradScaler skips steps), the residuals stay as they were."""
