@@ -191,11 +191,9 @@ class Compression:
             FloatingPointError: they are not, and that is to be an error; on all ranks.
         """
         if self._optimizers.owned(optimizer):
-            self._soundness.before_step(optimizer, self.step, self._culprits)
-
-    def _culprits(self) -> str:
-        names = [name for group in self.groups for name in group.nonfinite]
-        return f"on rank {self._collective.rank}, of {', '.join(names[:3])}" if names else "on another rank"
+            names = [name for group in self.groups for name in group.nonfinite]
+            where = f"on rank {self._collective.rank}, of {', '.join(names[:3])}" if names else "on another rank"
+            self._soundness.before_step(optimizer, f"step {self.step}: gradients are not finite {where}")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -59,13 +57,12 @@ class Soundness:
         """Begin again."""
         self._flag.zero_()
 
-    def before_step(self, optimizer: Optimizer, step: int, culprits: Callable[[], str]) -> None:
+    def before_step(self, optimizer: Optimizer, problem: str) -> None:
         """Keep the optimizer from stepping with gradients that are not finite; waits for the device.
 
         Args:
             optimizer: is about to step.
-            step: how many steps were made.
-            culprits: says whose gradients are not finite.
+            problem: what to say then.
 
         Raises:
             FloatingPointError: they are not, and the policy is "raise"; on all ranks.
@@ -74,9 +71,7 @@ class Soundness:
         if not self.refused:
             return
         if self._policy == "raise":
-            raise FloatingPointError(
-                f"step {step}: gradients are not finite, {culprits()}; on_nonfinite='skip' leaves such steps out"
-            )
+            raise FloatingPointError(f"{problem}; on_nonfinite='skip' leaves such steps out")
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # which every optimizer passes over, its state too

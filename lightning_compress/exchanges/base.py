@@ -119,13 +119,20 @@ def agree_length(plan: MessagePlan, used: int, collective: Collective, device: t
     Raises:
         ValueError: a rank says what no message takes; on every rank.
     """
-    if not plan.variable:
-        return plan.size
-    longest = torch.tensor([used], dtype=torch.int32, device=device)
-    collective.all_reduce_max(longest)
-    width = int(longest)
-    if width > plan.size or width % ALIGNMENT:
-        raise ValueError(f"a rank says that its message takes {width} bytes; {plan.size} is the most there can be")
+    return longest(used, plan.size, collective, device) if plan.variable else plan.size
+
+
+def longest(used: int, most: int, collective: Collective, device: torch.device) -> int:
+    """The most bytes that any rank uses; a multiple of the alignment, at most ``most``.
+
+    Raises:
+        ValueError: a rank says what no message takes; on every rank.
+    """
+    found = torch.tensor([used], dtype=torch.int32, device=device)
+    collective.all_reduce_max(found)
+    width = int(found)
+    if width > most or width % ALIGNMENT:
+        raise ValueError(f"a rank says that its message takes {width} bytes; {most} is the most there can be")
     return width
 
 

@@ -17,7 +17,15 @@ from lightning_compress.codecs.base import aligned
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.exchanges import nonzeros
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, agree_length, length_bytes, new_messages, rows
+from lightning_compress.exchanges.base import (
+    Exchange,
+    ExchangePlan,
+    agree_length,
+    length_bytes,
+    longest,
+    new_messages,
+    rows,
+)
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -89,17 +97,26 @@ class _Plan(ExchangePlan):
         self._collective.all_to_all(self._send[:, :width].contiguous(), received)
         own = self._shards[rank]
         flag.copy_(own.flags(received[:, : own.size]))
-        own.decode(received[:, : own.size], out, 1 / size, accumulate=False)
+        problem = None
+        try:
+            own.decode(received[:, : own.size], out, 1 / size, accumulate=False)
+        except ValueError as error:  # the other ranks wait for a sum
+            problem = error
+            flag.fill_(torch.inf)
         with self._meter.span("encode"):
             self._message[:4].view(torch.float32)[0] = flag
             end = FLAG + nonzeros.write(self._own(rank, out), self._message[FLAG:])
-        longest = torch.tensor([aligned(end)], dtype=torch.int32, device=out.device)
-        self._collective.all_reduce_max(longest)
-        messages = rows(self._messages, size, int(longest))
-        self._collective.all_gather(self._message[: int(longest)], messages)
+        width = longest(aligned(end), len(self._message), self._collective, out.device)
+        messages = rows(self._messages, size, width)
+        self._collective.all_gather(self._message[:width], messages)
+        if problem:
+            raise problem
         with self._meter.span("decode"):
             for peer, message in enumerate(messages):
-                flag.add_(message[:4].view(torch.float32)[0])
+                theirs = message[:4].view(torch.float32)[0]
+                if theirs.isinf():
+                    raise ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
+                flag.add_(theirs * 0.0)
                 self._spread(peer, message[FLAG:], out)
 
     def _own(self, rank: int, out: Tensor) -> Tensor:

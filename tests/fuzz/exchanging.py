@@ -57,6 +57,9 @@ class Liar(Collective):
     def all_to_all(self, send, receive):
         self.inner.all_to_all(self._spoilt(send), receive)
 
+    def part(self, ranks):
+        return Liar(self.inner.part(ranks), self.random)
+
 
 def ways():
     """Every method by every exchange that carries it."""
@@ -64,10 +67,13 @@ def ways():
         for exchange in EXCHANGES:
             allowed = exchange == "auto"
             if exchange != "auto" and all(isinstance(each, Codec) for each in methods):
-                allowed = all(
-                    each.repeatable if exchange == "two_shot" else exchange != "all_reduce" or each.sum_dtype
-                    for each in methods
-                )
+                fits = {
+                    "two_shot": lambda each: each.repeatable,
+                    "all_reduce": lambda each: each.sum_dtype,
+                    "split_gather": lambda each: each.sparse,
+                    "hierarchical": lambda each: False,  # what is tried alone
+                }
+                allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)
             if allowed:
                 yield f"{exchange}:{name}"
 
