@@ -10,7 +10,9 @@ A codec turns a vector into a message and back. It is pure and rank-local: it kn
   variable length says so: then ``message_size`` is the capacity, ``used`` what the last ``encode`` wrote, what does not
   fit stays in the vector, and ``decode`` is given rows that may end anywhere from there to the capacity.
 * Randomness comes from ``key`` and from nothing else: equal vectors and keys give equal bytes.
-* ``encode`` may be given any finite vector; ``decode`` may be given any bytes and never writes outside ``out``.
+* ``encode`` may be given any finite vector; ``decode`` may be given any bytes. It never reads or writes outside of its
+  buffers, ends, and either makes some numbers of them (not finite ones, perhaps) or refuses with ``ValueError``; then
+  ``out`` is undefined, and the plan goes on working. On an accelerator, which is not waited for, indices are clamped.
 * What all ranks must draw alike (the elements of a random-k) is drawn in ``share``, which is given the same key
   on all ranks before a step's first ``encode`` or ``decode``.
 * Steady state allocates nothing of the vector's size: scratch belongs to the plan.
@@ -85,6 +87,9 @@ class Plan(ABC):
             out: float32 ``[numel]``.
             weight: factor of the sum.
             accumulate: add to ``out`` instead of overwriting it.
+
+        Raises:
+            ValueError: a message is none that ``encode`` makes, and that was seen.
         """
 
 
