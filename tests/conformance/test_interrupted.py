@@ -35,16 +35,16 @@ class Kept(OnExceptionCheckpoint):
         pass
 
 
-def _until(compressor, make=ByStep, **options):
+def until(compressor, make=ByStep, **options):
     return train(compressor, make, max_epochs=-1, max_steps=STEPS, **options)
 
 
 def _fails(compressor, folder):
     callback = Kept(folder)
     with contextlib.suppress(ArithmeticError):
-        _until(compressor, Fails, callbacks=[callback], enable_checkpointing=True)
-    again = outcome(*_until(compressor, resume=callback.ckpt_path))
-    return again, outcome(*_until(compressor)), sorted(os.listdir(callback.ckpt_path + ".lc"))
+        until(compressor, Fails, callbacks=[callback], enable_checkpointing=True)
+    again = outcome(*until(compressor, resume=callback.ckpt_path))
+    return again, outcome(*until(compressor)), sorted(os.listdir(callback.ckpt_path + ".lc"))
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
@@ -116,12 +116,12 @@ def _signal(compressor, moment, first, folder):
     os.environ.update(_slurm(folder))
     try:
         callback = Signalled(moment, first)
-        undisturbed = _until(compressor, callbacks=[callback], plugins=[SLURMEnvironment()], default_root_dir=folder)
+        undisturbed = until(compressor, callbacks=[callback], plugins=[SLURMEnvironment()], default_root_dir=folder)
     finally:
         os.environ.clear()
         os.environ.update(before)
-    again = outcome(*_until(compressor, resume="hpc", default_root_dir=folder))
-    return outcome(*undisturbed), again, outcome(*_until(compressor)), callback.calls
+    again = outcome(*until(compressor, resume="hpc", default_root_dir=folder))
+    return outcome(*undisturbed), again, outcome(*until(compressor)), callback.calls
 
 
 @pytest.mark.parametrize(
