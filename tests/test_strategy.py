@@ -57,12 +57,12 @@ def _trace(accumulate):
     calls = []
     import lightning_compress.hook as hook
 
-    original = hook.Compression._reduce
-    hook.Compression._reduce = lambda self, bucket: (calls.append(self.step), original(self, bucket))[1]
+    original = hook.Compression.reduce
+    hook.Compression.reduce = lambda self, *bucket: (calls.append(self.step), original(self, *bucket))[1]
     try:
         fit(strategy, 4, accumulate_grad_batches=accumulate)
     finally:
-        hook.Compression._reduce = original
+        hook.Compression.reduce = original
     return calls, strategy.compression.step
 
 

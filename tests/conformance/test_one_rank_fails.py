@@ -30,7 +30,7 @@ def _goes_on(compressor, folder):
 
 @pytest.mark.parametrize("compressor", ["onebit", pytest.param("powersgd", marks=pytest.mark.thorough)])
 def test_an_exception_in_one_rank(pools, tmp_path, compressor):
-    codes, said = live(2, tmp_path / "ranks", _fails, compressor, str(tmp_path), seconds=5)
+    codes, said = live(2, tmp_path / "ranks", _fails, compressor, str(tmp_path), seconds=10)
     assert codes == [1, 1], said
     assert "ArithmeticError: no more" in said[1]
     assert "terminate called" not in said[0] + said[1]
