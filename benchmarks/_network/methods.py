@@ -49,11 +49,11 @@ def _ours(settings: dict[str, Any]) -> Any:
     return make
 
 
+# Its bf16 hook refuses Gloo.
 PYTORCH: dict[str, Any] = {
     "no communication": _hooked(nothing),
     "DDP": lambda module: (DistributedDataParallel(module), None),
     "PyTorch fp16": _hooked(default_hooks.fp16_compress_hook),
-    "PyTorch bf16": _hooked(default_hooks.bf16_compress_hook),
     "PyTorch PowerSGD 1": _power_sgd(1),
     "PyTorch PowerSGD 4": _power_sgd(4),
 }
