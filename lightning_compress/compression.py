@@ -78,7 +78,8 @@ class Compression:
         self._stepped = True
         self.active = False
         self._at_close: list[Callable[[], None]] = []
-        self._drift = DriftGuard(parameters, self._collective, settings.guards)
+        same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
+        self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
         watch(self)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -94,11 +95,12 @@ class Compression:
         if any(id(group) in self._reduced for group, _ in parts):  # a second backward in the same step
             self._drop_unsound()
         self._reduced.update(id(group) for group, _ in parts)
-        size = sum(each.numel() * each.element_size() for each in gradients)
-        self.meter.bytes_dense += all_reduce_bytes(size, self._collective.size)
+        self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
         for group, places in parts:
+            own = [gradients[place] for place in places]
             with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
-                self._soundness.add(group.reduce([gradients[place] for place in places], self.step, self._scale()))
+                self._soundness.add(group.reduce(own, self.step, self._scale()))
+            self._drift.note(self.step, group.given, own)
 
     def count(self, sent: int) -> None:
         """A step begins in which others average, and send so many bytes; more of it before it ends is not counted."""
@@ -210,13 +212,12 @@ class Compression:
             self._stepped = True
             self._soundness.count.add_(rejected)
             self.step += 1
-            if self.active:
-                self._drift.look(self.step, self._same)
             self.meter.end_step()
 
-    def _same(self) -> list[Tensor]:
-        """What is the same on all ranks beside the parameters."""
-        return [*self._optimizers.kept(), *(each.committed for each in self.groups.states() if each.holder == "shared")]
+    def before_forward(self) -> None:
+        """The model is about to be trained; see ``DriftGuard.look``."""
+        if self._stepped:
+            self._drift.look(self.step)
 
     def roll_back(self) -> None:
         """The optimizer did not step: residuals stay as they were. Nothing happens where it did."""

@@ -6,6 +6,7 @@ DistributedDataParallel copies parameters at its start and never again: one wron
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -24,29 +25,53 @@ class DriftGuard:
 
     Args:
         parameters: names and parameters, in the same order on all ranks.
+        same: returns what else has to be the same on all ranks, in the same order.
         collective: the ranks.
         guards: how often, and what to do.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], collective: Collective, guards: Guards) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        same: Callable[[], Iterable[Tensor]],
+        collective: Collective,
+        guards: Guards,
+    ) -> None:
         self._parameters = parameters
+        self._same = same
         self._collective = collective
         self._every = guards.check_drift_every if collective.size > 1 else 0
         self._resyncs = guards.on_drift == "resync"
+        self._gradients: dict[str, Tensor] = {}
+        self._looked = 0
 
-    def look(self, step: int, kept: Callable[[], Iterable[Tensor]]) -> None:
-        """Compare, if this step is due; all ranks come.
+    def note(self, step: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Remember averaged gradients, if the step that they make is due.
 
         Args:
             step: optimizer steps so far.
-            kept: returns the tensors that have to be the same on all ranks beside the parameters, in the same order.
+            names: of the parameters.
+            gradients: of each.
+        """
+        if self._every and (step + 1) % self._every == 0:
+            self._gradients |= {name: _checksum(each) for name, each in zip(names, gradients, strict=True)}
+
+    def look(self, step: int) -> None:
+        """Compare, if this step is due and was not looked at; all ranks come, when no optimizer is at work.
+
+        Args:
+            step: optimizer steps so far.
 
         Raises:
             RuntimeError: they differ, on every rank; it names step, parameters and ranks.
         """
-        if not self._every or step % self._every:
+        if not self._every or step % self._every or step == self._looked:
             return
-        mine = torch.stack([_checksum(each, p.device) for _, p in self._parameters for each in (p, p.grad)])
+        self._looked = step
+        none = torch.zeros((), dtype=torch.int64, device=self._parameters[0][1].device)
+        sums = [(_checksum(parameter), self._gradients.get(name, none)) for name, parameter in self._parameters]
+        self._gradients.clear()
+        mine = torch.stack([each for pair in sums for each in pair])
         extremes = torch.cat([mine, -mine])
         self._collective.all_reduce_max(extremes)
         highest, lowest = extremes[: len(mine)], -extremes[len(mine) :]
@@ -57,10 +82,19 @@ class DriftGuard:
             raise RuntimeError(
                 f"{problem}. Ranks train different models from here on; on_drift='resync' copies rank 0's"
             )
-        for tensor in [*(parameter for _, parameter in self._parameters), *kept()]:
+        same = list(self._same())
+        alike = self._agree(zlib.crc32(repr([(each.shape, each.dtype) for each in same]).encode()))
+        for tensor in [*(parameter for _, parameter in self._parameters), *(same if alike else ())]:
             self._broadcast(tensor)
         if self._collective.rank == 0:
-            log.warning("%s. Rank 0's parameters and optimizer state were copied to all", problem)
+            what = "parameters and optimizer state" if alike else "parameters (each rank has a state of its own)"
+            log.warning("%s. Rank 0's %s were copied to all", problem, what)
+
+    def _agree(self, number: int) -> bool:
+        """Whether all ranks have the same number."""
+        extremes = torch.tensor([number, -number], dtype=torch.int64, device=self._parameters[0][1].device)
+        self._collective.all_reduce_max(extremes)
+        return int(extremes.sum()) == 0
 
     def _problem(self, step: int, mine: Tensor) -> str:
         everyone = mine.new_empty(self._collective.size, len(mine))
@@ -86,8 +120,6 @@ class DriftGuard:
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def _checksum(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """int64 scalar: the sum of the bits as numbers, in any order; 0 for None."""
-    if tensor is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
+def _checksum(tensor: Tensor) -> Tensor:
+    """int64 scalar: the sum of the bits as numbers, in any order."""
     return tensor.detach().view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64)

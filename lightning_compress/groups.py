@@ -110,6 +110,10 @@ class Groups:
         """Everything that is kept from step to step."""
         return [state for group in self._groups for state in group.states.values()]
 
+    def shared(self) -> list[Tensor]:
+        """What is kept and the same on all ranks."""
+        return [state.committed for state in self.states() if state.holder == "shared"]
+
     def residuals(self) -> list[State]:
         """What encoding left behind."""
         return [group.residual for group in self._groups if group.residual]

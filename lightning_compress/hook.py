@@ -43,9 +43,14 @@ class Hook:
 
 def register(compression: Compression, ddp: DistributedDataParallel) -> None:
     """Let ``compression`` average for ``ddp``, until the model is thrown away."""
+
+    def before(module: DistributedDataParallel, _: object) -> None:
+        checks.check_running(module)
+        if module.training and torch.is_grad_enabled():
+            compression.before_forward()
+
     compression.active = True
-    handle = ddp.register_forward_pre_hook(lambda module, _: checks.check_running(module))
-    compression.at_close(handle.remove)
+    compression.at_close(ddp.register_forward_pre_hook(before).remove)
     ddp.register_comm_hook(None, Hook(compression).reduce)
 
 

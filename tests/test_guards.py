@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_compress import CompressedDDPStrategy, attach
+from lightning_compress.group import Group
 from tests.helpers.training import Net, digits, parameters
 from tests.test_modes import TwoOptimizers, residuals
 
@@ -148,24 +149,41 @@ def test_a_bare_model_skips_too(pools, closure):
 
 
 class Drifts(Callback):
-    """One rank's parameter, or averaged gradient, changes in its last bit."""
+    """One rank's parameter, or what comes out of its averaging, changes in its last bit."""
 
     def __init__(self, what):
         self.what = what
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        if trainer.global_step == 3 and dist.get_rank() == dist.get_world_size() - 1:
-            weight = module.head[2].weight
+        if self.what == "parameter" and trainer.global_step == 3 and last_rank():
             with torch.no_grad():
-                changed = weight if self.what == "parameter" else weight.grad
-                changed[3, 5] = torch.nextafter(changed[3, 5], torch.tensor(float("inf")))
+                bump(module.head[2].weight)
+
+
+def last_rank():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def bump(matrix):
+    matrix[3, 5] = torch.nextafter(matrix[3, 5], torch.tensor(float("inf")))
 
 
 def _drift(what, **settings):
+    reduce = Group.reduce
+
+    def faulty(group, gradients, step, scale):
+        flag = reduce(group, gradients, step, scale)
+        if what == "gradient" and step == 3 and last_rank() and "head.2.weight" in group.given:
+            bump(gradients[group.given.index("head.2.weight")].view(10, 64))
+        return flag
+
+    Group.reduce = faulty
     try:
         train(Net, digits(), 6, [Drifts(what)], check_drift_every=2, **settings)
     except RuntimeError as error:
         return str(error)
+    finally:
+        Group.reduce = reduce
     return ""
 
 

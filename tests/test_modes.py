@@ -174,13 +174,16 @@ def test_a_gradient_that_is_thrown_away_leaves_no_residual(pools):
     assert all(row["body.3.weight"] > 0 for row in watch)
 
 
-def _optimizer_in_an_optimizer():
+def _optimizer_in_an_optimizer(on_drift="error", drifts=False):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
 
-    model = DistributedDataParallel(nn.Linear(64, 64, bias=False))
-    compression = attach(model, "topk", warmup_steps=2)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 48, bias=False)))
+    compression = attach(model, "topk", warmup_steps=2, check_drift_every=1, on_drift=on_drift)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9)
     for step in range(4):
+        if step == 2 and drifts and dist.get_rank():
+            with torch.no_grad():
+                model.module[0].weight[3, 3] += 1
         optimizer.zero_grad()
         model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().sum().backward()
         optimizer.step()
@@ -191,6 +194,7 @@ def test_an_optimizer_inside_another_steps_once(pools):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert pools[2].run(_optimizer_in_an_optimizer) == [4, 4]
+        assert pools[2].run(_optimizer_in_an_optimizer, "resync", True) == [4, 4]  # each rank has a state of its own
 
 
 class ChannelsLast(Net):
