@@ -72,10 +72,7 @@ class DriftGuard:
         sums = [(_checksum(parameter), self._gradients.get(name, none)) for name, parameter in self._parameters]
         self._gradients.clear()
         mine = torch.stack([each for pair in sums for each in pair])
-        extremes = torch.cat([mine, -mine])
-        self._collective.all_reduce_max(extremes)
-        highest, lowest = extremes[: len(mine)], -extremes[len(mine) :]
-        if highest.equal(lowest):
+        if self._agree(mine):
             return
         problem = self._problem(step, mine)
         if not self._resyncs:
@@ -83,18 +80,19 @@ class DriftGuard:
                 f"{problem}. Ranks train different models from here on; on_drift='resync' copies rank 0's"
             )
         same = list(self._same())
-        alike = self._agree(zlib.crc32(repr([(each.shape, each.dtype) for each in same]).encode()))
+        described = zlib.crc32(repr([(each.shape, each.dtype) for each in same]).encode())
+        alike = self._agree(mine.new_tensor([described]))
         for tensor in [*(parameter for _, parameter in self._parameters), *(same if alike else ())]:
             self._broadcast(tensor)
         if self._collective.rank == 0:
             what = "parameters and optimizer state" if alike else "parameters (each rank has a state of its own)"
             log.warning("%s. Rank 0's %s were copied to all", problem, what)
 
-    def _agree(self, number: int) -> bool:
-        """Whether all ranks have the same number."""
-        extremes = torch.tensor([number, -number], dtype=torch.int64, device=self._parameters[0][1].device)
+    def _agree(self, numbers: Tensor) -> bool:
+        """Whether all ranks have the same numbers."""
+        extremes = torch.stack([numbers, -numbers])
         self._collective.all_reduce_max(extremes)
-        return int(extremes.sum()) == 0
+        return extremes[0].equal(-extremes[1])
 
     def _problem(self, step: int, mine: Tensor) -> str:
         everyone = mine.new_empty(self._collective.size, len(mine))

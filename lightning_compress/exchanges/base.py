@@ -149,3 +149,19 @@ def rows(buffer: Tensor, count: int, width: int) -> Tensor:
 def new_messages(count: int, size: int, device: torch.device) -> Tensor:
     """Buffers for ``count`` messages; zero, since encoding writes no padding."""
     return torch.zeros(count, size, dtype=torch.uint8, device=device)
+
+
+def gather(vector: Tensor, places: Sequence[slice], row: Tensor) -> None:
+    """Copy stretches of ``vector`` side by side to the beginning of ``row``."""
+    start = 0
+    for place in places:
+        row[start : start + place.stop - place.start] = vector[place]
+        start += place.stop - place.start
+
+
+def scatter(row: Tensor, places: Sequence[slice], out: Tensor) -> None:
+    """Copy what stands side by side in ``row`` to stretches of ``out``."""
+    start = 0
+    for place in places:
+        out[place] = row[start : start + place.stop - place.start]
+        start += place.stop - place.start

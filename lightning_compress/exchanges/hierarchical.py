@@ -19,7 +19,7 @@ from lightning_compress.collectives import Collective
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
-from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
@@ -152,7 +152,7 @@ class _Plan(ExchangePlan):
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size
         for row, places in zip(self._rows, self._places, strict=True):
-            _gather(vector, places, row)
+            gather(vector, places, row)
             row[-1] = flag
         self._inside.all_to_all(self._rows, self._received)
         total = self._received[0]
@@ -163,24 +163,10 @@ class _Plan(ExchangePlan):
         own, mean = total[:numel], self._mean[:numel]
         self._outer.mean(own, mean, mix(key, rank), flag)
         vector.zero_()
-        _scatter(own, self._places[rank], vector)
+        scatter(own, self._places[rank], vector)
         torch.mul(mean, 1 / size, out=mean)
         self._mean[-1] = flag
         self._inside.all_gather(self._mean, self._rows)
         for row, places in zip(self._rows, self._places, strict=True):
-            _scatter(row, places, out)
+            scatter(row, places, out)
             flag.add_(row[-1])
-
-
-def _gather(vector: Tensor, places: Sequence[slice], row: Tensor) -> None:
-    start = 0
-    for place in places:
-        row[start : start + place.stop - place.start] = vector[place]
-        start += place.stop - place.start
-
-
-def _scatter(row: Tensor, places: Sequence[slice], out: Tensor) -> None:
-    start = 0
-    for place in places:
-        out[place] = row[start : start + place.stop - place.start]
-        start += place.stop - place.start

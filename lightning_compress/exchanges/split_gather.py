@@ -21,10 +21,12 @@ from lightning_compress.exchanges.base import (
     Exchange,
     ExchangePlan,
     agree_length,
+    gather,
     length_bytes,
     longest,
     new_messages,
     rows,
+    scatter,
 )
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
@@ -121,15 +123,14 @@ class _Plan(ExchangePlan):
 
     def _own(self, rank: int, out: Tensor) -> Tensor:
         """The sums of a shard, side by side."""
-        parts = [out[place] for place in self._places[rank]]
-        return torch.cat(parts, out=self._sum[: self._numels[rank]])
+        sums = self._sum[: self._numels[rank]]
+        gather(out, self._places[rank], sums)
+        return sums
 
     def _spread(self, peer: int, message: Tensor, out: Tensor) -> None:
         sums = self._sum[: self._numels[peer]]
         nonzeros.read(message, sums)
-        lengths = [place.stop - place.start for place in self._places[peer]]
-        for place, part in zip(self._places[peer], sums.split(lengths), strict=True):
-            out[place] = part
+        scatter(sums, self._places[peer], out)
 
 
 def _expected(part: Sequence[Section], ranks: int) -> int:
