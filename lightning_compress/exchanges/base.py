@@ -31,11 +31,17 @@ class ExchangePlan(ABC):
         bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula; what it is expected to
             be where messages vary in length.
         description: which exchange this is, for the log.
+        rounds: messages that wait for one another: how often a step pays the latency of the link.
+        encodes: how many times over a rank encodes the vector.
+        decodes: how many times over it decodes it.
         dense_places: stretches of the vector that are sent as they are.
     """
 
     bytes_sent: int
     description: str
+    rounds: int = 0
+    encodes: float = 1.0
+    decodes: float = 1.0
     dense_places: Sequence[slice] = ()
 
     def is_dense(self, place: slice) -> bool:
