@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_compress import kernels
 from lightning_compress.collectives import Collective
 from lightning_compress.kinds import kinds_of
 from lightning_compress.settings import Settings
@@ -120,6 +121,9 @@ def check_ranks_agree(
     described = {
         "compression settings": settings.digest(),
         "trained parameters (names, shapes, dtypes)": _parameters_digest(module),
+        "installed numba (other loops round otherwise)": hashlib.sha256(
+            str(bool(kernels.of(device))).encode()
+        ).digest(),
     }
     digests = [*described.values(), hashlib.sha256(str(problem).encode()).digest()]
     mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)

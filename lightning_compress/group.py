@@ -14,6 +14,7 @@ from lightning_compress.collectives import Collective
 from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
+from lightning_compress.feedback import add_gradients
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout, Segment
 from lightning_compress.message import Section
@@ -98,6 +99,8 @@ class Group:
         )
         self._sections = bridge.sections_of(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
+        special = settings.correction or settings.local_clip_norm is not None or halved
+        self._plain = self.residual is not None and not special and device.type == "cpu"
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
@@ -138,8 +141,29 @@ class Group:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
         slices = [gradients[place].view(-1) for place in self.order]
-        gradient = self._scratch.take("gradient", self.layout.numel)
-        torch.cat(slices, out=gradient)
+        if scale is None and self._plain and self._fed(slices, step):
+            assert self.residual is not None
+            flag, mean = torch.zeros((), device=self._device), self._scratch.take("gradient", self.layout.numel)
+            self._exchanged(self.residual.pending, mean, step, flag)
+            self._touch(step)
+        else:
+            flag, mean = self._long_way(slices, step, scale)
+        if not self._known_zero(flag):
+            mean.add_(flag)
+        torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
+        return flag
+
+    def _fed(self, slices: list[Tensor], step: int) -> bool:
+        """The usual case in one pass: the residual and the gradients are in the pending numbers."""
+        assert self.residual is not None
+        slices = [each for each in slices if each.numel()]
+        self.nonfinite = []
+        untouched = not self.residual.touched
+        return untouched and add_gradients(slices, self.residual, self.settings.residual_decay)
+
+    def _long_way(self, slices: list[Tensor], step: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """With everything that may happen to a gradient; returns the flag and the mean."""
+        gradient = torch.cat(slices, out=self._scratch.take("gradient", self.layout.numel))
         flag = self._flag(gradient, scale)
         if scale is not None and self._unscales:
             gradient.mul_(1.0 / scale)
@@ -149,10 +173,7 @@ class Group:
         mean = self._mean(gradient, step, flag)
         if scale is not None and self._unscales:
             mean.mul_(scale)
-        if not self._known_zero(flag):
-            mean.add_(flag)
-        torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
-        return flag
+        return flag, mean
 
     def _flag(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
         """0.0, or NaN where a gradient is not finite: codecs are given zeros then, and the flag carries the news."""
@@ -169,7 +190,7 @@ class Group:
         return flag
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
-        """The mean, written over ``gradient``; the states advance."""
+        """The mean; the states advance. ``gradient`` is used up."""
         plan = self.plan(step)
         compressed = [place for place in self._compressed if not plan.is_dense(place)]
         held = self._hold_unused(gradient) if self._held else []
@@ -177,25 +198,18 @@ class Group:
             self._correction.before(gradient, compressed, step)
         again = self.residual is not None and bool(self.residual.touched)
         decay = 1.0 if again else self.settings.residual_decay  # once a step
-        if self.residual is None:
-            vector = self._scratch.take("vector", self.layout.numel).copy_(gradient)
-        else:
-            out = self._scratch.take("vector", self.layout.numel) if self._rounding else self.residual.pending
-            vector = torch.add(gradient, self.residual.base(), alpha=decay, out=out)
+        vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
+        if self.residual is not None:
+            out = mean if self._rounding else self.residual.pending
+            vector, mean = torch.add(gradient, self.residual.base(), alpha=decay, out=out), gradient
         for place, mask, kept in held:
             if self._sends_shared:
                 torch.addcmul(gradient[place], kept[0], mask, value=decay, out=vector[place])
             else:
                 vector[place].mul_(mask)
-        before = vector.norm() if self._meter.sampling else None
-        plan.mean(vector, gradient, mix(self._key, step), flag)
-        if before is not None:
-            self._meter.add_error(before, vector.norm())
+        self._exchanged(vector, mean, step, flag)
         if self._correction:
-            self._correction.after(gradient, vector, compressed, step)
-        if self.residual is not None:
-            for place in self._unfed:  # what an unbiased method leaves is noise
-                vector[place].zero_()
+            self._correction.after(mean, vector, compressed, step)
         for place, mask, kept in held:
             for state, numbers in zip(self._held, kept, strict=True):
                 if state is self.residual:  # which also owes what encoding took of the zeros it was given
@@ -204,9 +218,22 @@ class Group:
                     state.pending[place].mul_(mask).addcmul_(numbers, 1 - mask)
         if self._rounding and self.residual is not None:
             self._rounding.round(vector, self.residual.pending, mix(self._key, step, self._collective.rank))
-        for state in self._always if plan is self._dense else self.states.values():
+        self._touch(step)
+        return mean
+
+    def _exchanged(self, vector: Tensor, mean: Tensor, step: int, flag: Tensor) -> None:
+        """Write the mean of all ranks' vectors; what is owed stays in ``vector``."""
+        before = vector.norm() if self._meter.sampling else None
+        self.plan(step).mean(vector, mean, mix(self._key, step), flag)
+        if before is not None:
+            self._meter.add_error(before, vector.norm())
+        if self.residual is not None:
+            for place in self._unfed:  # what an unbiased method leaves is noise
+                vector[place].zero_()
+
+    def _touch(self, step: int) -> None:
+        for state in self._always if self.plan(step) is self._dense else self.states.values():
             state.touch()
-        return gradient
 
     def _hold_unused(self, gradient: Tensor) -> list[tuple[slice, Tensor, list[Tensor]]]:
         """States of parameters without a gradient on this rank: DDP may throw their mean away, so they stay home.

@@ -6,14 +6,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import checks
+from lightning_compress.background import Background
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.compression import Compression
 
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
 
 
-class Hook:
-    """A DistributedDataParallel communication hook; on CUDA it works on a stream of its own, beside backward.
+class StreamHook:
+    """A communication hook for CUDA: works on a stream of its own, beside backward.
 
     Args:
         compression: averages.
@@ -22,22 +23,43 @@ class Hook:
     def __init__(self, compression: Compression) -> None:
         self._compression = compression
         self._device = compression.device
-        self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-        """Replace a bucket's gradients by their mean; synchronous, in the order of DistributedDataParallel."""
+        """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
         buffer = bucket.buffer()
-        if self._stream is None:
-            self._compression.reduce(bucket.parameters(), bucket.gradients())
-            future: Future[Tensor] = Future()
-            future.set_result(buffer)
-            return future
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._compression.reduce(bucket.parameters(), bucket.gradients())
             buffer.record_stream(self._stream)
-            future = Future(devices=[self._device])
+            future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(buffer)
+        return future
+
+
+class ThreadHook:
+    """A communication hook for the CPU: works in a thread of its own, beside backward.
+
+    All collectives come from that thread, in the order of the buckets, and over a process group that nobody else uses:
+    Gloo matches collectives by their order alone.
+
+    Args:
+        compression: averages.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+        self._background = Background()
+
+    def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
+        buffer, parameters, gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
+        future: Future[Tensor] = Future()
+        self._background.submit(
+            lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
+        )
+        # A future would turn errors into strings: they are raised here, at the end of backward.
+        torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return future
 
 
@@ -51,7 +73,8 @@ def register(compression: Compression, ddp: DistributedDataParallel) -> None:
 
     compression.active = True
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
-    ddp.register_comm_hook(None, Hook(compression).reduce)
+    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression)
+    ddp.register_comm_hook(None, hook.reduce)
 
 
 def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> None:

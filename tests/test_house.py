@@ -13,7 +13,7 @@ SOURCES = sorted(
 )
 # What stands earlier is never allowed to import what stands later.
 LAYERS = [
-    ("layout", "keys", "meter", "gradients", "registry", "scratch", "failures"),
+    ("layout", "keys", "meter", "gradients", "registry", "scratch", "failures", "background", "kernels"),
     ("state",),
     ("snapshot",),
     ("codecs", "collectives"),
@@ -21,7 +21,7 @@ LAYERS = [
     ("exchanges", "reducers", "corrections"),
     ("rules", "kinds", "courses", "guards"),
     ("schedule",),
-    ("settings", "bridge"),
+    ("settings", "bridge", "feedback"),
     ("group", "checks", "optimizers", "tuning", "drift", "soundness"),
     ("groups",),
     ("compression",),

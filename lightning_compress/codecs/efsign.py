@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -47,6 +49,12 @@ class EFSign(Codec):
 
 
 class _EFSignPlan(SignPlan):
+    def kernel(self, module: ModuleType) -> Callable[..., None]:
+        return module.scale_signs  # type: ignore[no-any-return]
+
+    def levels(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values[:, 0], -values[:, 0]
+
     def subtract(self, piece: SignPiece, rows: Tensor, values: Tensor) -> None:
         total = torch.sum(piece.wide.copy_(torch.abs(rows, out=piece.floats)), dim=1, out=piece.sums[0])
         values[0] = total.div_(piece.shape[1])  # summed in float64, so that every device writes the same bytes

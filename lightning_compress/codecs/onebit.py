@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -68,6 +70,12 @@ class OneBit(Codec):
 
 
 class _OneBitPlan(SignPlan):
+    def kernel(self, module: ModuleType) -> Callable[..., None]:
+        return module.split_signs  # type: ignore[no-any-return]
+
+    def levels(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values[:, 0], values[:, 1]
+
     def subtract(self, piece: SignPiece, rows: Tensor, values: Tensor) -> None:
         signs = self._average(piece, rows, values)
         high, low = values.unsqueeze(2)

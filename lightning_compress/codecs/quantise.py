@@ -31,14 +31,17 @@ class Quantiser:
 
     Attributes:
         top: the largest number.
+        sign: the highest bit of a code.
+        shift: as given.
+        planes: where codes stand.
         size: bytes of a message's numbers.
     """
 
     def __init__(self, bits: int, shift: float, count: int, most: int, device: torch.device) -> None:
         self.top = 2 ** (bits - 1) - 1 + shift
-        self._planes = Planes(bits, count)
-        self.size = self._planes.size
-        self._sign, self._shift = 2 ** (bits - 1), shift
+        self.planes = Planes(bits, count)
+        self.size = self.planes.size
+        self.sign, self.shift = 2 ** (bits - 1), shift
         self._floats = scratch("levels", most, torch.float32, device)
         self._codes = scratch("codes", -(-most // 8) * 8, torch.uint8, device)
         self._random = RandomBits(most, device)
@@ -86,17 +89,17 @@ class Quantiser:
         codes = self._codes[: -(-numel // 8) * 8]
         codes.view(torch.int8)[:numel].view(rows.shape).copy_(floats)
         codes[numel:] = 0
-        self._planes.write(codes, elements, body)
-        return floats.add_(self._shift) if self._shift else floats
+        self.planes.write(codes, elements, body)
+        return floats.add_(self.shift) if self.shift else floats
 
     def decode(self, body: Tensor, elements: slice, shape: tuple[int, ...]) -> Tensor:
         """The numbers of a message's piece, float32 of this shape; in scratch."""
         numel = elements.stop - elements.start
         codes = self._codes[: -(-numel // 8) * 8]
-        self._planes.read(codes, elements, body)
-        codes.bitwise_xor_(self._sign).sub_(self._sign)  # extends the sign; uint8 wraps
+        self.planes.read(codes, elements, body)
+        codes.bitwise_xor_(self.sign).sub_(self.sign)  # extends the sign; uint8 wraps
         floats = self._floats[:numel].copy_(codes.view(torch.int8)[:numel]).view(shape)
-        return floats.add_(self._shift) if self._shift else floats
+        return floats.add_(self.shift) if self.shift else floats
 
 
 def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Tensor]:

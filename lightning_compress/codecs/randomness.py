@@ -50,9 +50,14 @@ class RandomBits:
             int16 ``[numel]``, uniform over -32768 to 32767; scratch that the next draw overwrites.
         """
         words = self._words[: -(-numel // PER_WORD)]
-        start = mix(key) + first // PER_WORD * GAMMA
+        start = word_state(key, first)
         (_hash_numpy if words.device.type == "cpu" else hash_torch)(words, start)
         return words.view(torch.int16)[:numel]
+
+
+def word_state(key: int, first: int) -> int:
+    """The state before the word of element ``first``, a multiple of 4, of a key's stream; modulo 2^64."""
+    return (mix(key) + first // PER_WORD * GAMMA) % 2**64
 
 
 def _hash_numpy(words: Tensor, start: int) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.buffers import check
+from lightning_compress.codecs.buffers import check, scratch
 from lightning_compress.codecs.hadamard import Hadamard
 from lightning_compress.codecs.quantise import Quantiser
-from lightning_compress.codecs.randomness import RandomBits
+from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.layout import Layout
 
 RUN = 1 << 18
@@ -90,6 +93,8 @@ class _RotatedPlan(Plan):
         whole = layout.numel // (columns * block)
         main = Hadamard(block, columns, device)
         self._pieces = [_Piece(part * columns, columns * block, main, signs) for part in range(whole)]
+        fast = kernels.of(device) if whole and columns % kernels.TILE == 0 else None
+        self._fast = _Fast(fast.rotation, self._quantiser, signs, columns) if fast else None
         done = whole * columns
         if done < self._blocks:
             rest = Hadamard(block, self._blocks - done, device)
@@ -99,6 +104,9 @@ class _RotatedPlan(Plan):
         check(vector, message, self.layout.numel, self.message_size)
         for piece in self._pieces:
             part = vector[piece.elements]
+            if self._fast and piece.whole:
+                self._fast.encode(part, piece, key, message[self._body :], self._norms[piece.blocks])
+                continue
             coefficients = piece.rotate(part)
             largest = torch.maximum(coefficients.amax(dim=0), coefficients.amin(dim=0).neg_())
             norms, factors = self._quantiser.fit(largest.double(), LARGEST)
@@ -116,6 +124,9 @@ class _RotatedPlan(Plan):
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), self._blocks)
         for piece in self._pieces if len(messages) else ():
+            if self._fast and piece.whole:
+                self._fast.decode(messages[:, self._body :], piece, steps[:, piece.blocks], out[piece.elements])
+                continue
             total = piece.hadamard.matrix
             for index, (message, step) in enumerate(zip(messages, steps[:, piece.blocks], strict=True)):
                 numbers = self._quantiser.decode(message[self._body :], piece.numbers, total.shape)
@@ -124,6 +135,48 @@ class _RotatedPlan(Plan):
                 else:
                     torch.mul(numbers, step, out=total)
             piece.add_back(out[piece.elements], 1.0)
+
+
+class _Fast:
+    """The same by a kernel: each number is touched in memory once.
+
+    Args:
+        kernel: ``kernels/rotation.py``.
+        quantiser: rounds.
+        signs: float32 ``[block, 1]``.
+        columns: blocks of a piece, a multiple of ``TILE``.
+    """
+
+    def __init__(self, kernel: ModuleType, quantiser: Quantiser, signs: Tensor, columns: int) -> None:
+        self._kernel, self._quantiser = kernel, quantiser
+        self._signs, numel = signs.view(-1).numpy(), len(signs) * columns
+        self._nibbles, cpu = quantiser.sign == 8, torch.device("cpu")
+        self._codes = scratch("rotated codes", 0 if self._nibbles else numel, torch.uint8, cpu)
+        self._tiles = scratch("rotated tiles", kernel.SIDE * kernel.TILE * len(signs), torch.float32, cpu).numpy()
+
+    def encode(self, part: Tensor, piece: _Piece, key: int, body: Tensor, norms: Tensor) -> None:
+        top, shift = self._quantiser.top, np.float32(self._quantiser.shift)
+        state = np.uint64(word_state(key, piece.numbers.start))
+        codes = body[self._bytes(piece)] if self._nibbles else self._codes
+        spread = part.numpy(), self._signs, top, shift, LARGEST, state
+        self._kernel.encode(*spread, codes.numpy(), self._nibbles, norms.numpy(), self._tiles)
+        if not self._nibbles:
+            self._quantiser.planes.write(codes, piece.numbers, body)
+
+    def decode(self, bodies: Tensor, piece: _Piece, steps: Tensor, out: Tensor) -> None:
+        codes = bodies[:, self._bytes(piece)]
+        if not self._nibbles:
+            numel = len(self._codes)
+            codes = scratch("rotated messages", len(bodies) * numel, torch.uint8, out.device).view(len(bodies), numel)
+            for own, body in zip(codes, bodies, strict=True):
+                self._quantiser.planes.read(own, piece.numbers, body)
+        sign, shift = np.int32(self._quantiser.sign), np.float32(self._quantiser.shift)
+        sent = codes.numpy(), self._nibbles, sign, shift, steps.contiguous().numpy()
+        self._kernel.decode(*sent, self._signs, out.numpy(), self._tiles)
+
+    def _bytes(self, piece: _Piece) -> slice:
+        """Where a piece's codes of four bits stand in a message's body."""
+        return slice(piece.numbers.start // 2, piece.numbers.stop // 2)
 
 
 class _Piece:
@@ -142,6 +195,7 @@ class _Piece:
         self.elements = slice(first * block, first * block + numel)
         self.numbers = slice(first * block, (first + columns) * block)
         self.hadamard = hadamard
+        self.whole = numel == hadamard.matrix.numel()
         self._signs, self._scaled = signs, signs / block
 
     def rotate(self, part: Tensor) -> Tensor:

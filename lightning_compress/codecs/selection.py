@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.buffers import CHUNK, pieces, scratch
 
 SMALL = 4096
@@ -106,8 +107,15 @@ class CpuSelector(Selector):
         """Gather the elements that reach the threshold and are not zero; returns their number."""
         count = 0
         least = max(threshold, np.finfo(np.float32).smallest_subnormal)
+        fast = kernels.of(torch.device("cpu"))
         for piece in pieces(len(source), CHUNK):
             size = piece.stop - piece.start
+            if fast:
+                if count + size > len(self._candidates):
+                    self._grow(min(len(source), count + 2 * size))
+                found = self._candidates, self._magnitudes
+                count = fast.collect(source, least, piece.start, piece.stop, *found, count)
+                continue
             magnitude = np.abs(source[piece], out=self._magnitude[:size])
             mask = np.greater_equal(magnitude, least, out=self._mask[:size])
             hits = np.flatnonzero(mask)

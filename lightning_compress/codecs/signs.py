@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Plan, aligned
 from lightning_compress.codecs.bits import pack, packed_size, unpack
 from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
@@ -38,9 +41,11 @@ class SignPlan(Plan):
         self._values = torch.empty(values, self._blocks, dtype=torch.float32, device=device)
         rows = max(1, min(chunk_size(device) // block, self._blocks))
         buffers = _Buffers(rows * block, rows, device)
+        self._kernels = kernels.of(device) if block % 32 == 0 else None
+        self._whole = slice(0, whole), slice(0, whole * block), slice(self._bits, self._bits + whole * block // 8)
         self._pieces = [
             SignPiece(blocks, slice(blocks.start * block, blocks.stop * block), self._bits, buffers)
-            for blocks in pieces(whole, rows)
+            for blocks in pieces(0 if self._kernels else whole, rows)
         ]
         if rest:
             self._pieces.append(
@@ -50,6 +55,10 @@ class SignPlan(Plan):
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """Move content from the vector into the message; see the base class."""
         check(vector, message, self.layout.numel, self.message_size)
+        if self._kernels:
+            blocks, elements, bits = self._whole
+            words, values = message[bits].numpy().view(np.uint32), self._values[:, blocks].numpy()
+            self.kernel(self._kernels)(vector[elements].numpy(), words, values)
         for piece in self._pieces:
             rows = vector[piece.elements].view(piece.shape)
             piece.pack(rows, message)
@@ -64,12 +73,25 @@ class SignPlan(Plan):
         values = (
             header.view(-1).view(torch.float32).view(len(messages), len(self._values), self._blocks, 1).mul_(weight)
         )
+        if self._kernels:
+            blocks, elements, bits = self._whole
+            words = messages.numpy()[:, bits].view(np.uint32)
+            high, low = (each.numpy() for each in self.levels(values[:, :, blocks, 0]))
+            self._kernels.add_signs(words, high, low, out[elements].numpy(), accumulate)
         for piece in self._pieces:
             rows = out[piece.elements].view(piece.shape)
             if not accumulate:
                 rows.zero_()
             for message, own in zip(messages, values[:, :, piece.blocks], strict=True):
                 self.add(rows, piece.unpack(message), own)
+
+    @abstractmethod
+    def kernel(self, module: ModuleType) -> Callable[..., None]:
+        """The kernel that does what ``subtract`` does, and packs the bits."""
+
+    @abstractmethod
+    def levels(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What bits of 1 and of 0 stand for, ``[messages, blocks]`` each, by ``values [messages, values, blocks]``."""
 
     @abstractmethod
     def subtract(self, piece: SignPiece, rows: Tensor, values: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,15 @@ class TorchCollective(Collective):
         """A process group for each part, made once in a process and with the same timeout."""
         whole = self.group or dist.group.WORLD
         assert whole is not None
-        return TorchCollective(_part(whole, tuple(map(tuple, ranks))))
+        known, wanted = _parts.setdefault(whole, {}), tuple(map(tuple, ranks))
+        if wanted not in known:
+            known[wanted] = _part(whole, wanted)
+        return TorchCollective(known[wanted])
 
 
-@lru_cache(maxsize=16)
+_parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
 def _part(whole: dist.ProcessGroup, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
     own: dist.ProcessGroup | None = None
     timeout = whole._get_backend(torch.device("cuda" if dist.get_backend(whole) == "nccl" else "cpu")).options._timeout

@@ -166,7 +166,7 @@ def _hook_rules():
 def test_it_registers_once_and_by_its_name(pools):
     for before, after, said, ratio in pools[2].run(_hook_rules):
         assert before is None
-        assert after == "Hook.reduce"
+        assert after == "ThreadHook.reduce"
         assert len(said) == 2
         assert all("can only be called once" in each for each in said)
         assert ratio > 5
