@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What one rank number and one rate give."""
     limit = None if rate == "none" else rate
-    task = (ranks, limit, arguments.model, arguments.methods, arguments.steps, arguments.rounds)
+    task = (ranks, limit, arguments.model, arguments.methods, arguments.steps, arguments.rounds, arguments.warm)
     again = (arguments.slow, arguments.faster, arguments.schedule, arguments.steps, arguments.methods)
     if arguments.replay:
         how = f"computing {arguments.faster:g} x faster" if arguments.faster != 1 else "computing as recorded"
@@ -82,7 +82,7 @@ def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[
         real = record(*task, one_by_one=False)
         found = replay(real, rate, *again)
         return [({"how": "replayed"}, found | {"real": real["ms"]})]
-    return [({}, measure(*task, arguments.warm))]
+    return [({}, measure(*task))]
 
 
 def parse() -> argparse.Namespace:

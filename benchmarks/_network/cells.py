@@ -28,26 +28,35 @@ def measure(
 
 
 def record(
-    ranks: int, rate: str | None, model: str, methods: list[str], steps: int, rounds: int, *, one_by_one: bool
+    ranks: int,
+    rate: str | None,
+    model: str,
+    methods: list[str],
+    steps: int,
+    rounds: int,
+    warm: int = 4,
+    *,
+    one_by_one: bool,
 ) -> Found:
     """``measure``, and ``traces``: by method, of each rank.
 
     Args:
-        ranks: likewise, as the others.
+        ranks: as the others, likewise.
         rate: likewise.
         model: likewise.
         methods: likewise.
         steps: likewise.
         rounds: likewise.
+        warm: likewise.
         one_by_one: ranks take turns to compute, so that each is timed as if it had the machine for itself.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
         ValueError: a rank could not take a method down.
     """
-    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": 4, "record": True}
+    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
     with Lab(ranks, rate) as lab, tempfile.NamedTemporaryFile() as turn:
-        found = run_ranks(lab, told | {"turn": turn.name if one_by_one else None})
+        found = run_ranks(lab, told | {"record": True, "turn": turn.name if one_by_one else None})
     traces = {name: [each["traces"][name] for each in found] for name in methods}
     return found[0] | {"traces": traces, "model": model, "ranks": ranks}
 

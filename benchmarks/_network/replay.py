@@ -163,20 +163,23 @@ class Player(ExitStack):
         self._chunks.extend(chunks)
         self._since = time.perf_counter()
         self._compression.reduce(self._buckets[place], self._gradients[place])
-        self._fill(self._since, self._chunks.popleft())
+        self._fill(self._since, self._next())
         if self._chunks:
             raise RuntimeError(UNLIKE.format(self._name, "more"))
 
     def _paced(self, collective: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(collective)
         def paced(*arguments: Any) -> None:
-            if not self._chunks:
-                raise RuntimeError(UNLIKE.format(self._name, "fewer"))
-            self._fill(self._since, self._chunks.popleft())
+            self._fill(self._since, self._next())
             collective(*arguments)
             self._since = time.perf_counter()
 
         return paced
+
+    def _next(self) -> float:
+        if not self._chunks:
+            raise RuntimeError(UNLIKE.format(self._name, "fewer"))
+        return self._chunks.popleft()
 
 
 def _gradient(parameter: Tensor) -> Tensor:
