@@ -69,20 +69,25 @@ def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[
     """What one rank number and one rate give."""
     limit = None if rate == "none" else rate
     task = (ranks, limit, arguments.model, arguments.methods, arguments.steps, arguments.rounds, arguments.warm)
-    again = (arguments.slow, arguments.faster, arguments.schedule, arguments.steps, arguments.methods)
     if arguments.replay:
         how = f"computing {arguments.faster:g} x faster" if arguments.faster != 1 else "computing as recorded"
-        return [({"how": f"replayed, {how}"}, replay(arguments.recorded, rate, *again))]
+        return [({"how": f"replayed, {how}"}, played(arguments, arguments.recorded, rate))]
     if arguments.record:
         found = record(*task, one_by_one=not arguments.contended)
         arguments.record.write_text(json.dumps(found))
         del found["traces"]
         return [({"how": "recorded"}, found)]
     if arguments.validate:
-        real = record(*task, one_by_one=False)
-        found = replay(real, rate, *again)
-        return [({"how": "replayed"}, found | {"real": real["ms"]})]
+        return [({"how": "replayed"}, played(arguments, record(*task, one_by_one=False), rate))]
     return [({}, measure(*task))]
+
+
+def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:
+    """A replay, beside the steps that were recorded where they were such steps."""
+    given = (arguments.slow, arguments.faster, arguments.schedule, arguments.steps, arguments.methods)
+    found = replay(recorded, rate, *given)
+    alike = recorded["rate"] == rate and not recorded["one_by_one"] and arguments.faster == 1
+    return found | ({"real": recorded["ms"]} if alike else {})
 
 
 def parse() -> argparse.Namespace:

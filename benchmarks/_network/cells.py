@@ -58,7 +58,7 @@ def record(
     with Lab(ranks, rate) as lab, tempfile.NamedTemporaryFile() as turn:
         found = run_ranks(lab, told | {"record": True, "turn": turn.name if one_by_one else None})
     traces = {name: [each["traces"][name] for each in found] for name in methods}
-    return found[0] | {"traces": traces, "model": model, "ranks": ranks}
+    return found[0] | {"traces": traces, "model": model, "ranks": ranks, "rate": rate, "one_by_one": one_by_one}
 
 
 def replay(

@@ -60,7 +60,8 @@ class Lab:
 
     def __enter__(self) -> Lab:
         atexit.register(self._tear_down)  # an interrupt may come before the block begins
-        self._old = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        self._old = {number: signal.signal(number, self._interrupt) for number in SIGNALS if number not in nohup}
         try:
             sweep()
             self._build()
