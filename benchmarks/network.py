@@ -2,97 +2,161 @@
 
     sudo python -m benchmarks.network --ranks 4 --rate 1gbit
     sudo python -m benchmarks.network --rate 100mbit --model alexnet --methods 'DDP,dgc 0.1 %,{"compressor": "fft"}'
+    sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
+    sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
 
 Linux and root: each rank gets a network namespace, a link to a bridge, and a token bucket (tc tbf) in both directions;
 everything is taken down again, also after Ctrl-C. iproute2 is needed. Methods take turns, in rounds; medians of all
 steps of rank 0, whose interface counts what it sends, TCP, IP and Ethernet headers included.
+
+Ranks that share two cores wait for each other, and cannot fill a fast link. So steps can be recorded, each rank
+computing alone, and played again with sleeps in place of computing, over links of any speed, all slowed by one factor:
+
+    sudo python -m benchmarks.network --record mlp.json --ranks 4
+    sudo python -m benchmarks.network --replay mlp.json --rates 1gbit,10gbit,25gbit --schedule hook,beside
+    sudo python -m benchmarks.network --replay mlp.json --rates 10gbit,25gbit --faster 8   # if computed 8 times faster
+    sudo python -m benchmarks.network --validate --rate 1gbit                              # played against measured
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks._network.lab import Lab
-from benchmarks._network.methods import OURS, PYTORCH, make
+from benchmarks._network.cells import measure, record, replay
+from benchmarks._network.lab import bits_per_second
+from benchmarks._network.methods import OURS, PYTORCH, SETS, make, settings
 from benchmarks._network.models import MODELS
+from benchmarks._network.plot import draw
+from benchmarks._network.replay import SCHEDULES
+from benchmarks._network.show import show, show_paper, title
+from benchmarks._network.trace import DENSE
 
-
-def measure(ranks: int, rate: str | None, model: str, methods: list[str], steps: int, rounds: int) -> dict[str, Any]:
-    """Median milliseconds of a step, bytes on the wire and by formula, by method.
-
-    Raises:
-        RuntimeError: a rank failed; carries what it wrote.
-    """
-    with Lab(ranks, rate) as lab, tempfile.TemporaryDirectory() as folder:
-        result = f"{folder}/result.json"
-        shared = {"ranks": ranks, "model": model, "methods": methods, "steps": steps, "rounds": rounds}
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        processes = []
-        try:
-            for rank in range(ranks):
-                told = json.dumps(shared | {"rank": rank, "master": lab.address(0), "result": result})
-                words = lab.command(rank, sys.executable, "-W", "ignore", "-m", "benchmarks._network.rank", told)
-                with Path(folder, f"rank{rank}.log").open("w") as log:
-                    processes.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
-            failed = [rank for rank, process in enumerate(processes) if process.wait()]
-        finally:
-            for process in processes:
-                process.kill()
-        if failed:
-            said = Path(folder, f"rank{failed[0]}.log").read_text()[-3000:]
-            raise RuntimeError(f"rank {failed} failed:\n{said}")
-        found: dict[str, Any] = json.loads(Path(result).read_text())
-        return found
-
-
-def show(found: dict[str, Any], title: str) -> None:
-    """Print a table."""
-    medians, sent, formula = found["ms"], found["wire_bytes"], found["formula_bytes"]
-    references = [each for name, each in medians.items() if name.startswith("PyTorch")]
-    columns = ("method", "ms", "DDP / it", "best hook / it", "MB sent", "/ formula")
-    table = Table(*columns, title=title, caption="best hook: of PyTorch's")
-    for name, value in medians.items():
-        table.add_row(
-            name,
-            f"{value:.1f}",
-            f"{medians['DDP'] / value:.2f} x" if "DDP" in medians else "",
-            f"{min(references) / value:.2f} x" if references else "",
-            f"{sent[name] / 1e6:.3f}",
-            f"{sent[name] / formula[name]:.3f}" if formula.get(name) else "",
-        )
-    Console().print(table)
+REPLAYED = [*DENSE, "bf16", "onebit", "rotated", "topk 1 %", "dgc 0.1 %", "powersgd 1"]
 
 
 def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit", help="of each link, as tc writes it; none: not limited")
-    parser.add_argument("--model", choices=MODELS, default="mlp")
-    everything = ",".join([*PYTORCH, *OURS])
-    parser.add_argument("--methods", default=everything, help="names, or JSON of attach()'s arguments, by commas")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=2, help="the steps are done in so many rounds")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args()
-    methods = names(arguments.methods)
-    for name in methods:
-        make(name)
-    rate = None if arguments.rate == "none" else arguments.rate
-    found = measure(arguments.ranks, rate, arguments.model, methods, arguments.steps, arguments.rounds)
-    show(found, f"{arguments.model}, {arguments.ranks} ranks, {arguments.rate}")
+    """Measure and print the tables."""
+    arguments = parse()
+    try:
+        cells = run(arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2))
+        arguments.json.write_text(json.dumps({"cells": cells}, indent=2))
+    if arguments.plot:
+        draw(cells, arguments.plot)
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All the cells that were asked for, each printed when it is there."""
+    cells = []
+    for ranks in arguments.ranks:
+        for rate in arguments.rates:
+            for how, found in results(arguments, ranks, rate):
+                cell = {"model": arguments.model, "ranks": ranks, "rate": rate} | how
+                show(found, title(cell))
+                if arguments.set:
+                    show_paper(found, title(cell))
+                cells.append(cell | found)
+    return cells
+
+
+def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What one rank number and one rate give."""
+    limit = None if rate == "none" else rate
+    task = (ranks, limit, arguments.model, arguments.methods, arguments.steps, arguments.rounds, arguments.warm)
+    if arguments.replay:
+        how = f"computing {arguments.faster:g} x faster" if arguments.faster != 1 else "computing as recorded"
+        return [({"how": f"replayed, {how}"}, played(arguments, arguments.recorded, rate))]
+    if arguments.record:
+        found = record(*task, one_by_one=not arguments.contended)
+        arguments.record.write_text(json.dumps(found))
+        del found["traces"]
+        return [({"how": "recorded"}, found)]
+    if arguments.validate:
+        return [({"how": "replayed"}, played(arguments, record(*task, one_by_one=False), rate))]
+    return [({}, measure(*task))]
+
+
+def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:
+    """A replay, beside the steps that were recorded where they were such steps."""
+    given = (arguments.slow, arguments.faster, arguments.schedule, arguments.steps, arguments.methods)
+    found = replay(recorded, rate, *given)
+    alike = recorded["rate"] == rate and not recorded["one_by_one"] and arguments.faster == 1
+    return found | ({"real": recorded["ms"]} if alike else {})
+
+
+def parse() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, everything = parser.add_argument, ",".join([*PYTORCH, *OURS])
+    add("--ranks", default="4", help="one number or several, by commas")
+    add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")
+    add("--model", choices=MODELS, default="mlp")
+    add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}")
+    add("--set", help=f"methods to compare at equal bits, in place of --methods: {', '.join(SETS)}, by commas")
+    add("--steps", type=int, default=20)
+    add("--rounds", type=int, default=2, help="the steps are done in so many rounds")
+    add("--warm", type=int, default=4, help="steps in each round before those that count")
+    add("--json", type=Path, help="write the figures here")
+    add("--plot", type=Path, help="draw step time against rate and ranks, a PNG")
+    add("--record", type=Path, help="take steps down to this file")
+    add("--contended", action="store_true", help="recorded ranks compute at once, not one by one")
+    add("--replay", type=Path, help="play a recorded file")
+    add("--validate", action="store_true", help="record as ranks contend, replay, and compare")
+    add("--slow", type=float, help="factor of a replay; 10 x --faster, if not given")
+    add("--faster", type=float, default=1.0, help="a replayed machine computes so many times faster")
+    add("--schedule", default="hook", help=f"of ours in a replay: {', '.join(SCHEDULES)}, or both by commas")
+    arguments = parser.parse_args()
+    try:
+        check(arguments, everything)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return arguments
+
+
+def check(arguments: argparse.Namespace, everything: str) -> None:
+    """Turn what was given into lists, and refuse what cannot be run before anything is built.
+
+    Raises:
+        ValueError: an argument is none of those allowed.
+    """
+    if sum(map(bool, (arguments.record, arguments.replay, arguments.validate))) > 1:
+        raise ValueError("--record, --replay and --validate are three tasks; give one")
+    taking = arguments.record or arguments.validate
+    given = arguments.methods or (",".join(REPLAYED) if taking else everything)
+    arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
+    arguments.rates = arguments.rates.split(",")
+    arguments.slow = arguments.slow or 10 * arguments.faster
+    if arguments.replay:
+        arguments.recorded = json.loads(arguments.replay.read_text())
+        arguments.ranks, arguments.model = [arguments.recorded["ranks"]], arguments.recorded["model"]
+        given = arguments.methods or ",".join(arguments.recorded["traces"])
+    sets = arguments.set.split(",") if arguments.set else []
+    if unknown := [each for each in sets if each not in SETS]:
+        raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}")
+    named = [name for each in sets for name in SETS[each]]
+    arguments.methods = [*DENSE, *named] if sets else names(given)
+    for name in arguments.methods:
+        make(name)
+        if taking and settings(name) is None and name not in DENSE:
+            raise ValueError(f"{name} cannot be recorded; of PyTorch's methods these can: {', '.join(DENSE)}")
+        if arguments.replay and name not in arguments.recorded["traces"]:
+            raise ValueError(
+                f"{name} was not recorded in {arguments.replay}: {', '.join(arguments.recorded['traces'])}"
+            )
+    for rate in arguments.rates:
+        if rate != "none":
+            bits_per_second(rate)
+        elif arguments.replay or arguments.validate:
+            raise ValueError("a replay needs links of a set speed, --rates 1gbit")
+    arguments.schedule = arguments.schedule.split(",")
+    if unknown := [each for each in arguments.schedule if each not in SCHEDULES]:
+        raise ValueError(f"--schedule {unknown[0]} is none of {', '.join(SCHEDULES)}")
 
 
 def names(given: str) -> list[str]:

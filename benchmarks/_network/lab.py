@@ -4,11 +4,13 @@
     rank 1 [eth0 10.77.0.2] ---- p1 | bridge, in a   |      each end of each link sends at most at the set rate
     ...                             | namespace too  |
 
-Nothing outside of the namespaces is touched.
+Nothing outside of the namespaces is touched: also the links are made inside.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ import subprocess
 from types import FrameType, TracebackType
 
 PREFIX = "lclab"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bits_per_second(rate: str) -> float:
@@ -25,14 +28,14 @@ def bits_per_second(rate: str) -> float:
     Raises:
         ValueError: it is none of these.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate.lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
     if not match or not float(match[1]):
         raise ValueError(f"rate={rate!r} must be a speed above 0 as tc writes it: 100mbit, 1gbit, 2.5gbit")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+    return float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
 class Lab:
-    """A context in which ``ranks`` namespaces exist.
+    """A context in which ``ranks`` namespaces exist; SIGINT, SIGTERM and SIGHUP end it with KeyboardInterrupt.
 
     Args:
         ranks: how many.
@@ -46,6 +49,8 @@ class Lab:
         self._name = f"{PREFIX}{os.getpid()}"
         self._rate = rate
         self.ranks = ranks
+        self._leaving = False
+        self._interrupted = False
         if rate:
             bits_per_second(rate)
         if not shutil.which("ip") or not shutil.which("tc"):
@@ -54,20 +59,37 @@ class Lab:
             raise RuntimeError("the network lab makes network namespaces, which only root may do")
 
     def __enter__(self) -> Lab:
-        sweep()
-        self._old = signal.signal(signal.SIGTERM, _interrupt)
+        atexit.register(self._tear_down)  # an interrupt may come before the block begins
+        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        self._old = {number: signal.signal(number, self._interrupt) for number in SIGNALS if number not in nohup}
         try:
+            sweep()
             self._build()
         except BaseException:
-            self._tear_down()
+            self._leave()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave()
+        if self._interrupted and kind is None:  # while it was being taken down
+            raise KeyboardInterrupt
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raise once; a second Ctrl-C must not keep anything from being taken down."""
+        self._interrupted = True
+        if not self._leaving:
+            self._leaving = True
+            raise KeyboardInterrupt
+
+    def _leave(self) -> None:
+        self._leaving = True
         self._tear_down()
-        signal.signal(signal.SIGTERM, self._old)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        atexit.unregister(self._tear_down)
 
     def namespace(self, rank: int) -> str:
         """The name of a rank's."""
@@ -103,27 +125,36 @@ class Lab:
     def _tear_down(self) -> None:
         for name in _namespaces():
             if name.startswith(self._name):
-                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+                _remove(name)
 
 
 def sweep() -> None:
-    """Take away what a lab left that was killed."""
+    """Take away what a lab left that was killed, its ranks too."""
     for name in _namespaces():
         match = re.fullmatch(rf"{PREFIX}(\d+)(r\d+|sw)", name)
         if match and not os.path.exists(f"/proc/{match[1]}"):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    """A namespace and the processes in it; one that is gone already is none to complain about."""
+    for process in _call("ip", "netns", "pids", name).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    _call("ip", "netns", "del", name)
 
 
 def _namespaces() -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
-    return [line.split()[0] for line in listed.splitlines() if line.strip()]
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
-def _run(*words: str) -> None:
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
+def _run(*words: str) -> str:
+    done = _call(*words)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _call(*words: str) -> subprocess.CompletedProcess[str]:
+    """In a session of its own: a terminal's Ctrl-C is for us, not for what we clean up with."""
+    return subprocess.run(words, check=False, capture_output=True, text=True, start_new_session=True)

@@ -1,4 +1,4 @@
-"""One rank of the lab; rank 0 writes what it measured."""
+"""One rank of the lab: what it measured, took down, or played again."""
 
 from __future__ import annotations
 
@@ -7,66 +7,121 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from benchmarks._network import replay
 from benchmarks._network.methods import make, optimizer
 from benchmarks._network.models import MODELS, batch
+from benchmarks._network.trace import Recorder, Turn
+from lightning_compress.message import MessagePlan
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
-WARM = 4
-"""Steps before measuring: buckets are rebuilt, sparse sums grow to their size."""
 
 
-def main(arguments: dict[str, object]) -> None:
-    """Measure the methods in turn, in rounds, so that what disturbs the machine disturbs all alike."""
-    rank, ranks = int(str(arguments["rank"])), int(str(arguments["ranks"]))
+def main(arguments: dict[str, Any]) -> None:
+    """Join the others and do what is told."""
     torch.set_num_threads(1)
     address = f"tcp://{arguments['master']}:29500"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
-    names = [str(each) for each in arguments["methods"]]  # type: ignore[attr-defined]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    wire: dict[str, list[int]] = {name: [] for name in names}
-    formula: dict[str, float] = {}
-    model_name, rounds = str(arguments["model"]), int(str(arguments["rounds"]))
-    steps = int(str(arguments["steps"])) // rounds
-    for number in range(rounds):
-        for name in names[number:] + names[:number]:
-            one_round(name, model_name, steps, times[name], wire[name], formula)
-    if rank == 0:
-        medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-        sent = {name: statistics.median(each) for name, each in wire.items()}
-        found = {"ms": medians, "wire_bytes": sent, "formula_bytes": formula}
-        Path(str(arguments["result"])).write_text(json.dumps(found))
+    dist.init_process_group("gloo", init_method=address, rank=arguments["rank"], world_size=arguments["ranks"])
+    found = replay.play(arguments, COUNTER) if "traces" in arguments else Measuring(arguments).run()
+    Path(arguments["result"]).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def one_round(
-    name: str, model_name: str, steps: int, times: list[float], wire: list[int], formula: dict[str, float]
-) -> None:
-    """Some steps of a method, on a model of its own."""
-    torch.manual_seed(0)
-    module = MODELS[model_name][0]()
-    model, compression = make(name)(module)
-    stepper, inputs = optimizer(model), batch(model_name, dist.get_rank())
-    for step in range(WARM + steps):
-        dist.barrier()
-        before, start = int(COUNTER.read_text()), time.perf_counter()
-        stepper.zero_grad()
+class Measuring:
+    """Measure the methods in turn, in rounds, so that what disturbs the machine disturbs all alike.
+
+    Args:
+        arguments: ``model``, ``methods``, ``steps``, ``rounds``; ``warm``, the steps before measuring (buckets are
+            rebuilt, sparse sums grow to their size); ``record``, whether to take steps down too, and ``turn``, a file
+            by which ranks then compute one by one.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._told = arguments
+        self._turn = Turn(arguments.get("turn"))
+        self._times: dict[str, list[float]] = {name: [] for name in arguments["methods"]}
+        self._wire: dict[str, list[int]] = {name: [] for name in arguments["methods"]}
+        self._found: dict[str, Any] = {"formula_bytes": {}, "bits": {}, "traces": {}}
+
+    def run(self) -> dict[str, Any]:
+        """Medians by method: ``ms``, ``wire_bytes``; ``formula_bytes``, ``bits`` of ours; ``traces``, if asked for."""
+        names, rounds = list(self._times), self._told["rounds"]
+        for number in range(rounds):
+            for name in names[number:] + names[:number]:
+                self._one_round(name, self._told["steps"] // rounds)
+        medians = {name: 1e3 * statistics.median(each) for name, each in self._times.items()}
+        sent = {name: statistics.median(each) for name, each in self._wire.items()}
+        return {"ms": medians, "wire_bytes": sent, **self._found}
+
+    def _one_round(self, name: str, steps: int) -> None:
+        """Some steps of a method, on a model of its own."""
+        torch.manual_seed(0)
+        module = MODELS[self._told["model"]][0]()
+        recorder = Recorder(name, module, self._turn) if self._told.get("record") else None
+        model, compression = (recorder.model, recorder.compression) if recorder else make(name)(module)
+        stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
+        warm = self._told["warm"]
+        with counting_bits() as bits, recorder.watching() if recorder else nullcontext():
+            for step in range(warm + steps):
+                dist.barrier()
+                before, start = int(COUNTER.read_text()), time.perf_counter()
+                _step(model, stepper, inputs, recorder if step >= warm else None)
+                if step >= warm:
+                    self._times[name].append(time.perf_counter() - start)
+                    self._wire[name].append(int(COUNTER.read_text()) - before)
+        if compression is not None:
+            self._found["formula_bytes"][name] = compression.stats()["bytes_sent"]
+            compression.close()
+        if bits[1]:
+            self._found["bits"][name] = 8 * bits[0] / bits[1]
+        if recorder:
+            known = self._found["traces"].setdefault(name, recorder.trace)
+            known["steps"] += recorder.trace["steps"] if known is not recorder.trace else []
+        del model, module, stepper, compression, recorder
+        gc.collect()
+
+
+def _step(model: torch.nn.Module, stepper: torch.optim.Optimizer, inputs: Tensor, recorder: Recorder | None) -> None:
+    stepper.zero_grad()
+    if not recorder:
         model(inputs).square().mean().backward()
         stepper.step()
-        if step >= WARM:
-            times.append(time.perf_counter() - start)
-            wire.append(int(COUNTER.read_text()) - before)
-    if compression is not None:
-        formula[name] = compression.stats()["bytes_sent"]
-        compression.close()
-    del model, module, stepper, compression
-    gc.collect()
+        return
+    recorder.begin()
+    loss = model(inputs).square().mean()
+    recorder.mark("forward")
+    loss.backward()
+    recorder.mark("tail")
+    stepper.step()
+    recorder.mark("optimizer")
+    recorder.end()
+
+
+@contextmanager
+def counting_bits() -> Iterator[list[int]]:
+    """Bytes of the messages that codecs made, padding and flags included, and elements that went into them."""
+    counted = [0, 0]
+    encode = MessagePlan.encode
+
+    def watched(plan: MessagePlan, *arguments: Any) -> int:
+        used = encode(plan, *arguments)
+        counted[0] += used
+        counted[1] += sum(stretch.stop - stretch.start for stretch, _ in plan._parts)
+        return used
+
+    with mock.patch.object(MessagePlan, "encode", watched):
+        yield counted
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(Path(sys.argv[1]).read_text()))

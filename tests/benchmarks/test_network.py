@@ -5,17 +5,21 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 from benchmarks import network
-from benchmarks._network import lab
+from benchmarks._network import lab, methods, plot
+from lightning_compress.layout import Layout
+from lightning_compress.settings import Settings
 
 root = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2 for network namespaces"
 )
 
 
-def namespaces():
-    return {each for each in lab._namespaces() if each.startswith(lab.PREFIX)}
+def namespaces(pid=None):
+    """Of the lab of a process, this one if not given."""
+    return {each for each in lab._namespaces() if each.startswith(f"{lab.PREFIX}{pid or os.getpid()}")}
 
 
 @root
@@ -49,6 +53,7 @@ def test_what_a_killed_lab_left_is_swept():
     subprocess.run(["ip", "netns", "add", f"{lab.PREFIX}999999999r0"], check=True)
     with lab.Lab(2, None):
         assert len(namespaces()) == 3
+        assert not namespaces(999999999)
     assert not namespaces()
 
 
@@ -56,6 +61,72 @@ def test_what_a_killed_lab_left_is_swept():
 def test_bad_rates_are_refused(rate):
     with pytest.raises(ValueError, match="must be a speed above 0"):
         lab.Lab(2, rate)
+
+
+def parse(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["network", *words])
+    return network.parse()
+
+
+def test_lists_of_rates_and_ranks(monkeypatch):
+    given = parse(monkeypatch, "--ranks", "2,4", "--rates", "100mbit,none", "--methods", "DDP,onebit")
+    assert (given.ranks, given.rates, given.methods) == ([2, 4], ["100mbit", "none"], ["DDP", "onebit"])
+    assert parse(monkeypatch, "--ranks", "8", "--rate", "2.5gbit").rates == ["2.5gbit"]
+    assert "PyTorch PowerSGD 4" in parse(monkeypatch).methods
+    assert "terngrad, 2 bits" in parse(monkeypatch, "--set", "2_bits,papers").methods
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rates", "1gbit,fast"], "must be a speed above 0"),
+        (["--set", "3_bits"], "3_bits is none of 2_bits"),
+        (["--methods", "dgx"], "unknown method 'dgx'"),
+        (["--record", "x", "--validate"], "three tasks"),
+        (["--validate", "--methods", "PyTorch PowerSGD 1"], "cannot be recorded"),
+        (["--validate", "--rates", "none"], "links of a set speed"),
+        (["--schedule", "sometimes"], "none of hook, beside"),
+        (["--replay", "/no/such/file"], "No such file"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_at_once(monkeypatch, capsys, words, said):
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, *words)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("family", "bits"), [("2_bits", 2.0), ("4_bits", 4.0)])
+def test_sets_send_equal_bits(family, bits):
+    layout = Layout.of([("fc", (1000, 4096))])
+    for name, arguments in methods.SETS[family].items():
+        method = Settings.of(**arguments).method
+        found = 8 * method.plan(layout, torch.device("cpu")).message_size / layout.numel
+        assert found == pytest.approx(bits, rel=0.03), name
+
+
+def cell(ranks, rate, methods=("DDP", "onebit")):
+    return {"model": "mlp", "ranks": ranks, "rate": rate, "ms": dict.fromkeys(methods, 10.0 * ranks)}
+
+
+def test_plots_have_a_panel_for_each_line_there_is(tmp_path):
+    cells = [cell(ranks, rate) for ranks in (2, 4) for rate in ("1gbit", "10gbit")] + [cell(4, "none")]
+    said = [(label, against, len(points)) for label, against, points in plot._panels(cells)]
+    assert said == [
+        ("mlp, 2 ranks", "rate", 2),
+        ("mlp, 4 ranks", "rate", 2),
+        ("mlp, 1gbit", "ranks", 2),
+        ("mlp, 10gbit", "ranks", 2),
+    ]
+    plot.draw(cells, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="needs two rates or two numbers of ranks"):
+        plot.draw([cell(4, "none")], tmp_path / "y.png")
+
+
+def test_plots_have_few_lines():
+    many = [*methods.PYTORCH, *methods.OURS]
+    assert len(many) > plot.LINES == len(plot.shown(many))
+    assert plot.shown(["x", "dgc 0.1 %", "DDP"]) == ["DDP", "dgc 0.1 %", "x"]
 
 
 def test_names_and_json():

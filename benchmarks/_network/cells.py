@@ -1,0 +1,85 @@
+"""One cell of a table: measured, taken down, or played again."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from benchmarks._network.lab import Lab, bits_per_second
+from benchmarks._network.launch import run_ranks
+from benchmarks._network.trace import quicker
+
+Found = dict[str, Any]
+
+
+def measure(
+    ranks: int, rate: str | None, model: str, methods: list[str], steps: int, rounds: int, warm: int = 4
+) -> Found:
+    """Median milliseconds of a step, bytes on the wire and by formula, by method.
+
+    Raises:
+        RuntimeError: a rank failed; carries what it wrote.
+    """
+    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
+    with Lab(ranks, rate) as lab:
+        found = run_ranks(lab, told)[0]
+    del found["traces"]
+    return found
+
+
+def record(
+    ranks: int,
+    rate: str | None,
+    model: str,
+    methods: list[str],
+    steps: int,
+    rounds: int,
+    warm: int = 4,
+    *,
+    one_by_one: bool,
+) -> Found:
+    """``measure``, and ``traces``: by method, of each rank.
+
+    Args:
+        ranks: as the others, likewise.
+        rate: likewise.
+        model: likewise.
+        methods: likewise.
+        steps: likewise.
+        rounds: likewise.
+        warm: likewise.
+        one_by_one: ranks take turns to compute, so that each is timed as if it had the machine for itself.
+
+    Raises:
+        RuntimeError: a rank failed; carries what it wrote.
+        ValueError: a rank could not take a method down.
+    """
+    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
+    with Lab(ranks, rate) as lab, tempfile.NamedTemporaryFile() as turn:
+        found = run_ranks(lab, told | {"record": True, "turn": turn.name if one_by_one else None})
+    traces = {name: [each["traces"][name] for each in found] for name in methods}
+    return found[0] | {"traces": traces, "model": model, "ranks": ranks, "rate": rate, "one_by_one": one_by_one}
+
+
+def replay(
+    recorded: Found, rate: str, slow: float, faster: float, schedules: list[str], steps: int, methods: list[str]
+) -> Found:
+    """Play what ``record`` found over links of ``rate``.
+
+    Args:
+        recorded: what ``record`` returned.
+        rate: of the links that are stood for.
+        slow: everything, the links too, takes so many times as long; the times are divided by it again.
+        faster: computing takes so many times less than it was recorded.
+        schedules: of our methods: ``hook``, ``beside``.
+        steps: to take the median of.
+        methods: to play; all of them were recorded.
+
+    Raises:
+        RuntimeError: a rank failed; carries what it wrote.
+    """
+    traces = {name: [quicker(each, faster) for each in recorded["traces"][name]] for name in methods}
+    told = {"model": recorded["model"], "traces": traces, "factor": slow, "schedules": schedules, "steps": steps}
+    with Lab(recorded["ranks"], f"{bits_per_second(rate) / slow:.0f}bit") as lab:
+        found = run_ranks(lab, told)
+    return found[0] | {"late": {name: max(each["late"][name] for each in found) for name in found[0]["late"]}}

@@ -1,0 +1,222 @@
+"""Steps played again: real messages over real links, but where a trace says that a rank computed, it sleeps.
+
+Everything is slowed by one factor, the links too, so that few cores stand for many ranks, and slow links for fast ones.
+Our methods really encode and decode: that is quick beside the slowed time they are given, of which the rest is slept;
+by how much they overran it is reported as ``late``.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from benchmarks._network import methods
+from benchmarks._network.models import MODELS, batch
+from benchmarks._network.trace import wrapped_collectives
+from lightning_compress import Compression
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.settings import Settings
+
+SCHEDULES = ("hook", "beside")
+"""Whether a bucket's exchange keeps backward waiting, or goes on beside it in a thread of its own."""
+WARM = 2
+UNLIKE = "{}: the trace has {} collectives than there are; was it recorded with other code, or ranks?"
+
+
+def play(arguments: dict[str, Any], counter: Path) -> dict[str, Any]:
+    """Medians of ``steps`` by method and schedule, in the trace's own time: ``ms``, ``wire_bytes``, ``late`` of ``ms``.
+
+    Args:
+        arguments: ``model``; ``traces``, by method a list over ranks; ``factor``, by which to slow down; ``schedules``,
+            ``steps``.
+        counter: of bytes sent.
+    """
+    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "late": {}}
+    for name, traces in arguments["traces"].items():
+        ours = methods.settings(name) is not None
+        for schedule in arguments["schedules"] if ours else (None,):
+            label = f"{name}, {schedule}" if schedule and len(arguments["schedules"]) > 1 else name
+            player = Player(name, arguments["model"], traces[dist.get_rank()], arguments["factor"], schedule)
+            times, sent = [], []
+            with player:
+                for number in range(WARM + arguments["steps"]):
+                    player.prepare()
+                    dist.barrier()
+                    before, start = int(counter.read_text()), time.perf_counter()
+                    player.step(number)
+                    times.append((time.perf_counter() - start) / arguments["factor"])
+                    sent.append(int(counter.read_text()) - before)
+            found["ms"][label] = 1e3 * statistics.median(times[WARM:])
+            found["wire_bytes"][label] = statistics.median(sent[WARM:])
+            found["late"][label] = player.late / sum(times) / arguments["factor"]
+            del player
+            gc.collect()
+    return found
+
+
+class Player(ExitStack):
+    """One method's steps on this rank.
+
+    Args:
+        name: of the method.
+        model: its name.
+        trace: of this rank.
+        factor: by which everything is slower than it was taken down.
+        schedule: see ``SCHEDULES``; None for PyTorch's.
+
+    Attributes:
+        late: seconds by which computing took longer than it was given.
+    """
+
+    def __init__(self, name: str, model: str, trace: dict[str, Any], factor: float, schedule: str | None) -> None:
+        super().__init__()
+        self._name = name
+        self._steps = trace["steps"]
+        self._factor = factor
+        self.late = 0.0
+        torch.manual_seed(0)
+        module = MODELS[model][0]()
+        module(batch(model, dist.get_rank())).square().mean().backward()
+        known = dict(module.named_parameters())
+        self._buckets = [[known[each] for each in names] for names in trace["buckets"]]
+        self._sources = [torch.cat([_gradient(each) for each in bucket]) for bucket in self._buckets]
+        if name == "PyTorch fp16":
+            self._sources = [each.half() for each in self._sources]
+        self._buffers = [each.clone() for each in self._sources]
+        self._gradients = [_views(*each) for each in zip(self._buffers, self._buckets, strict=True)]
+        self._optimizer = methods.optimizer(module)
+        self._optimizer.zero_grad()
+        self._chunks: deque[float] = deque()
+        self._since = 0.0
+        self._waits: list[Callable[[], object]] = []
+        self._beside = _Beside() if schedule == "beside" else None
+        given = methods.settings(name)
+        if given is not None:
+            self._compression = Compression(module, Settings.of(**given), TorchCollective())
+            self._compression.active = True
+            self.callback(self._compression.close)
+            self.enter_context(wrapped_collectives(self._paced))
+        if self._beside:
+            self.callback(self._beside.close)
+
+    def prepare(self) -> None:
+        """The gradients of a step, which averaging replaces."""
+        for source, buffer in zip(self._sources, self._buffers, strict=True):
+            buffer.copy_(source)
+
+    def step(self, number: int) -> None:
+        """Play one of the steps that were taken down."""
+        step = self._steps[number % len(self._steps)]
+        self._sleep(step["forward"])
+        for place, (gap, chunks) in enumerate(zip(step["gaps"], step["chunks"], strict=True)):
+            self._sleep(gap)
+            self._average(place, chunks)
+        for wait in self._waits:
+            wait()
+        self._waits.clear()
+        self._sleep(step["tail"])
+        start = time.perf_counter()
+        self._optimizer.step()  # of no gradients: it is there to say that a step was made
+        self._fill(start, step["optimizer"])
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds * self._factor)
+
+    def _fill(self, start: float, seconds: float) -> None:
+        """Sleep until it is so many of the trace's seconds after ``start``."""
+        left = start + seconds * self._factor - time.perf_counter()
+        self.late += max(0.0, -left)
+        time.sleep(max(0.0, left))
+
+    def _average(self, place: int, chunks: list[float]) -> None:
+        if self._name == "no communication":
+            return
+        if methods.settings(self._name) is None:
+            self._sleep(chunks[0])
+            future = dist.all_reduce(self._buffers[place], async_op=True).get_future()
+
+            def finish(reduced: Future[Any], seconds: float = chunks[1]) -> Tensor:
+                self._sleep(seconds)
+                return self._buffers[place]
+
+            self._waits.append(future.then(finish).wait)
+        elif self._beside:
+            self._waits.append(self._beside.run(lambda: self._reduce(place, chunks)))
+        else:
+            self._reduce(place, chunks)
+
+    def _reduce(self, place: int, chunks: list[float]) -> None:
+        self._chunks.extend(chunks)
+        self._since = time.perf_counter()
+        self._compression.reduce(self._buckets[place], self._gradients[place])
+        self._fill(self._since, self._next())
+        if self._chunks:
+            raise RuntimeError(UNLIKE.format(self._name, "more"))
+
+    def _paced(self, collective: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(collective)
+        def paced(*arguments: Any) -> None:
+            self._fill(self._since, self._next())
+            collective(*arguments)
+            self._since = time.perf_counter()
+
+        return paced
+
+    def _next(self) -> float:
+        if not self._chunks:
+            raise RuntimeError(UNLIKE.format(self._name, "fewer"))
+        return self._chunks.popleft()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.view(-1)
+
+
+def _views(buffer: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    parts = buffer.split([each.numel() for each in bucket])
+    return [part.view_as(each) for part, each in zip(parts, bucket, strict=True)]
+
+
+class _Beside:
+    """A thread that does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def run(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Have it done; what is returned waits for it."""
+        future: Future[None] = Future()
+        self._tasks.put((task, future))
+        return future.wait
+
+    def close(self) -> None:
+        """End the thread."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (given := self._tasks.get()) is not None:
+            task, future = given
+            try:
+                task()
+            except Exception as error:  # whoever waits is told
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(None)

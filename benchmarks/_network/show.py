@@ -1,0 +1,70 @@
+"""Tables of what the lab found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._network.methods import PAPER
+
+FREE = "no communication"
+WIDTH = 120
+"""Where there is no terminal that says how wide it is."""
+
+
+def title(cell: dict[str, Any]) -> str:
+    """What was measured where."""
+    said = f"{cell['model']}, {cell['ranks']} ranks, {cell['rate']}"
+    return f"{said}; {cell['how']}" if "how" in cell else said
+
+
+def show(found: dict[str, Any], said: str) -> None:
+    """Print a table of one cell: ``ms`` and ``wire_bytes`` by method, and whatever else there is."""
+    medians, sent = found["ms"], found["wire_bytes"]
+    formula, bits, late, real = (found.get(each, {}) for each in ("formula_bytes", "bits", "late", "real"))
+    references = [each for name, each in medians.items() if name.startswith("PyTorch")]
+    columns: dict[str, Callable[[str], str]] = {
+        "method": lambda name: name,
+        "ms": lambda name: f"{medians[name]:.1f}",
+        "/ no comm.": lambda name: _ratio(medians[name], medians.get(FREE)),
+        "DDP / it": lambda name: _ratio(medians.get("DDP"), medians[name]),
+        "best hook / it": lambda name: _ratio(min(references, default=None), medians[name]),
+        "MB sent": lambda name: f"{sent[name] / 1e6:.3f}",
+        "/ formula": lambda name: f"{sent[name] / formula[name]:.3f}" if formula.get(name) else "",
+        "bits": lambda name: f"{bits[name]:.3f}" if name in bits else "",
+        "late": lambda name: f"{100 * late[name]:.1f} %" if name in late else "",
+        "real ms": lambda name: f"{real[name]:.1f}" if name in real else "",
+        "error": lambda name: f"{100 * (medians[name] / real[name] - 1):+.0f} %" if name in real else "",
+    }
+    rows = [[cell(name) for cell in columns.values()] for name in medians]
+    kept = [place for place in range(len(columns)) if any(row[place] for row in rows)]
+    table = Table(title=said, caption="best hook: of PyTorch's. bits: of a message, per element encoded")
+    for place in kept:
+        table.add_column(list(columns)[place], justify="left" if place == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*[row[place] for place in kept])
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    console = Console()
+    Console(width=console.width if console.is_terminal else WIDTH).print(table)
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    return f"{above / below:.2f} x" if above and below else ""
+
+
+def show_paper(found: dict[str, Any], said: str) -> None:
+    """Print by what factor each fft is faster than what it was run with, beside the paper's factors."""
+    medians = found["ms"]
+    table = Table("fft against", "here", "in the paper", title=said, caption="not comparable in absolute terms")
+    for name, value in medians.items():
+        family, _, which = name.partition(", ")
+        rival = next((ms for fft, ms in medians.items() if fft.startswith(f"fft, {which}")), None)
+        if family in PAPER and rival and family != "fft":
+            table.add_row(name, f"{value / rival:.2f} x", f"{PAPER[family]} x")
+    _print(table)

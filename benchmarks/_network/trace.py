@@ -1,0 +1,231 @@
+"""When a step computes and when it talks, taken down while it runs.
+
+A trace of one method on one rank: ``buckets``, the names of the parameters in each, in DistributedDataParallel's order;
+``steps``, each with seconds of ``forward``; of backward before each bucket was ready (``gaps``), and after everything
+was averaged (``tail``); of the ``optimizer``; and, bucket by bucket, of what averaging computes before, between and
+after its collectives (``chunks``). How long collectives take is left out: that is what a replay finds out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks._network import methods
+from lightning_compress import Compression, attach
+from lightning_compress.collectives import TorchCollective
+
+COLLECTIVES = ("all_reduce", "all_reduce_max", "all_gather", "all_to_all")
+DENSE = ("no communication", "DDP", "PyTorch fp16")
+"""Those of PyTorch's methods that can be taken down; here their hooks are written out, to look inside."""
+
+
+class Turn:
+    """What the ranks pass around so that one computes at a time, and is timed as if alone.
+
+    Args:
+        path: a file that is there for all; None: they all compute whenever they can.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._file = Path(path).open("w") if path else None  # noqa: SIM115  # as long as the process
+
+    def take(self) -> None:
+        """Wait for it."""
+        if self._file:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def pass_on(self) -> None:
+        """Before anything is waited for that another rank does."""
+        if self._file:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether there is one."""
+        return self._file is not None
+
+
+class Recorder:
+    """Takes down the steps of one method.
+
+    Args:
+        name: of the method.
+        module: the model.
+        turn: to compute.
+
+    Attributes:
+        model: the module, averaged by the method.
+        trace: what was taken down.
+    """
+
+    def __init__(self, name: str, module: nn.Module, turn: Turn) -> None:
+        self._turn = turn
+        self._names = {id(parameter): each for each, parameter in module.named_parameters()}
+        self._on = False
+        self._place = -1
+        self._since = self._chunk = self._last = 0.0
+        self.trace: dict[str, Any] = {"buckets": [], "steps": []}
+        self.model = DistributedDataParallel(module, broadcast_buffers=False)  # which would be a collective in forward
+        given = methods.settings(name)
+        self.compression: Compression | None = None
+        if given is None:
+            self.model.register_comm_hook(None, self._dense_hook(name))
+            return
+        register = self.model.register_comm_hook
+        with mock.patch.object(self.model, "register_comm_hook", lambda state, hook: register(state, self._wrap(hook))):
+            self.compression = attach(self.model, **given)
+
+    def begin(self) -> None:
+        """Forward begins."""
+        self._turn.take()
+        self._on = True
+        self._step: dict[str, Any] = {"gaps": [], "chunks": []}
+        self._buckets: list[list[str]] = []
+        self._reduced = 0
+        self._since = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        """The part of the step that ends now: forward, tail or optimizer."""
+        now = time.perf_counter()
+        self._step[part] = now - max(self._since, self._last)
+        self._since = self._last = now
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._on = False
+        self._turn.pass_on()
+        self.trace["buckets"] = self._buckets
+        self.trace["steps"].append(self._step)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at the collectives of our exchanges, and when they are called for."""
+        with wrapped_collectives(self._talking), mock.patch.object(Compression, "reduce", self._reducing()):
+            yield
+
+    def _ready(self, bucket: Any) -> None:
+        now = time.perf_counter()
+        self._step["gaps"].append(now - self._since)
+        self._step["chunks"].append([])
+        self._buckets.append([self._names[id(each)] for each in bucket.parameters()])
+
+    def _wrap(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
+            if not self._on:
+                return hook(state, bucket)
+            self._ready(bucket)
+            future = hook(state, bucket)
+            self._since = time.perf_counter()
+            return future
+
+        return watched
+
+    def _reducing(self) -> Callable[..., None]:
+        reduce = Compression.reduce
+
+        @functools.wraps(reduce)
+        def watched(*arguments: Any) -> None:
+            if not self._on:
+                reduce(*arguments)
+                return
+            self._place, self._reduced = self._reduced, self._reduced + 1
+            self._chunk = time.perf_counter()
+            reduce(*arguments)
+            self._last = time.perf_counter()
+            self._step["chunks"][self._place].append(self._last - self._chunk)
+            self._place = -1
+
+        return watched
+
+    def _talking(self, collective: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(collective)
+        def watched(*arguments: Any) -> None:
+            if self._place < 0:  # not for an average
+                collective(*arguments)
+                return
+            self._step["chunks"][self._place].append(time.perf_counter() - self._chunk)
+            self._turn.pass_on()
+            collective(*arguments)
+            self._turn.take()
+            self._chunk = time.perf_counter()
+
+        return watched
+
+    def _dense_hook(self, name: str) -> Callable[..., Any]:
+        if name not in DENSE:
+            raise ValueError(f"{name!r} cannot be taken down; of PyTorch's methods these can: {', '.join(DENSE)}")
+        dtype = torch.float16 if name == "PyTorch fp16" else None
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
+            start = time.perf_counter()
+            buffer = bucket.buffer()
+            if self._on:
+                self._ready(bucket)
+            if name == "no communication":
+                self._since = time.perf_counter()
+                return _done(buffer)
+            message = buffer.to(dtype) if dtype else buffer
+            message.div_(dist.get_world_size())
+            chunks = self._step["chunks"][-1] if self._on else []
+            chunks.append(time.perf_counter() - start)
+            alone = self._on and self._turn.one_by_one
+            if alone:
+                self._turn.pass_on()
+                dist.all_reduce(message)
+                self._turn.take()
+                future = _done(message)
+            else:
+                future = dist.all_reduce(message, async_op=True).get_future()
+
+            def finish(reduced: Future[Any]) -> Tensor:
+                begin = time.perf_counter()
+                if dtype:
+                    buffer.copy_(message)
+                self._last = time.perf_counter()
+                chunks.append(self._last - begin)
+                averaged: Tensor = buffer
+                return averaged
+
+            future = future.then(finish)
+            self._since = time.perf_counter()
+            return future
+
+        return hook
+
+
+@contextmanager
+def wrapped_collectives(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
+    """Have every collective of ours over a process group be what ``wrap`` makes of it."""
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(TorchCollective, name, wrap(getattr(TorchCollective, name))))
+        yield
+
+
+def quicker(trace: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The same of one method and rank, where everything is computed ``factor`` times as fast."""
+
+    def scaled(value: Any) -> Any:
+        return [scaled(each) for each in value] if isinstance(value, list) else value / factor
+
+    steps = [{part: scaled(value) for part, value in step.items()} for step in trace["steps"]]
+    return {"buckets": trace["buckets"], "steps": steps}
+
+
+def _done(buffer: Tensor) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(buffer)
+    return future
