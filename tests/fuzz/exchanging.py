@@ -57,6 +57,9 @@ class Liar(Collective):
     def all_to_all(self, send, receive):
         self.inner.all_to_all(self._spoilt(send), receive)
 
+    def swap(self, sends, receives):
+        self.inner.swap({peer: self._spoilt(tensor) for peer, tensor in sends.items()}, receives)
+
     def part(self, ranks):
         return Liar(self.inner.part(ranks), self.random)
 
