@@ -7,6 +7,7 @@ from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
+from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
@@ -21,6 +22,7 @@ __all__ = [
     "Exchange",
     "ExchangePlan",
     "Hierarchical",
+    "RecursiveDoubling",
     "SplitGather",
     "TwoShot",
 ]

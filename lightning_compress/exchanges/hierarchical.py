@@ -20,6 +20,7 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
@@ -34,6 +35,7 @@ PLAIN: dict[str, type[Exchange]] = {
     "all_gather": AllGather,
     "two_shot": TwoShot,
     "split_gather": SplitGather,
+    "recursive_doubling": RecursiveDoubling,
 }
 """What goes between nodes."""
 

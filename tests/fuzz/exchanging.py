@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_compress import bridge
-from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, TopK
+from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.layout import Layout
@@ -74,6 +74,7 @@ def ways():
                     "two_shot": lambda each: each.repeatable,
                     "all_reduce": lambda each: each.sum_dtype,
                     "split_gather": lambda each: each.sparse,
+                    "recursive_doubling": lambda each: each.sparse or isinstance(each, RandomK),
                     "hierarchical": lambda each: False,  # what is tried alone
                 }
                 allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)
