@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import TorchCollective, run_threads
-from lightning_compress.exchanges import Hierarchical, RecursiveDoubling, SplitGather, TwoShot, nonzeros
+from lightning_compress.exchanges import Butterfly, Hierarchical, RecursiveDoubling, SplitGather, TwoShot, nonzeros
 from lightning_compress.exchanges.hierarchical import nodes_of
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -48,7 +48,7 @@ def test_split_gather_at_many_ranks(size, codec):
     check(run_threads(size, lambda collective: mean(collective, SplitGather(), codec)))
 
 
-SPARSE = {"recursive_doubling": RecursiveDoubling()}
+SPARSE = {"recursive_doubling": RecursiveDoubling(), "butterfly": Butterfly()}
 SELECTING = [TopK(0.01), TopK(0.2), TopK(0.02, values="fp16", indices="rice"), RandomK(0.05)]
 
 
@@ -243,7 +243,9 @@ def _trains(exchange):
     return train("topk", 10, exchange=exchange)
 
 
-@pytest.mark.parametrize("exchange", ["split_gather", "recursive_doubling", {"name": "hierarchical", "node_size": 2}])
+@pytest.mark.parametrize(
+    "exchange", ["split_gather", "recursive_doubling", "butterfly", {"name": "hierarchical", "node_size": 2}]
+)
 def test_training(pools, exchange):
     ranks = pools[4].run(_trains, exchange)
     assert all((weights == ranks[0][0]).all() for weights, _ in ranks)

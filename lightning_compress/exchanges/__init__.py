@@ -6,6 +6,7 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.butterfly import Butterfly
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.split_gather import SplitGather
@@ -19,6 +20,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Auto",
+    "Butterfly",
     "Exchange",
     "ExchangePlan",
     "Hierarchical",

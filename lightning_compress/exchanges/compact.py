@@ -25,12 +25,21 @@ def check_selective(name: str, codec: Codec) -> None:
         )
 
 
-def expected_count(sections: Sequence[Section], ranks: int) -> float:
-    """Elements that one of so many ranks selects at least, if they select independently, or all alike."""
-    count = 0.0
+def expected_count(sections: Sequence[Section], ranks: int, start: int = 0, stop: int | None = None) -> float:
+    """Elements that one of so many ranks selects at least, if they select independently, or all alike.
+
+    Args:
+        sections: side by side.
+        ranks: how many select.
+        start: first element to count.
+        stop: one past the last; None: all that there are.
+    """
+    count, end = 0.0, 0
     for section in sections:
+        first, end = end, end + section.layout.numel
+        inside = max(0, min(end, end if stop is None else stop) - max(first, start))
         choices = ranks if section.codec.sum_dtype is None else 1  # what may be summed is of the same elements
-        count += section.layout.numel * (1 - (1 - section.codec.sent_share) ** choices)
+        count += inside * (1 - (1 - section.codec.sent_share) ** choices)
     return count
 
 

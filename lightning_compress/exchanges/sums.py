@@ -37,9 +37,6 @@ class SparseSum:
         if not few:
             self.values = self._room
 
-    def __len__(self) -> int:
-        return len(self.values)
-
     def add(self, message: Tensor) -> None:
         """Add what ``write`` wrote elsewhere.
 
@@ -50,10 +47,7 @@ class SparseSum:
         if self.places is None or places is None or 2 * (len(self.places) + len(places)) >= len(self._room):
             self.spread()
             self.places, self.values = None, self._room
-            if places is None:
-                self._room.add_(values)
-            else:
-                self._room.index_add_(0, places, values)
+            self._room.add_(values) if places is None else self._room.index_add_(0, places, values)
         else:
             self.places, self.values = merged(self.places, self.values, places, values)
 
@@ -85,8 +79,7 @@ class SparseSum:
         if places is None:
             self._room.copy_(values)
         else:
-            self._room.zero_()
-            self._room[places] = values
+            self._room.zero_().index_copy_(0, places, values)
 
 
 def merged(places: Tensor, values: Tensor, others: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:

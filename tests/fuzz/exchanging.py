@@ -20,6 +20,8 @@ CPU = torch.device("cpu")
 DENSE = Layout.of([("bias", (37,))])
 LARGE = Layout.of([("conv", (16, 9, 3, 3)), ("linear", (61, 37))])
 OTHER = Layout.of([("embedding", (70, 30))])
+SUMS = ("recursive_doubling", "butterfly")
+"""Exchanges of sums, for methods that send few elements."""
 WAIT = 30.0
 """Seconds that a rank waits for the others: then it hangs."""
 METHODS = {case.name: (case.codec,) for case in CASES if case.name != "none"}
@@ -74,7 +76,7 @@ def ways():
                     "two_shot": lambda each: each.repeatable,
                     "all_reduce": lambda each: each.sum_dtype,
                     "split_gather": lambda each: each.sparse,
-                    "recursive_doubling": lambda each: each.sparse or isinstance(each, RandomK),
+                    **dict.fromkeys(SUMS, lambda each: each.sparse or isinstance(each, RandomK)),
                     "hierarchical": lambda each: False,  # what is tried alone
                 }
                 allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)

@@ -1,0 +1,31 @@
+"""Slow references for sums of sparse vectors over ranks: dictionaries from places to float32 numbers."""
+
+import numpy as np
+
+
+def add(one, other):
+    """The sum of two, at the places of either."""
+    total = dict(one)
+    for place, value in other.items():
+        total[place] = np.float32(total[place] + value) if place in total else value
+    return total
+
+
+def butterfly(parts, degrees, numel):
+    """Kylix: layer after layer every rank adds up the stretch that is its own; then all of them side by side."""
+    held, stretches, stride = list(parts), [(0, numel)] * len(parts), 1
+    for degree in degrees:
+        sums, cut = [], []
+        for rank in range(len(parts)):
+            digit = rank // stride % degree
+            start, stop = stretches[rank]
+            first, last = (start + (stop - start) * each // degree for each in (digit, digit + 1))
+            total = {}
+            for place in range(degree):
+                theirs = held[rank + (place - digit) * stride]
+                total = add(total, {where: value for where, value in theirs.items() if first <= where < last})
+            sums.append(total)
+            cut.append((first, last))
+        held, stretches, stride = sums, cut, stride * degree
+    assert sorted(stretches)[0][0] == 0
+    return {place: value for each in held for place, value in each.items()}
