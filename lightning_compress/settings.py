@@ -150,6 +150,11 @@ class Settings:
                 f"exchange={pattern} adds up the gradients of a node before they are compressed, and {given} needs to "
                 "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
             )
+        if correction and pattern.hands_over:
+            raise ValueError(
+                f"exchange={pattern} leaves what ranks sent in the residuals of others, and {given} takes what has "
+                "left its own for applied; use exchange='auto', or a compressor without momentum of its own"
+            )
         if correction and pattern.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import TorchCollective, run_threads
-from lightning_compress.exchanges import Butterfly, Hierarchical, RecursiveDoubling, SplitGather, TwoShot, nonzeros
+from lightning_compress.exchanges import (
+    Butterfly,
+    GTopK,
+    Hierarchical,
+    RecursiveDoubling,
+    SplitGather,
+    TwoShot,
+    nonzeros,
+)
 from lightning_compress.exchanges.hierarchical import nodes_of
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -48,7 +56,7 @@ def test_split_gather_at_many_ranks(size, codec):
     check(run_threads(size, lambda collective: mean(collective, SplitGather(), codec)))
 
 
-SPARSE = {"recursive_doubling": RecursiveDoubling(), "butterfly": Butterfly()}
+SPARSE = {"recursive_doubling": RecursiveDoubling(), "butterfly": Butterfly(), "gtopk": GTopK()}
 SELECTING = [TopK(0.01), TopK(0.2), TopK(0.02, values="fp16", indices="rice"), RandomK(0.05)]
 
 
@@ -184,6 +192,9 @@ def test_nodes_of_several_sizes_are_refused():
         ({"exchange": {"name": "hierarchical", "outer": "hierarchical"}}, "unknown exchange 'hierarchical'"),
         ({"exchange": {"name": "hierarchical", "outer": {"name": "two_shot", "adagrad": 1e-8}}}, "without adagrad"),
         ({"compressor": "dgc", "exchange": "hierarchical"}, "adds up the gradients of a node"),
+        ({"compressor": "dgc", "exchange": "gtopk"}, "leaves what ranks sent in the residuals of others"),
+        ({"compressor": "wangni", "exchange": "gtopk"}, "drops the smaller sums, which only error feedback"),
+        ({"compressor": "qsgd", "exchange": "recursive_doubling"}, "pays where few elements are sent"),
         ({"compressor": "onebit", "exchange": "split_gather"}, "pays where few elements are sent"),
         ({"compressor": "powersgd", "exchange": "hierarchical"}, "exchanges by itself"),
     ],

@@ -7,6 +7,7 @@ from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.butterfly import Butterfly
+from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.split_gather import SplitGather
@@ -23,6 +24,7 @@ __all__ = [
     "Butterfly",
     "Exchange",
     "ExchangePlan",
+    "GTopK",
     "Hierarchical",
     "RecursiveDoubling",
     "SplitGather",

@@ -25,6 +25,24 @@ def check_selective(name: str, codec: Codec) -> None:
         )
 
 
+def check_fed_back(name: str, codec: Codec) -> None:
+    """Refuse a method without error feedback, for exchanges that drop elements on the way.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not codec.contractive and not isinstance(codec, Dense):
+        raise ValueError(
+            f"exchange={name!r} drops the smaller sums, which only error feedback brings back, and {codec} goes "
+            "without: use exchange='auto', or a compressor such as 'topk'"
+        )
+
+
+def keeps_all(codec: Codec) -> bool:
+    """Whether everything is meant to arrive."""
+    return isinstance(codec, Dense) or getattr(codec, "density", None) == 1
+
+
 def expected_count(sections: Sequence[Section], ranks: int, start: int = 0, stop: int | None = None) -> float:
     """Elements that one of so many ranks selects at least, if they select independently, or all alike.
 

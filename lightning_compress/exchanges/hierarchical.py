@@ -21,6 +21,7 @@ from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.butterfly import Butterfly
+from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
@@ -38,6 +39,7 @@ PLAIN: dict[str, type[Exchange]] = {
     "split_gather": SplitGather,
     "recursive_doubling": RecursiveDoubling,
     "butterfly": Butterfly,
+    "gtopk": GTopK,
 }
 """What goes between nodes."""
 

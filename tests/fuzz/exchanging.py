@@ -77,6 +77,7 @@ def ways():
                     "all_reduce": lambda each: each.sum_dtype,
                     "split_gather": lambda each: each.sparse,
                     **dict.fromkeys(SUMS, lambda each: each.sparse or isinstance(each, RandomK)),
+                    "gtopk": lambda each: each.contractive and (each.sparse or isinstance(each, RandomK)),
                     "hierarchical": lambda each: False,  # what is tried alone
                 }
                 allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)
