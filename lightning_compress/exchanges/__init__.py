@@ -9,11 +9,12 @@ from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.butterfly import Butterfly
 from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
+from lightning_compress.exchanges.ok_topk import OkTopK
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
-EXCHANGES: dict[str, type[Exchange]] = {**PLAIN, "hierarchical": Hierarchical}
+EXCHANGES: dict[str, type[Exchange]] = {**PLAIN, "ok_topk": OkTopK, "hierarchical": Hierarchical}
 """What ``exchange=`` takes by name."""
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ExchangePlan",
     "GTopK",
     "Hierarchical",
+    "OkTopK",
     "RecursiveDoubling",
     "SplitGather",
     "TwoShot",

@@ -26,6 +26,7 @@ from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
+from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.registry import build
@@ -67,7 +68,7 @@ class Hierarchical(Exchange):
     def __post_init__(self) -> None:
         outer = build("exchange", self.outer, PLAIN, (Exchange,))
         assert isinstance(outer, Exchange)
-        if isinstance(outer, Hierarchical) or outer.optimizes:
+        if isinstance(outer, Hierarchical) or outer.state(Layout(())):
             raise ValueError(f"Hierarchical(outer={outer}): it must be one of {', '.join(PLAIN)}, without adagrad")
         object.__setattr__(self, "outer", outer)  # frozen; equal settings are equal, however they were given
         size = self.node_size

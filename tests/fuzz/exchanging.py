@@ -22,6 +22,8 @@ LARGE = Layout.of([("conv", (16, 9, 3, 3)), ("linear", (61, 37))])
 OTHER = Layout.of([("embedding", (70, 30))])
 SUMS = ("recursive_doubling", "butterfly")
 """Exchanges of sums, for methods that send few elements."""
+DROPPING = ("gtopk", "ok_topk")
+"""Those of them that drop the smaller sums."""
 WAIT = 30.0
 """Seconds that a rank waits for the others: then it hangs."""
 METHODS = {case.name: (case.codec,) for case in CASES if case.name != "none"}
@@ -66,6 +68,11 @@ class Liar(Collective):
         return Liar(self.inner.part(ranks), self.random)
 
 
+def selects(method):
+    """Whether few elements are sent."""
+    return method.sparse or isinstance(method, RandomK)
+
+
 def ways():
     """Every method by every exchange that carries it."""
     for name, methods in METHODS.items():
@@ -77,7 +84,9 @@ def ways():
                     "all_reduce": lambda each: each.sum_dtype,
                     "split_gather": lambda each: each.sparse,
                     **dict.fromkeys(SUMS, lambda each: each.sparse or isinstance(each, RandomK)),
-                    "gtopk": lambda each: each.contractive and (each.sparse or isinstance(each, RandomK)),
+                    **dict.fromkeys(
+                        DROPPING, lambda each: each.contractive and (each.sparse or isinstance(each, RandomK))
+                    ),
                     "hierarchical": lambda each: False,  # what is tried alone
                 }
                 allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)
@@ -105,7 +114,10 @@ def plan_of(way, collective):
         Stretch(first, LARGE, DENSE.numel),
         Stretch(second, OTHER, DENSE.numel + LARGE.numel, 1),
     ]
-    states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in bridge.declared(stretches).items()}
+    layout = Layout.of((each.name, each.shape) for part in (DENSE, LARGE, OTHER) for each in part.segments)
+    kept = {f"exchange.{name}": each for name, each in EXCHANGES[exchange]().state(layout).items()}
+    declared = {**bridge.declared(stretches), **kept}
+    states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in declared.items()}
     plan = bridge.plan_group(stretches, EXCHANGES[exchange](), collective, CPU, Meter(CPU), states)
     return plan, states
 
