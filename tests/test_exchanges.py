@@ -16,6 +16,7 @@ from lightning_compress.exchanges import (
     Hierarchical,
     OkTopK,
     RecursiveDoubling,
+    RunLength,
     SplitGather,
     TwoShot,
     nonzeros,
@@ -63,7 +64,13 @@ def test_split_gather_at_many_ranks(size, codec):
     check(run_threads(size, lambda collective: mean(collective, SplitGather(), codec)))
 
 
-SPARSE = {"recursive_doubling": RecursiveDoubling(), "butterfly": Butterfly(), "gtopk": GTopK(), "ok_topk": OkTopK()}
+SPARSE = {
+    "recursive_doubling": RecursiveDoubling(),
+    "butterfly": Butterfly(),
+    "gtopk": GTopK(),
+    "ok_topk": OkTopK(),
+    "run_length": RunLength(),
+}
 SELECTING = [TopK(0.01), TopK(0.2), TopK(0.02, values="fp16", indices="rice"), RandomK(0.05)]
 
 

@@ -11,6 +11,7 @@ from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
 from lightning_compress.exchanges.ok_topk import OkTopK
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
+from lightning_compress.exchanges.run_length import RunLength
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
@@ -29,6 +30,7 @@ __all__ = [
     "Hierarchical",
     "OkTopK",
     "RecursiveDoubling",
+    "RunLength",
     "SplitGather",
     "TwoShot",
 ]

@@ -23,6 +23,7 @@ from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, sc
 from lightning_compress.exchanges.butterfly import Butterfly
 from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
+from lightning_compress.exchanges.run_length import RunLength
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
@@ -41,6 +42,7 @@ PLAIN: dict[str, type[Exchange]] = {
     "recursive_doubling": RecursiveDoubling,
     "butterfly": Butterfly,
     "gtopk": GTopK,
+    "run_length": RunLength,
 }
 """What goes between nodes."""
 

@@ -23,6 +23,11 @@ def used_bytes(count: float, numel: int, exact: bool = False) -> float:
     return HEADER + (few if exact and count < numel else min(few, 4 * numel))
 
 
+def most_bytes(numel: int) -> int:
+    """The most that a message of ``numel`` numbers takes."""
+    return HEADER + 4 * numel
+
+
 def write(values: Tensor, message: Tensor) -> int:
     """Write what is not 0.
 

@@ -142,9 +142,7 @@ class OwnersPlan(ExchangePlan):
         message[:4].view(torch.float32)[0] = flag
         own.write(message[FLAG:])
         self._collective.all_gather(message[:width], messages)
-        if problem:
-            raise problem
-        return self._read(messages, bounds, flag), most
+        return self._read(messages, bounds, flag, problem), most
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
         """The most of any rank.
@@ -186,12 +184,13 @@ class OwnersPlan(ExchangePlan):
     def _section_of(self, places: Tensor) -> Tensor:
         return torch.searchsorted(self._ends[1:], places, right=True)
 
-    def _read(self, messages: Tensor, bounds: Sequence[int], flag: Tensor) -> Listed:
+    def _read(self, messages: Tensor, bounds: Sequence[int], flag: Tensor, problem: ValueError | None) -> Listed:
+        flag.zero_()
         parts = []
         for peer, ((start, stop), message) in enumerate(zip(pairwise(bounds), messages, strict=True)):
             theirs = message[:4].view(torch.float32)[0]
             if theirs.isinf():
-                raise ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
+                raise problem or ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
             flag.add_(theirs * 0.0)
             parts.append(Listed.read(message[FLAG:], stop - start))
         kept = joined(parts)

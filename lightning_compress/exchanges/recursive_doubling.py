@@ -6,7 +6,7 @@ Sparse Communication for Machine Learning", SC 2019, arXiv 1802.08021).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from lightning_compress.exchanges import nonzeros
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.compact import Compact, check_selective, expected_count
 from lightning_compress.exchanges.rounds import HEADER, Rounds, seal
-from lightning_compress.exchanges.sums import SparseSum
+from lightning_compress.exchanges.sums import Coding, SparseSum
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -49,7 +49,12 @@ class RecursiveDoubling(Exchange):
         states: States | None = None,
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return _Plan(sections, collective, device, meter)
+        numel = sum(section.layout.numel for section in sections)
+
+        def used(ranks: int) -> float:
+            return nonzeros.used_bytes(expected_count(sections, ranks), numel)
+
+        return DoublingPlan("recursive_doubling", nonzeros, used, sections, collective, device, meter)
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,31 @@ def hops(rank: int, size: int) -> list[Hop]:
     return [Hop(), *doubling, Hop(whole=True)] if extra else doubling
 
 
-class _Plan(ExchangePlan):
-    description = "recursive_doubling"
+class DoublingPlan(ExchangePlan):
+    """The rounds of recursive doubling.
 
-    def __init__(self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter) -> None:
+    Args:
+        description: which exchange this is, for the log.
+        coding: how sums are written.
+        used: bytes of a sum over so many ranks, as expected.
+        sections: what the vectors consist of.
+        collective: the ranks.
+        device: where vectors are.
+        meter: gets times.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        coding: Coding,
+        used: Callable[[int], float],
+        sections: Sequence[Section],
+        collective: Collective,
+        device: torch.device,
+        meter: Meter,
+    ) -> None:
+        self.description = description
+        self._coding = coding
         self._collective = collective
         self._meter = meter
         self._plan = MessagePlan(sections, device, meter)
@@ -85,34 +111,34 @@ class _Plan(ExchangePlan):
         self._hops = hops(collective.rank, collective.size)
         self._rounds = Rounds(collective, 1, device, meter)
         self._own = new_messages(1, self._plan.size, device)
-        most = HEADER + aligned(nonzeros.HEADER + 4 * self._compact.numel)
+        most = HEADER + aligned(coding.most_bytes(self._compact.numel))
         self._send, self._receive = new_messages(2, most, device)
         self.rounds = 2 * len(self._hops) + 1 if self._hops else 0
         self.decodes = float(collective.size)
-        self.bytes_sent = self._expected(sections)
+        self.bytes_sent = self._expected(used)
 
-    def _expected(self, sections: Sequence[Section]) -> int:
+    def _expected(self, used: Callable[[int], float]) -> int:
         """If the ranks select independently."""
-        rank, size, numel = self._collective.rank, self._collective.size, self._compact.numel
+        rank, size = self._collective.rank, self._collective.size
         core, members, total = 1 << size.bit_length() - 1, {rank}, 0
         for hop in self._hops:
             if hop.to is not None:
                 summed = size if hop.whole else sum(1 + (each < size - core) for each in members)
                 summed = summed if rank < core else 1
-                used = nonzeros.used_bytes(expected_count(sections, summed), numel)
-                total += HEADER + aligned(int(used))
+                total += HEADER + aligned(int(used(summed)))
             if hop.to == hop.source and hop.to is not None:
                 members |= {each ^ rank ^ hop.to for each in members}
         return total + (len(self._hops) + 1) * self._rounds.table_bytes if self._hops else 0
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.mean``."""
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
         self._plan.encode(vector, self._own[0], mix(key, rank), flag)
         self._plan.decode(self._own, out, 1.0, accumulate=False)
         room = self._compact.take(out)
         with self._meter.span("encode"):
-            total = SparseSum(room)
+            total = SparseSum(room, self._coding)
         self._rounds.begin()
         for number, hop in enumerate(self._hops):
             rows = self._agree(total, hop, int(flag.isnan()) if number == 0 else 0)

@@ -6,10 +6,24 @@ dense where its two parts have half of all places together, which bounds their u
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from lightning_compress.exchanges import nonzeros
+
+
+class Coding(Protocol):
+    """How sums are written; see ``nonzeros``."""
+
+    def most_bytes(self, numel: int, /) -> int: ...  # noqa: D102
+
+    def write(self, values: Tensor, message: Tensor, /) -> int: ...  # noqa: D102
+
+    def write_entries(self, places: Tensor, values: Tensor, numel: int, message: Tensor, /) -> int: ...  # noqa: D102
+
+    def read_entries(self, message: Tensor, numel: int, /) -> tuple[Tensor | None, Tensor]: ...  # noqa: D102
 
 
 class SparseSum:
@@ -17,14 +31,15 @@ class SparseSum:
 
     Args:
         room: float32 ``[numel]``, contiguous: what the sum begins with, and where it is when it is dense.
+        coding: how it is written.
 
     Attributes:
         places: int64 ``[count]``, ascending, or None where the sum is dense.
         values: the numbers there; all of them where the sum is dense.
     """
 
-    def __init__(self, room: Tensor) -> None:
-        self._room = room
+    def __init__(self, room: Tensor, coding: Coding = nonzeros) -> None:
+        self._room, self._coding = room, coding
         self._take(nonzeros.places_of(room), None)
 
     def _take(self, places: Tensor | None, values: Tensor | None) -> None:
@@ -43,7 +58,7 @@ class SparseSum:
         Raises:
             ValueError: the message is damaged.
         """
-        places, values = _entries(message, len(self._room))
+        places, values = self._entries(message)
         if self.places is None or places is None or 2 * (len(self.places) + len(places)) >= len(self._room):
             self.spread()
             self.places, self.values = None, self._room
@@ -57,23 +72,24 @@ class SparseSum:
         Raises:
             ValueError: the message is damaged.
         """
-        self._take(*_entries(message, len(self._room)))
-
-    def keep(self, chosen: Tensor) -> None:
-        """Drop what is not chosen, bool ``[count]``, of a sum that is not dense."""
-        assert self.places is not None
-        self.places, self.values = self.places[chosen], self.values[chosen]
+        self._take(*self._entries(message))
 
     def write(self, message: Tensor) -> int:
-        """Write it in ``nonzeros``' format; returns bytes of the message."""
+        """Write it; returns bytes of the message."""
         if self.places is None:
-            return nonzeros.write(self._room, message)
-        return nonzeros.write_entries(self.places, self.values, len(self._room), message)
+            return self._coding.write(self._room, message)
+        return self._coding.write_entries(self.places, self.values, len(self._room), message)
 
     def spread(self) -> None:
         """Write all numbers to where the sum began, if they are not there."""
         if self.places is not None:
             self._spread(self.places, self.values)
+
+    def _entries(self, message: Tensor) -> tuple[Tensor | None, Tensor]:
+        places, values = self._coding.read_entries(message, len(self._room))
+        if places is not None and bool((places.diff() <= 0).any()):
+            raise ValueError(f"a message names places out of order among its {len(self._room)} numbers; it is damaged")
+        return places, values
 
     def _spread(self, places: Tensor | None, values: Tensor) -> None:
         if places is None:
@@ -99,10 +115,3 @@ def merged(places: Tensor, values: Tensor, others: Tensor, theirs: Tensor) -> tu
     both[slots], both[old] = others[new], places
     all_values[slots], all_values[old] = theirs[new], sums
     return both, all_values
-
-
-def _entries(message: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
-    places, values = nonzeros.read_entries(message, numel)
-    if places is not None and bool((places.diff() <= 0).any()):
-        raise ValueError(f"a message names places out of order among its {numel} numbers; it is damaged")
-    return places, values

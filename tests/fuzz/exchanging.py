@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 DENSE = Layout.of([("bias", (37,))])
 LARGE = Layout.of([("conv", (16, 9, 3, 3)), ("linear", (61, 37))])
 OTHER = Layout.of([("embedding", (70, 30))])
-SUMS = ("recursive_doubling", "butterfly")
+SUMS = ("recursive_doubling", "butterfly", "run_length")
 """Exchanges of sums, for methods that send few elements."""
 DROPPING = ("gtopk", "ok_topk")
 """Those of them that drop the smaller sums."""
@@ -83,10 +83,8 @@ def ways():
                     "two_shot": lambda each: each.repeatable,
                     "all_reduce": lambda each: each.sum_dtype,
                     "split_gather": lambda each: each.sparse,
-                    **dict.fromkeys(SUMS, lambda each: each.sparse or isinstance(each, RandomK)),
-                    **dict.fromkeys(
-                        DROPPING, lambda each: each.contractive and (each.sparse or isinstance(each, RandomK))
-                    ),
+                    **dict.fromkeys(SUMS, selects),
+                    **dict.fromkeys(DROPPING, lambda each: each.contractive and selects(each)),
                     "hierarchical": lambda each: False,  # what is tried alone
                 }
                 allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)
