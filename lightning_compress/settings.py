@@ -15,6 +15,7 @@ from lightning_compress.corrections import CORRECTED, Corrected, Correction
 from lightning_compress.exchanges import EXCHANGES, Auto, Exchange, Hierarchical
 from lightning_compress.guards import Guards
 from lightning_compress.kinds import KINDS
+from lightning_compress.layout import Layout
 from lightning_compress.reducers import REDUCERS, Reducer
 from lightning_compress.registry import build, describe
 from lightning_compress.rules import Compressor, Method, Rule, Rules
@@ -90,7 +91,8 @@ class Settings:
     @property
     def keeps_state(self) -> bool:
         """Whether anything is lost if compression begins anew."""
-        declares = isinstance(self.method, Reducer) or self.correction is not None or self.exchange.optimizes
+        kept = self.exchange.state(Layout(()))
+        declares = isinstance(self.method, Reducer) or self.correction is not None or bool(kept)
         return self.error_feedback or declares or self.dense_steps > 0 or bool(self.schedule.courses)
 
     @property
@@ -149,6 +151,11 @@ class Settings:
             raise ValueError(
                 f"exchange={pattern} adds up the gradients of a node before they are compressed, and {given} needs to "
                 "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
+            )
+        if correction and pattern.hands_over:
+            raise ValueError(
+                f"exchange={pattern} leaves what ranks sent in the residuals of others, and {given} takes what has "
+                "left its own for applied; use exchange='auto', or a compressor without momentum of its own"
             )
         if correction and pattern.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")

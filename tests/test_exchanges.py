@@ -10,21 +10,38 @@ from hypothesis import strategies as st
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import TorchCollective, run_threads
-from lightning_compress.exchanges import Hierarchical, SplitGather, TwoShot, nonzeros
+from lightning_compress.exchanges import (
+    Butterfly,
+    GTopK,
+    Hierarchical,
+    OkTopK,
+    RecursiveDoubling,
+    RunLength,
+    SplitGather,
+    TwoShot,
+    nonzeros,
+)
 from lightning_compress.exchanges.hierarchical import nodes_of
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
+from lightning_compress.state import State
+from tests.fuzz.exchanging import Liar
 from tests.helpers.training import train
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 347))])
 
 
+def kept(exchange):
+    """State as before the first step."""
+    return {name: State(each.layout, CPU, each.initial) for name, each in exchange.state(LAYOUT).items()}
+
+
 def mean(collective, exchange, codec, seed=0, flag=0.0):
     """Before, after, mean, flag and plan of one mean of different data on every rank."""
     sections = [Section(Dense(), LAYOUT.cut(0, 100), 0), Section(codec, LAYOUT.cut(100, LAYOUT.numel), 100)]
-    plan = exchange.plan(sections, collective, CPU, Meter(CPU))
+    plan = exchange.plan(sections, collective, CPU, Meter(CPU), kept(exchange))
     before = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + collective.rank))
     after, out, flags = before.clone(), torch.full_like(before, 7.0), torch.tensor(flag)
     plan.mean(after, out, 5, flags)
@@ -45,6 +62,88 @@ def check(ranks, tolerance=1e-6):
 @pytest.mark.parametrize("codec", [TopK(0.01), TopK(0.2), TopK(0.02, values="fp16", indices="rice")], ids=repr)
 def test_split_gather_at_many_ranks(size, codec):
     check(run_threads(size, lambda collective: mean(collective, SplitGather(), codec)))
+
+
+SPARSE = {
+    "recursive_doubling": RecursiveDoubling(),
+    "butterfly": Butterfly(),
+    "gtopk": GTopK(),
+    "ok_topk": OkTopK(),
+    "run_length": RunLength(),
+}
+SELECTING = [TopK(0.01), TopK(0.2), TopK(0.02, values="fp16", indices="rice"), RandomK(0.05)]
+
+
+@pytest.mark.parametrize("size", [6, 8, 9, 16])
+@pytest.mark.parametrize("codec", SELECTING, ids=repr)
+@pytest.mark.parametrize("exchange", SPARSE)
+def test_sparse_sums_at_many_ranks(exchange, size, codec):
+    check(run_threads(size, lambda collective: mean(collective, SPARSE[exchange], codec)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("exchange", SPARSE)
+def test_all_of_it_is_the_dense_mean(exchange, size):
+    ranks = run_threads(size, lambda collective: mean(collective, SPARSE[exchange], TopK(1.0)))
+    dense = sum(before.double() for before, *_ in ranks) / size
+    assert all((out.double() - dense).abs().max() <= 1e-6 for _, _, out, *_ in ranks)
+    assert not any(after.any() for _, after, *_ in ranks)
+
+
+def partly(collective, exchange, empty):
+    """A mean in which some ranks have nothing."""
+    section = Section(TopK(0.05), LAYOUT, 7)  # the vector has elements that are no section's
+    plan = exchange.plan([section], collective, CPU, Meter(CPU), kept(exchange))
+    vector = torch.randn(LAYOUT.numel + 9, generator=torch.Generator().manual_seed(collective.rank))
+    if collective.rank in empty:
+        vector.zero_()
+    before, out, flag = vector.clone(), torch.full_like(vector, 7.0), torch.tensor(0.0)
+    plan.mean(vector, out, 5, flag)
+    sent = before - vector
+    return before, vector, out, flag, sent
+
+
+@pytest.mark.parametrize("empty", [{0}, {2}, {0, 1, 3, 4}, {0, 1, 2, 3, 4}])
+@pytest.mark.parametrize("exchange", SPARSE)
+def test_ranks_with_nothing_to_say(exchange, empty):
+    ranks = run_threads(5, lambda collective: partly(collective, SPARSE[exchange], empty))
+    inside = slice(7, 7 + LAYOUT.numel)
+    assert all((out[:7] == 7).all() and (out[inside.stop :] == 7).all() for _, _, out, *_ in ranks)
+    check([(before[inside], after[inside], out[inside]) for before, after, out, *_ in ranks])
+
+
+@pytest.mark.parametrize("exchange", SPARSE)
+def test_sparse_sums_over_sockets(pools, exchange):
+    sockets = pools[4].run(_over_sockets, SPARSE[exchange], TopK(0.05))
+    threads = run_threads(4, lambda collective: mean(collective, SPARSE[exchange], TopK(0.05)))
+    check(sockets)
+    assert all(socket[2].equal(thread[2]) for socket, thread in zip(sockets, threads, strict=True))
+
+
+class Deaf(Liar):
+    """Changes what rank 0 sends to one rank."""
+
+    def swap(self, sends, receives):
+        if self.rank == 0:
+            sends = {peer: tensor.clone() for peer, tensor in sends.items()}
+            for tensor in sends.values():
+                tensor[20] ^= 1
+        self.inner.swap(sends, receives)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("exchange", [each for each in SPARSE if each != "ok_topk"])  # which sends to all alike
+def test_a_damaged_message_is_an_error_on_every_rank(exchange, size):
+    def program(collective):
+        try:
+            mean(Deaf(collective, None), SPARSE[exchange], TopK(0.05))
+        except ValueError as error:
+            return str(error)
+        return "went on"
+
+    said = run_threads(size, program, timeout=30.0)
+    assert "the message of rank 0 was changed on the way" in " ".join(said)
+    assert all("damaged" in each or "was sent a message that it cannot read" in each for each in said)
 
 
 NODES = [(2, 4), (2, 6), (3, 6), (4, 8), (2, 8), (3, 9), (4, 16)]
@@ -107,6 +206,11 @@ def test_nodes_of_several_sizes_are_refused():
         ({"exchange": {"name": "hierarchical", "outer": "hierarchical"}}, "unknown exchange 'hierarchical'"),
         ({"exchange": {"name": "hierarchical", "outer": {"name": "two_shot", "adagrad": 1e-8}}}, "without adagrad"),
         ({"compressor": "dgc", "exchange": "hierarchical"}, "adds up the gradients of a node"),
+        ({"exchange": {"name": "hierarchical", "outer": OkTopK()}}, "it must be one of auto, all_reduce"),
+        ({"exchange": {"name": "ok_topk", "evaluate_every": 0}}, r"OkTopK\(evaluate_every=0\)"),
+        ({"compressor": "dgc", "exchange": "gtopk"}, "leaves what ranks sent in the residuals of others"),
+        ({"compressor": "wangni", "exchange": "gtopk"}, "drops the smaller sums, which only error feedback"),
+        ({"compressor": "qsgd", "exchange": "recursive_doubling"}, "pays where few elements are sent"),
         ({"compressor": "onebit", "exchange": "split_gather"}, "pays where few elements are sent"),
         ({"compressor": "powersgd", "exchange": "hierarchical"}, "exchanges by itself"),
     ],
@@ -166,7 +270,9 @@ def _trains(exchange):
     return train("topk", 10, exchange=exchange)
 
 
-@pytest.mark.parametrize("exchange", ["split_gather", {"name": "hierarchical", "node_size": 2}])
+@pytest.mark.parametrize(
+    "exchange", ["split_gather", "recursive_doubling", "butterfly", {"name": "hierarchical", "node_size": 2}]
+)
 def test_training(pools, exchange):
     ranks = pools[4].run(_trains, exchange)
     assert all((weights == ranks[0][0]).all() for weights, _ in ranks)

@@ -72,6 +72,11 @@ class RandomK(Codec):
         """Only where most of the gradient is sent at once."""
         return self.density > 0.5
 
+    @property
+    def sent_share(self) -> float:
+        """See ``Codec.sent_share``."""
+        return self.density
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
         return _RandomKPlan(layout, device, self, LARGEST / summands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -34,6 +34,14 @@ class Collective(ABC):
     @abstractmethod
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Row r of ``send [size, n]`` goes to rank r; row r of ``receive [size, n]`` came from rank r."""
+
+    @abstractmethod
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Point to point: ``sends[r]`` goes to rank r, and what rank r sends here comes to ``receives[r]``.
+
+        All ranks call it in every round, perhaps with nothing; both sides know how long a tensor is and its dtype.
+        Tensors are contiguous, and none is for the rank itself.
+        """
 
     @abstractmethod
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ class CountingCollective(Collective):
     """Another collective, with its bytes and time in a meter.
 
     Sent by a rank of W for n bytes: all-reduce ``2 (W - 1) n / W``, all-gather ``(W - 1) n``, all-to-all the rows that
-    go to others.
+    go to others, swap what it sends.
     """
 
     def __init__(self, inner: Collective, meter: Meter) -> None:
@@ -46,6 +46,12 @@ class CountingCollective(Collective):
         self._meter.bytes_sent += (self.size - 1) * send[0].numel() * send.element_size()
         with self._meter.span("exchange"):
             self._inner.all_to_all(send, receive)
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Count what goes out."""
+        self._meter.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor in sends.values())
+        with self._meter.span("exchange"):
+            self._inner.swap(sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """Count in the same meter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -28,6 +28,9 @@ class LocalCollective(Collective):
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Copy the only row."""
         receive.copy_(send)
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """There is nobody to swap with."""
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """There is only one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -58,6 +58,10 @@ class OrderedCollective(Collective):
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """As it is."""
         self._inner.all_to_all(send, receive)
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """As it is."""
+        self._inner.swap(sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """In order there, too."""

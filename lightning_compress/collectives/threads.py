@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ class _World:
     def __init__(self, size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout)
         self.slots: list[Tensor | None] = [None] * size
+        self.letters: list[Mapping[int, Tensor]] = [{}] * size
         self.timeout = timeout
         self.parts: dict[tuple[int, ...], _World] = {}
         self.lock = threading.Lock()
@@ -64,6 +65,18 @@ class ThreadCollective(Collective):
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Take this rank's row of every rank."""
         self._share(send, lambda slots: receive.copy_(torch.stack([slot[self.rank] for slot in slots])))
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Take what the others left for this rank."""
+        letters = self._world.letters
+        letters[self.rank] = sends
+        self._world.barrier.wait()
+        for peer, tensor in receives.items():
+            letter = letters[peer][self.rank]
+            if letter.shape != tensor.shape:  # which copy_ would spread
+                raise RuntimeError(f"rank {peer} sends {tuple(letter.shape)}, not {tuple(tensor.shape)}")
+            tensor.copy_(letter)
+        self._world.barrier.wait()
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """A world inside the world."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ class TorchCollective(Collective):
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._met = dist.get_backend(group) != "nccl"
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks with the group's own algorithm."""
@@ -42,6 +43,23 @@ class TorchCollective(Collective):
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Exchange rows pairwise."""
         dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Everything at once, so that no order can lock: asynchronous on Gloo, one group call on NCCL."""
+        if not self._met:  # NCCL wants all ranks in a group's first call
+            dist.barrier(self.group)
+            self._met = True
+        whole = self.group or dist.group.WORLD
+        assert whole is not None
+        both = ((dist.isend, sends), (dist.irecv, receives))
+        moves = [
+            dist.P2POp(way, tensor, dist.get_global_rank(whole, peer), whole)
+            for way, tensors in both
+            for peer, tensor in tensors.items()
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(moves) if moves else ():
+            work.wait()
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """A process group for each part, made once in a process and with the same timeout."""

@@ -6,11 +6,16 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.butterfly import Butterfly
+from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
+from lightning_compress.exchanges.ok_topk import OkTopK
+from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
+from lightning_compress.exchanges.run_length import RunLength
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
-EXCHANGES: dict[str, type[Exchange]] = {**PLAIN, "hierarchical": Hierarchical}
+EXCHANGES: dict[str, type[Exchange]] = {**PLAIN, "ok_topk": OkTopK, "hierarchical": Hierarchical}
 """What ``exchange=`` takes by name."""
 
 __all__ = [
@@ -18,9 +23,14 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Auto",
+    "Butterfly",
     "Exchange",
     "ExchangePlan",
+    "GTopK",
     "Hierarchical",
+    "OkTopK",
+    "RecursiveDoubling",
+    "RunLength",
     "SplitGather",
     "TwoShot",
 ]

@@ -64,9 +64,14 @@ class ExchangePlan(ABC):
 
 
 class Exchange(ABC):
-    """A pattern in which messages travel; a frozen dataclass of its settings."""
+    """A pattern in which messages travel; a frozen dataclass of its settings.
+
+    Attributes:
+        hands_over: what a rank sent may end in the residual of another one.
+    """
 
     counts_steps: ClassVar[bool] = False
+    hands_over: ClassVar[bool] = False
 
     @property
     def optimizes(self) -> bool:

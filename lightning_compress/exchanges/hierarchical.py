@@ -20,9 +20,14 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.butterfly import Butterfly
+from lightning_compress.exchanges.gtopk import GTopK
+from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
+from lightning_compress.exchanges.run_length import RunLength
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
+from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.registry import build
@@ -34,6 +39,10 @@ PLAIN: dict[str, type[Exchange]] = {
     "all_gather": AllGather,
     "two_shot": TwoShot,
     "split_gather": SplitGather,
+    "recursive_doubling": RecursiveDoubling,
+    "butterfly": Butterfly,
+    "gtopk": GTopK,
+    "run_length": RunLength,
 }
 """What goes between nodes."""
 
@@ -61,7 +70,7 @@ class Hierarchical(Exchange):
     def __post_init__(self) -> None:
         outer = build("exchange", self.outer, PLAIN, (Exchange,))
         assert isinstance(outer, Exchange)
-        if isinstance(outer, Hierarchical) or outer.optimizes:
+        if isinstance(outer, Hierarchical) or outer.state(Layout(())):
             raise ValueError(f"Hierarchical(outer={outer}): it must be one of {', '.join(PLAIN)}, without adagrad")
         object.__setattr__(self, "outer", outer)  # frozen; equal settings are equal, however they were given
         size = self.node_size

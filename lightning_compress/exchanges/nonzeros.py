@@ -8,6 +8,8 @@ on a bitmap is shorter than a list, which alone would be best up to a half (Spar
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,9 +17,15 @@ from torch import Tensor
 HEADER = 16
 
 
-def used_bytes(count: float, numel: int) -> float:
-    """Bytes of a message of ``count`` of ``numel`` numbers."""
-    return HEADER + min(8 * count, _bitmap_bytes(numel) + 4 * count, 4 * numel)
+def used_bytes(count: float, numel: int, exact: bool = False) -> float:
+    """Bytes of a message of ``count`` of ``numel`` numbers; of all only if ``count`` is ``numel``, where ``exact``."""
+    few = min(8 * count, bitmap_bytes(numel) + 4 * count)
+    return HEADER + (few if exact and count < numel else min(few, 4 * numel))
+
+
+def most_bytes(numel: int) -> int:
+    """The most that a message of ``numel`` numbers takes."""
+    return HEADER + 4 * numel
 
 
 def write(values: Tensor, message: Tensor) -> int:
@@ -30,23 +38,39 @@ def write(values: Tensor, message: Tensor) -> int:
     Returns:
         bytes of the message.
     """
-    numel, places = len(values), _places(values)
-    count, bitmap = len(places), _bitmap_bytes(numel)
+    numel, found = len(values), places_of(values)
+    if _kind(len(found), numel) == "dense":
+        return _dense(len(found), values, message)
+    return write_entries(found, values[found], numel, message)
+
+
+def write_entries(places: Tensor, values: Tensor, numel: int, message: Tensor, exact: bool = False) -> int:
+    """The same for numbers at ascending places, int64 ``[count]``, none of them twice.
+
+    Where ``exact``, these are what is read: zeros are none of them, nor are they left out. The message may take
+    ``bitmap_bytes(numel)`` more.
+    """
+    count, kind = len(places), _kind(len(places), numel, exact)
+    if kind == "dense":
+        return _dense(count, values.new_zeros(numel).index_copy_(0, places, values), message)
     message[:4].view(torch.int32)[0] = count
-    used = int(used_bytes(count, numel))
+    used = int(used_bytes(count, numel, exact))
     body = message[HEADER:used]
-    if used == HEADER + 4 * numel:
-        body.view(torch.float32).copy_(values)
-        return used
-    if used == HEADER + 8 * count:
+    if kind == "list":
         body[: 4 * count].view(torch.int32).copy_(places)
     else:
+        bitmap = bitmap_bytes(numel)
         bits = torch.zeros(8 * bitmap, dtype=torch.bool, device=values.device)
         bits[places] = True
         packed = np.packbits(bits.cpu().numpy(), bitorder="little")
         body[:bitmap].copy_(torch.from_numpy(packed))
-    body[-4 * count :].view(torch.float32).copy_(values[places])
+    body[len(body) - 4 * count :].view(torch.float32).copy_(values)
     return used
+
+
+def write_all(values: Tensor, message: Tensor) -> int:
+    """The same for all numbers, zeros too."""
+    return _dense(len(values), values, message)
 
 
 def read(message: Tensor, out: Tensor) -> None:
@@ -59,30 +83,58 @@ def read(message: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: the message is damaged.
     """
-    numel, count = len(out), int(message[:4].view(torch.int32)[0])
-    if not 0 <= count <= numel or used_bytes(count, numel) > len(message):
-        raise ValueError(f"a message says that it has {count} of {numel} numbers; it is damaged")
-    used, bitmap = int(used_bytes(count, numel)), _bitmap_bytes(numel)
-    body = message[HEADER:used]
-    if used == HEADER + 4 * numel:
-        out.copy_(body.view(torch.float32))
+    places, values = read_entries(message, len(out))
+    if places is None:
+        out.copy_(values)
         return
-    if used == HEADER + 8 * count:
+    out.zero_()
+    out[places] = values
+
+
+def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tensor | None, Tensor]:
+    """Places, int64 ``[count]``, and the numbers there; no places and all ``numel`` numbers where these were written.
+
+    Raises:
+        ValueError: the message is damaged.
+    """
+    count = int(message[:4].view(torch.int32)[0])
+    if not 0 <= count <= numel or used_bytes(count, numel, exact) > len(message):
+        raise ValueError(f"a message says that it has {count} of {numel} numbers; it is damaged")
+    body, kind = message[HEADER : int(used_bytes(count, numel, exact))], _kind(count, numel, exact)
+    if kind == "dense":
+        return None, body.view(torch.float32)
+    if kind == "list":
         places = body[: 4 * count].view(torch.int32).long()
     else:
-        bits = np.unpackbits(body[:bitmap].cpu().numpy(), bitorder="little")
-        places = torch.from_numpy(np.flatnonzero(bits)).to(out.device)
+        bits = np.unpackbits(body[: bitmap_bytes(numel)].cpu().numpy(), bitorder="little")
+        places = torch.from_numpy(np.flatnonzero(bits)).to(message.device)
     if len(places) != count or (count and not 0 <= int(places.min()) <= int(places.max()) < numel):
         raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
-    out.zero_()
-    out[places] = body[-4 * count :].view(torch.float32) if count else out[:0]
+    return places, body[len(body) - 4 * count :].view(torch.float32)
 
 
-def _bitmap_bytes(numel: int) -> int:
-    return -(-numel // 32) * 4
-
-
-def _places(values: Tensor) -> Tensor:
+def places_of(values: Tensor) -> Tensor:
+    """Where numbers are not 0, int64, ascending."""
     if values.device.type == "cpu":  # several times as fast as torch's
         return torch.from_numpy(np.flatnonzero(values.numpy()))
     return values.nonzero().flatten()
+
+
+def _kind(count: int, numel: int, exact: bool = False) -> Literal["list", "bitmap", "dense"]:
+    """In the order in which they are preferred where they take as many bytes."""
+    used = used_bytes(count, numel, exact) - HEADER
+    if used == 4 * numel and not (exact and count < numel):
+        return "dense"
+    return "list" if used == 8 * count else "bitmap"
+
+
+def _dense(count: int, values: Tensor, message: Tensor) -> int:
+    message[:4].view(torch.int32)[0] = count
+    used = HEADER + 4 * len(values)
+    message[HEADER:used].view(torch.float32).copy_(values)
+    return used
+
+
+def bitmap_bytes(numel: int) -> int:
+    """Bytes of one bit for each number, in whole words."""
+    return -(-numel // 32) * 4

@@ -111,13 +111,12 @@ class _Plan(ExchangePlan):
         width = longest(aligned(end), len(self._message), self._collective, out.device)
         messages = rows(self._messages, size, width)
         self._collective.all_gather(self._message[:width], messages)
-        if problem:
-            raise problem
+        flag.zero_()
         with self._meter.span("decode"):
             for peer, message in enumerate(messages):
                 theirs = message[:4].view(torch.float32)[0]
                 if theirs.isinf():
-                    raise ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
+                    raise problem or ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
                 flag.add_(theirs * 0.0)
                 self._spread(peer, message[FLAG:], out)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_compress import bridge
-from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, TopK
+from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.layout import Layout
@@ -20,6 +20,10 @@ CPU = torch.device("cpu")
 DENSE = Layout.of([("bias", (37,))])
 LARGE = Layout.of([("conv", (16, 9, 3, 3)), ("linear", (61, 37))])
 OTHER = Layout.of([("embedding", (70, 30))])
+SUMS = ("recursive_doubling", "butterfly", "run_length")
+"""Exchanges of sums, for methods that send few elements."""
+DROPPING = ("gtopk", "ok_topk")
+"""Those of them that drop the smaller sums."""
 WAIT = 30.0
 """Seconds that a rank waits for the others: then it hangs."""
 METHODS = {case.name: (case.codec,) for case in CASES if case.name != "none"}
@@ -57,8 +61,16 @@ class Liar(Collective):
     def all_to_all(self, send, receive):
         self.inner.all_to_all(self._spoilt(send), receive)
 
+    def swap(self, sends, receives):
+        self.inner.swap({peer: self._spoilt(tensor) for peer, tensor in sends.items()}, receives)
+
     def part(self, ranks):
         return Liar(self.inner.part(ranks), self.random)
+
+
+def selects(method):
+    """Whether few elements are sent."""
+    return method.sparse or isinstance(method, RandomK)
 
 
 def ways():
@@ -71,6 +83,8 @@ def ways():
                     "two_shot": lambda each: each.repeatable,
                     "all_reduce": lambda each: each.sum_dtype,
                     "split_gather": lambda each: each.sparse,
+                    **dict.fromkeys(SUMS, selects),
+                    **dict.fromkeys(DROPPING, lambda each: each.contractive and selects(each)),
                     "hierarchical": lambda each: False,  # what is tried alone
                 }
                 allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)
@@ -98,7 +112,10 @@ def plan_of(way, collective):
         Stretch(first, LARGE, DENSE.numel),
         Stretch(second, OTHER, DENSE.numel + LARGE.numel, 1),
     ]
-    states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in bridge.declared(stretches).items()}
+    layout = Layout.of((each.name, each.shape) for part in (DENSE, LARGE, OTHER) for each in part.segments)
+    kept = {f"exchange.{name}": each for name, each in EXCHANGES[exchange]().state(layout).items()}
+    declared = {**bridge.declared(stretches), **kept}
+    states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in declared.items()}
     plan = bridge.plan_group(stretches, EXCHANGES[exchange](), collective, CPU, Meter(CPU), states)
     return plan, states
 

@@ -1,0 +1,123 @@
+"""Rounds of point-to-point messages whose lengths vary, after which all ranks go on or all stop.
+
+Before a round every rank tells all others how long its messages are (an all-gather of a few bytes): nobody waits for
+bytes that do not come, whatever a rank said. Every message carries a checksum, since what goes to one rank only cannot
+be compared: a message that was changed on the way, or that cannot be read, is told in the next table, and then all
+ranks raise.
+
+    message: | checksum, 4 bytes | padding to 16 bytes | body |
+    table:   a row a rank: | a word, int32; below 0: this rank could not read a message | sizes, int32 |
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.base import ALIGNMENT, aligned
+from lightning_compress.collectives import Collective
+from lightning_compress.meter import Meter
+
+HEADER = 16
+TROUBLE = -1
+
+
+class Rounds:
+    """The rounds of one exchange on one rank.
+
+    Args:
+        collective: the ranks.
+        messages: what a rank sends in a round, at most.
+        device: where messages are.
+        meter: gets the time of reading.
+    """
+
+    def __init__(self, collective: Collective, messages: int, device: torch.device, meter: Meter) -> None:
+        self._collective = collective
+        self._meter = meter
+        self._table = torch.zeros(collective.size, 1 + messages, dtype=torch.int32, device=device)
+        self._problem: ValueError | None = None
+        self.table_bytes = (collective.size - 1) * 4 * (1 + messages)
+
+    def begin(self) -> None:
+        """Forget the troubles of a step before."""
+        self._problem = None
+
+    def agree(self, sizes: Sequence[int], most: int, word: int = 0) -> list[list[int]]:
+        """Tell all ranks how long this rank's messages are.
+
+        Args:
+            sizes: bytes of this rank's messages.
+            most: bytes that a message of any rank takes at most, equal on all ranks.
+            word: something else that all should know, 0 or more.
+
+        Returns:
+            word and sizes of every rank; this rank's too, which are the ones that count.
+
+        Raises:
+            ValueError: a rank could not read a message, or says what no message takes; on every rank.
+        """
+        row = torch.zeros_like(self._table[0])
+        row[: 1 + len(sizes)] = torch.tensor([TROUBLE if self._problem else word, *sizes], dtype=torch.int32)
+        self._collective.all_gather(row, self._table)
+        rows: list[list[int]] = self._table.tolist()
+        for rank, (said, *lengths) in enumerate(rows):
+            if said < 0:
+                raise self._problem or ValueError(f"rank {rank} was sent a message that it cannot read, and says why")
+            for length in lengths:
+                if not 0 <= length <= most or length % ALIGNMENT:
+                    raise ValueError(f"rank {rank} says that its message takes {length} bytes; {most} is the most")
+        return rows
+
+    def swap(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], read: Callable[[int, Tensor], None]
+    ) -> None:
+        """Send sealed messages, and read those of others in the order of their ranks.
+
+        Args:
+            sends: uint8, as long as ``agree`` told.
+            receives: buffers, as long as the senders told.
+            read: is given a rank and the body of its message; a ValueError is kept for the next ``agree``.
+        """
+        self._collective.swap(sends, receives)
+        with self._meter.span("decode"):
+            for peer in sorted(receives):
+                try:
+                    if self._problem is None:
+                        read(peer, _opened(receives[peer], peer))
+                except ValueError as error:  # the other ranks wait for this one
+                    self._problem = error
+
+    def finish(self) -> None:
+        """See that every rank could read what it was sent.
+
+        Raises:
+            ValueError: one could not; on every rank.
+        """
+        self.agree([], 0)
+        if self._problem:
+            raise self._problem
+
+
+def seal(message: Tensor, used: int) -> int:
+    """Write the checksum of a body of ``used`` bytes, behind the header; returns bytes of the message."""
+    end = HEADER + aligned(used)
+    message[HEADER + used : end] = 0
+    message[:4].view(torch.int32)[0] = _checksum(message[HEADER:end])
+    return end
+
+
+def _opened(message: Tensor, peer: int) -> Tensor:
+    body = message[HEADER:]
+    if len(message) < HEADER or int(message[:4].view(torch.int32)[0]) != _checksum(body):
+        raise ValueError(f"the message of rank {peer} was changed on the way; it is damaged")
+    return body
+
+
+def _checksum(body: Tensor) -> int:
+    crc = zlib.crc32(body.cpu().numpy().data)
+    return int(np.uint32(crc).view(np.int32))
