@@ -13,7 +13,7 @@ SOURCES = sorted(
 )
 # What stands earlier is never allowed to import what stands later.
 LAYERS = [
-    ("layout", "keys", "meter", "gradients", "registry", "scratch", "failures"),
+    ("layout", "keys", "meter", "gradients", "registry", "scratch", "failures", "costs"),
     ("state",),
     ("snapshot",),
     ("codecs", "collectives"),
