@@ -120,7 +120,8 @@ class _Beside(ExchangePlan):
         self.dense_places = exchange.dense_places
         self.bytes_sent = exchange.bytes_sent + sum(plan.bytes_sent for _, plan in plans)
         self.rounds = exchange.rounds + sum(plan.rounds for _, plan in plans)
-        self.encodes, self.decodes, self.calls = exchange.encodes, exchange.decodes, exchange.calls
+        self.encodes, self.decodes = exchange.encodes, exchange.decodes
+        self.copies, self.calls = exchange.copies, exchange.calls
         self.inner_bytes, self.inner_rounds = exchange.inner_bytes, exchange.inner_rounds
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:

@@ -79,6 +79,7 @@ class Priced(Protocol):
     rounds: int
     encodes: float
     decodes: float
+    copies: float
     calls: int
     inner_bytes: int
     inner_rounds: int
@@ -100,18 +101,20 @@ def wire_seconds(plan: Priced, link: Link, inside: Link | None = None, sharing: 
     return waits + outward + inward
 
 
-def device_seconds(plan: Priced, work: Work, crowding: float = 1.0) -> float:
+def device_seconds(plan: Priced, work: Work, copy_s: float = 0.0, crowding: float = 1.0) -> float:
     """Time that the rank's device encodes and decodes, and can do nothing else.
 
     Args:
         plan: the exchange.
         work: elements and speeds, of each section.
+        copy_s: seconds per element that is copied.
         crowding: ranks that share a core, 1 or more.
     """
     once = 0.0
     for numel, speeds in work:
         once += numel * plan.encodes * speeds.encode_s  # each element as often as the pattern encodes it
         once += numel * plan.decodes * speeds.decode_s  # grows with the messages that arrive
+        once += numel * plan.copies * copy_s  # what stays float32 passes through memory all the same
         once += plan.calls * speeds.start_s  # a shard of its own is a call of its own
     return once * max(1.0, crowding)
 
@@ -122,6 +125,7 @@ def step_seconds(
     link: Link,
     inside: Link | None = None,
     sharing: int = 1,
+    copy_s: float = 0.0,
     crowding: float = 1.0,
     hidden_s: float = 0.0,
 ) -> float:
@@ -133,11 +137,14 @@ def step_seconds(
         link: see ``wire_seconds``.
         inside: likewise.
         sharing: likewise.
+        copy_s: see ``device_seconds``.
         crowding: see ``device_seconds``.
         hidden_s: seconds of backward that are left while messages travel; 0 for the last bucket.
     """
     exposed = max(0.0, wire_seconds(plan, link, inside, sharing) - hidden_s)
-    return device_seconds(plan, work, crowding) + exposed  # encoding takes the device from backward: never hidden
+    return (
+        device_seconds(plan, work, copy_s, crowding) + exposed
+    )  # encoding takes the device from backward: never hidden
 
 
 def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:

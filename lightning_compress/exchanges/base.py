@@ -34,6 +34,7 @@ class ExchangePlan(ABC):
         rounds: messages that wait for one another: how often a step pays the latency of the link.
         encodes: how many times over a rank encodes the vector.
         decodes: how many times over it decodes it.
+        copies: how many times over it copies float32 or adds it up beside that.
         calls: how often it calls the codec to encode or to decode.
         inner_bytes: of ``bytes_sent``, those that stay within a node.
         inner_rounds: of ``rounds``, those within a node.
@@ -45,6 +46,7 @@ class ExchangePlan(ABC):
     rounds: int = 0
     encodes: float = 1.0
     decodes: float = 1.0
+    copies: float = 0.0
     calls: int = 2
     inner_bytes: int = 0
     inner_rounds: int = 0

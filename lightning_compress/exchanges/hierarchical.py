@@ -141,7 +141,7 @@ class _Plan(ExchangePlan):
         self.inner_rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
         self.bytes_sent = self.inner_bytes + outer.bytes_sent
         self.rounds = self.inner_rounds + outer.rounds
-        self.calls = outer.calls
+        self.copies, self.calls = 4.0, outer.calls  # into rows, their sum, what is left, out of rows
         self.encodes, self.decodes = outer.encodes / inside.size, outer.decodes / inside.size
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:

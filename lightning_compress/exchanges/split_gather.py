@@ -39,6 +39,8 @@ from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
+WRITES, READS = 8.0, 7.0
+"""Times that copying takes, to write and to read numbers of which many are 0."""
 FLAG = 16
 """Bytes in front of a sum: the flag, and padding."""
 
@@ -96,7 +98,7 @@ class _Plan(ExchangePlan):
         lengths = length_rounds(self._largest, size) + all_reduce_rounds(size)
         self.rounds = all_to_all_rounds(size) + lengths + all_gather_rounds(size)
         self.calls = 2 * size + 2
-        self.encodes, self.decodes = 1.0 + 1 / size, 2.0  # the own shard's sum is written, all sums are read
+        self.copies = WRITES / size + READS  # the own shard's sum, and all sums
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size

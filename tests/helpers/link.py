@@ -1,11 +1,13 @@
-"""A link of 1 Gbit/s, as far as ``exchange="auto"`` can tell: what it chooses in a test is always the same."""
+"""A slow link without latency, as far as ``exchange="auto"`` can tell: in tests, bytes decide."""
 
 from lightning_compress.codecs import Dense
-from lightning_compress.costs import CODES, COPIES, UNKNOWN
+from lightning_compress.costs import CODES, COPIES, Link
 from lightning_compress.exchanges import probe
+
+SLOW = Link(1e-6, 1e7)
 
 
 def pretend():
-    """Have this process measure that, from now on; where ranks share memory, nothing but dense would pay."""
-    probe.time_link = lambda collective, device: UNKNOWN
+    """Have this process measure that, from now on; where ranks share memory, hardly anything but dense would pay."""
+    probe.time_link = lambda collective, device: SLOW
     probe.time_codec = lambda codec, device: COPIES if isinstance(codec, Dense) else CODES
