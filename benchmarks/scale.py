@@ -184,11 +184,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="of the check")
     parser.add_argument("--rate", default="1gbit", help="of the check's links")
     parser.add_argument("--model", default="mlp", help="of the check")
+    parser.add_argument("--steps", type=int, default=20, help="of the check")
     given = parser.parse_args()
     if given.check:
         from benchmarks._scale import check
 
-        figures = check.compare(given.ranks, given.rate, given.model)
+        figures = check.compare(given.ranks, given.rate, given.model, given.steps)
         check.show(figures, f"{given.model}, {given.ranks} ranks, {given.rate}")
         if given.json:
             given.json.write_text(json.dumps(figures, indent=2))

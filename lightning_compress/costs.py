@@ -142,9 +142,8 @@ def step_seconds(
         hidden_s: seconds of backward that are left while messages travel; 0 for the last bucket.
     """
     exposed = max(0.0, wire_seconds(plan, link, inside, sharing) - hidden_s)
-    return (
-        device_seconds(plan, work, copy_s, crowding) + exposed
-    )  # encoding takes the device from backward: never hidden
+    # Encoding takes the device from backward: nothing of it is hidden.
+    return device_seconds(plan, work, copy_s, crowding) + exposed
 
 
 def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:

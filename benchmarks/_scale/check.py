@@ -105,11 +105,11 @@ def predict(
     return computing_s * (1 - BACKWARD) + backward_seconds(costs, overlaps=settings is None)
 
 
-def compare(ranks: int, rate: str, model: str, steps: int = 20) -> dict[str, Any]:
+def compare(ranks: int, rate: str, model: str, steps: int) -> dict[str, Any]:
     """Measured and predicted milliseconds, by method."""
     names = {json.dumps(choice): choice for choice in CHOICES}
     methods = ["no communication", "DDP", *names]
-    measured = network.measure(ranks=ranks, rate=rate, model=model, methods=methods, steps=steps, rounds=2)["ms"]
+    measured = network.measure(ranks=ranks, rate=rate, model=model, methods=methods, steps=steps, rounds=1)["ms"]
     link, speeds = probe(ranks, rate)
     computing_s = measured["no communication"] / 1e3
     predicted = {

@@ -155,7 +155,7 @@ class Auto(Exchange):
             between = _ways(codecs, ranks // node)
             offers += [self._offer(Hierarchical(way, self.node_size), sections, world) for way in between]
         allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
-        dense.others = offers
+        dense.name, dense.others = "float32 all_reduce", offers
         if not allowed:
             dense.plan.description += (
                 f" of float32, since {usual.plan.description} would send {usual.plan.bytes_sent:,} bytes"
@@ -197,7 +197,9 @@ class Auto(Exchange):
 
     def _say(self, choice: _Offer, sections: Sequence[Section]) -> None:
         numel = sum(section.layout.numel for section in sections)
-        others = ", ".join(f"{each.plan.description} {1e3 * each.seconds:.2f} ms" for each in choice.others)
+        others = ", ".join(
+            f"{each.name or each.plan.description} {1e3 * each.seconds:.2f} ms" for each in choice.others
+        )
         link = self.link or self._measured.links["ranks"]
         said = f"{choice.plan.description}: {choice.plan.bytes_sent:,} bytes a rank for {numel} elements"
         said += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
@@ -214,9 +216,13 @@ class _Offer:
 
     plan: ExchangePlan
     seconds: float
+    name: str = ""
     others: Sequence[_Offer] = ()
     slow: bool = False
     """Compression was dropped because it would take longer."""
+
+    def __str__(self) -> str:
+        return f"{self.name or self.plan.description} {1e3 * self.seconds:.2f} ms"
 
     @property
     def outward(self) -> int:
@@ -228,7 +234,7 @@ class _Offer:
         """One after the other."""
         others = [other for offer in offers for other in offer.others]
         seconds, slow = sum(offer.seconds for offer in offers), any(offer.slow for offer in offers)
-        return cls(_Apart([offer.plan for offer in offers]), seconds, others, slow)
+        return cls(_Apart([offer.plan for offer in offers]), seconds, "", others, slow)
 
 
 def _kind(codec: Codec, ranks: int) -> str:
