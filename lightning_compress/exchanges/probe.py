@@ -72,7 +72,7 @@ def _time_codec(codec: Codec, numel: int, device: torch.device) -> tuple[float, 
     section = Section(codec, Layout.of([("probe", (numel // 1024, 1024))]), 0)
     plan = MessagePlan([section], device, Meter(device))
     data = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
-    vector, out, flag = torch.empty_like(data), torch.empty_like(data), torch.zeros((), device=device)
+    vector, out, flag = torch.empty_like(data), torch.zeros_like(data), torch.zeros((), device=device)
     message = torch.zeros(plan.size, dtype=torch.uint8, device=device)
     encoding, decoding = [], []
     plan.share(0)
@@ -81,7 +81,7 @@ def _time_codec(codec: Codec, numel: int, device: torch.device) -> tuple[float, 
         start = _now(device)
         used = plan.encode(vector, message, key, flag)
         encoded = _now(device)
-        plan.decode(message[None, :used], out, 1.0, accumulate=False)
+        plan.decode(message[None, :used], out, 1.0, accumulate=True)  # as each message but the first
         encoding.append(encoded - start)
         decoding.append(_now(device) - encoded)
         if sum(encoding) + sum(decoding) > TOO_LONG:
