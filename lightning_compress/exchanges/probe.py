@@ -46,15 +46,16 @@ def time_link(collective: Collective, device: torch.device) -> Link:
         collective.all_to_all(rows, received)
         return _now(device) - start
 
+    def least(count: int) -> float:
+        return min(_agreed([seconds(count) for _ in range(REPEATS)], collective, device))
+
     seconds(4 * size)  # connections are made
-    least = min(_agreed([seconds(4 * size) for _ in range(2 * REPEATS)], collective, device))
-    rounds = all_reduce_rounds(size) + all_to_all_rounds(size)
-    count = LEAST
-    while (took := _agreed([seconds(count)], collective, device)[0]) < LONG and count < MOST:
+    start, count = least(4 * size), LEAST
+    while (took := least(count)) < LONG and count < MOST:
         count *= 2
-    took = min(took, *_agreed([seconds(count) for _ in range(REPEATS - 1)], collective, device))
+    rounds = all_reduce_rounds(size) + all_to_all_rounds(size)
     sent = all_reduce_bytes(count, size) + all_reduce_bytes(count, size) / 2
-    return Link(max(1e-7, least / rounds), sent / max(1e-7, took - least))
+    return Link(max(1e-7, start / rounds), sent / max(1e-7, took - start))
 
 
 def time_codec(codec: Codec, device: torch.device) -> Speeds:
