@@ -153,7 +153,7 @@ class Auto(Exchange):
             from lightning_compress.exchanges.hierarchical import Hierarchical  # which knows this class, too
 
             between = _ways(codecs, ranks // node)
-            offers += [self._offer(Hierarchical(way, self.node_size), sections, world) for way in between]
+            offers += [self._offer(Hierarchical(way, node), sections, world) for way in between]
         allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
         dense.name, dense.others = "float32 all_reduce", offers
         if not allowed:
