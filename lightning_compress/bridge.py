@@ -90,6 +90,7 @@ class _Carrying(ExchangePlan):
         self._nothing = torch.zeros(0, device=device)
         self._weight = 1 / collective.size
         self.bytes_sent = sum(plan.bytes_sent for _, plan in plans)
+        self.rounds = sum(plan.rounds for _, plan in plans)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._carried[0] = flag
@@ -118,6 +119,10 @@ class _Beside(ExchangePlan):
         self._plans = plans
         self.dense_places = exchange.dense_places
         self.bytes_sent = exchange.bytes_sent + sum(plan.bytes_sent for _, plan in plans)
+        self.rounds = exchange.rounds + sum(plan.rounds for _, plan in plans)
+        self.encodes, self.decodes = exchange.encodes, exchange.decodes
+        self.copies, self.calls = exchange.copies, exchange.calls
+        self.inner_bytes, self.inner_rounds = exchange.inner_bytes, exchange.inner_rounds
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._exchange.mean(vector, out, key, flag)

@@ -157,6 +157,7 @@ class Settings:
                 f"exchange={pattern} leaves what ranks sent in the residuals of others, and {given} takes what has "
                 "left its own for applied; use exchange='auto', or a compressor without momentum of its own"
             )
+        pattern = pattern.flat() if correction else pattern
         if correction and pattern.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
         for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
@@ -174,7 +175,7 @@ class Settings:
         made = cls(
             compressor=given,
             rules=Rules(method, min_numel, _patterns("exclude", exclude), _rules(rules)),
-            exchange=pattern,
+            exchange=pattern.fixed() if deterministic else pattern,
             correction=correction,
             error_feedback=bool(error_feedback),
             as_needed=error_feedback is None,
@@ -217,7 +218,11 @@ class Settings:
 
     def running(self) -> dict[str, object]:
         """What may have changed since the run began, as primitives."""
-        return {"compressor": describe(self.compressor, COMPRESSORS), "error_feedback": self.error_feedback}
+        return {
+            "compressor": describe(self.compressor, COMPRESSORS),
+            "error_feedback": self.error_feedback,
+            "measured": self.exchange.measured(),
+        }
 
     def resumed(self, running: Mapping[str, object]) -> Settings:
         """The same with what ``running`` gave in an earlier run.
@@ -227,7 +232,11 @@ class Settings:
         """
         compressor, feedback = running["compressor"], bool(running["error_feedback"])
         settings = self if compressor is None else self.retuned(dict(compressor), {})  # type: ignore[call-overload]
-        return dataclasses.replace(settings, error_feedback=settings.error_feedback or feedback)
+        measured = running.get("measured")
+        if not isinstance(measured, Mapping | None):
+            raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
+        exchange = settings.exchange.given(measured or {})
+        return dataclasses.replace(settings, error_feedback=settings.error_feedback or feedback, exchange=exchange)
 
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""

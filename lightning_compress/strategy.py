@@ -224,8 +224,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         compressor: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``), or a codec. The default,
             ``bf16``, halves the traffic, has float32's range, and is safe with any optimizer and in a short run;
             everything stronger is a choice that depends on the optimizer and on the length of the run.
-        exchange: the pattern in which messages travel, by name, mapping or object. ``auto`` takes all-reduce for
-            messages that may be summed, all-gather up to 3 ranks and for sparse messages, else two-shot.
+        exchange: the pattern in which messages travel, by name, mapping or object. ``auto`` measures the
+            link once and takes what a cost model says, float32 where compression does not pay: see ``Auto``.
         error_feedback: add what was not sent to the next gradient. None: on exactly for methods that are biased
             (topk, onebit), whose theory needs it, and off for casts, where it would gain little for 8 bytes a
             parameter.

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.helpers import link
 from tests.helpers.data import public_data
 from tests.helpers.processes import Pools
 
@@ -8,6 +9,11 @@ from tests.helpers.processes import Pools
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _link():
+    link.pretend()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ SOURCES = sorted(
 )
 # What stands earlier is never allowed to import what stands later.
 LAYERS = [
-    ("layout", "keys", "meter", "gradients", "registry", "scratch", "failures", "background", "kernels"),
+    ("layout", "keys", "meter", "gradients", "registry", "scratch", "failures", "background", "kernels", "costs"),
     ("state",),
     ("snapshot",),
     ("codecs", "collectives"),

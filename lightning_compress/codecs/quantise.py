@@ -30,11 +30,8 @@ class Quantiser:
         device: where.
 
     Attributes:
-        top: the largest number.
-        sign: the highest bit of a code.
-        shift: as given.
-        planes: where codes stand.
-        size: bytes of a message's numbers.
+        top, sign, shift: the largest number, the highest bit of a code, and as given.
+        planes, size: where codes stand in a message, and how many bytes they take.
     """
 
     def __init__(self, bits: int, shift: float, count: int, most: int, device: torch.device) -> None:

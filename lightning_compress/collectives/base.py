@@ -19,6 +19,11 @@ class Collective(ABC):
     rank: int
     size: int
 
+    @property
+    def uncounted(self) -> Collective:
+        """The same ranks without a counter around them, for what is no part of a step."""
+        return self
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place, in the tensor's own dtype; every rank gets the same bits."""

@@ -23,6 +23,11 @@ class CountingCollective(Collective):
         self.rank = inner.rank
         self.size = inner.size
 
+    @property
+    def uncounted(self) -> Collective:
+        """What is inside."""
+        return self._inner
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Count a bandwidth-optimal all-reduce."""
         self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
@@ -61,3 +66,18 @@ class CountingCollective(Collective):
 def all_reduce_bytes(size: int, ranks: int) -> int:
     """Bytes that one of ``ranks`` sends in an all-reduce of ``size`` bytes."""
     return round(2 * (ranks - 1) / ranks * size)
+
+
+def all_reduce_rounds(ranks: int) -> int:
+    """Messages that wait for one another in an all-reduce that halves distances, then doubles them."""
+    return 2 * all_gather_rounds(ranks)
+
+
+def all_gather_rounds(ranks: int) -> int:
+    """Messages that wait for one another in an all-gather that doubles what every rank has."""
+    return (ranks - 1).bit_length()
+
+
+def all_to_all_rounds(ranks: int) -> int:
+    """Messages that a rank sends one after the other in an all-to-all, one to each peer."""
+    return ranks - 1

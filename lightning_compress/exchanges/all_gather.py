@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
+from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.exchanges.base import (
     Exchange,
     ExchangePlan,
     agree_length,
     length_bytes,
+    length_rounds,
     new_messages,
     rows,
 )
@@ -52,6 +54,8 @@ class _Plan(ExchangePlan):
         self._messages = new_messages(collective.size, plan.size, device)
         size = collective.size
         self.bytes_sent = (size - 1) * plan.expected_size + length_bytes(plan, size)
+        self.rounds = length_rounds(plan, size) + all_gather_rounds(size)
+        self.decodes = float(size)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._plan.share(key)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
@@ -58,6 +58,7 @@ class _Plan(ExchangePlan):
         self._messages = new_messages(1, plan.size, device)
         self._sums = [self._messages[0, run.start : run.stop].view(run.dtype) for run in plan.sum_runs]
         self.bytes_sent = sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in plan.sum_runs)
+        self.rounds = len(plan.sum_runs) * all_reduce_rounds(collective.size)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._plan.share(key)

@@ -1,21 +1,24 @@
-"""Choose the exchange that keeps traffic low without losing anything twice."""
+"""Choose the exchange that costs least, by a model of the link and of the ranks' devices."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs import Dense
-from lightning_compress.codecs.base import ALIGNMENT, aligned
+from lightning_compress import costs
+from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.costs import CODES, COPIES, Link, Speeds
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.probe import Measured
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
@@ -28,19 +31,91 @@ log = logging.getLogger(__name__)
 TWO_SHOT_RANKS = 4
 """Below this, two-shot sends as much as all-gather and encodes twice."""
 
-WORTH = 65536
-"""Bytes that one more collective must save: half a millisecond at 1 Gbit/s, about what a collective takes to begin."""
+GAIN = 0.9
+"""What another way must take less than, of the time of the one that sends least: figures are measured, and vary."""
+
+SPARSE: tuple[Exchange, ...] = (AllGather(), SplitGather())
+"""Ways of sparse messages that add up to the same."""
+
+INSIDE = 10
+"""How many times as fast links within a node are, at least, where that is not measured."""
+
+World = tuple[Collective, torch.device, Meter]
+Fallback = Literal["dense", "never"]
 
 
 @dataclass(frozen=True)
 class Auto(Exchange):
-    """All-reduce for messages that may be summed; else all-gather up to 3 ranks, and two-shot from 4 on.
+    """All-reduce for messages that may be summed; else what the cost model says: all-gather, from 4 ranks on two-shot.
 
-    For sparse messages it is all-gather or split-gather from 4 ranks on, whichever is expected to send less.
-    Where the compressed exchange would send more bytes than a float32 all-reduce (a sparsifier at many ranks), or there
-    is only one rank, the group travels dense: nothing is lost and nothing is slower. Sections of several methods share
-    one message, or go each the way that suits it where that saves enough. The choice is logged once a group on rank 0.
+    For sparse messages it is all-gather or split-gather from 4 ranks on. Where there are several nodes, the same
+    between nodes is looked at as well (``hierarchical``). The way that sends least is taken, unless another one is
+    predicted to take a tenth less time (``costs``). Where nothing pays (a fast link, a slow codec), or all of it would
+    send more bytes than a float32 all-reduce (a sparsifier at many ranks), the group travels dense, uncompressed.
+    Sections of several methods share one message, or go each the way that suits it where that saves time. The choice is
+    logged once a group on rank 0.
+
+    The link and the codecs are measured when the first group is made, which takes below a second; the figures of rank 0
+    decide on all ranks, and go with the checkpoint, so that a resumed run chooses as before. Two runs of the same
+    script may measure, and choose, otherwise, and then differ in rounding: set ``link`` where they must not.
+
+    Args:
+        fallback: "dense", or "never": compress whatever it costs.
+        link: what it is, as a mapping of ``latency_s`` and ``bytes_per_s``; then nothing is measured, and codecs are
+            taken for good ones on a CPU. None: measured.
+        node_size: ranks of a node, which are neighbours in the order of ranks; 1: nodes do not matter; None: those with
+            the same host name.
+
+    Raises:
+        ValueError: a setting is none of these.
     """
+
+    fallback: Fallback = "dense"
+    link: Link | Mapping[str, float] | None = None
+    node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fallback not in get_args(Fallback):
+            raise ValueError(
+                f"Auto(fallback={self.fallback!r}): it must be 'dense' (send float32 where compression does not pay) "
+                "or 'never'"
+            )
+        object.__setattr__(self, "link", None if self.link is None else costs.link_of(self.link))
+        size = self.node_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"Auto(node_size={size!r}): it must be a number of ranks, or null")
+
+    @cached_property
+    def _measured(self) -> Measured:
+        return Measured()
+
+    @cached_property
+    def _told(self) -> set[str]:
+        """What was said once."""
+        return set()
+
+    def fixed(self) -> Exchange:
+        """See ``Exchange.fixed``."""
+        return replace(self, link=self.link or costs.UNKNOWN)
+
+    def flat(self) -> Exchange:
+        """See ``Exchange.flat``."""
+        return replace(self, node_size=1)
+
+    def measured(self) -> dict[str, Any]:
+        """See ``Exchange.measured``."""
+        return self._measured.as_primitives()
+
+    def given(self, measured: Mapping[str, Any]) -> Exchange:
+        """See ``Exchange.given``."""
+        made = replace(self)
+        made.__dict__["_measured"] = Measured.of(measured) if measured else Measured()
+        return made
+
+    def measure(self, codecs: Sequence[Codec], collective: Collective, world: Collective, device: torch.device) -> None:
+        """See ``Exchange.measure``."""
+        if self.link is None and collective.size > 1:
+            self._measured.look(codecs, collective, world, device, self.node_size)
 
     def plan(
         self,
@@ -51,46 +126,138 @@ class Auto(Exchange):
         states: States | None = None,
     ) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        ways: dict[tuple[Exchange, ...], list[Section]] = {}
+        if collective.size == 1:
+            return _dense(sections, collective, device, meter)
+        world = (collective, device, meter)
+        self.measure([section.codec for section in sections], collective, collective, device)
+        choice = self._together(sections, world)
+        ways: dict[str, list[Section]] = {}
         for section in sections:
-            ways.setdefault(self._choose([section], collective.size), []).append(section)
-        plan = _together(self._choose(sections, collective.size), sections, collective, device, meter)
+            ways.setdefault(_kind(section.codec, collective.size), []).append(section)
         if len(ways) > 1:
-            apart = _Apart([_together(way, each, collective, device, meter) for way, each in ways.items()])
-            if apart.bytes_sent + WORTH * (len(ways) - 1) < plan.bytes_sent:
-                plan = apart
+            apart = _Offer.apart([self._together(each, world) for each in ways.values()])
+            if apart.seconds < GAIN * choice.seconds and apart.plan.bytes_sent < choice.plan.bytes_sent:
+                choice = apart
         if collective.rank == 0:
-            count = sum(section.layout.numel for section in sections)
-            log.info("%s: %s bytes a rank for %s elements", plan.description, f"{plan.bytes_sent:,}", count)
-        return plan
+            self._say(choice, sections)
+        return choice.plan
 
-    @staticmethod
-    def _choose(sections: Sequence[Section], ranks: int) -> tuple[Exchange, ...]:
-        """Those of which the one is taken that sends least."""
-        codecs = {section.codec for section in sections}
-        if all(codec.sum_dtype for codec in codecs):
-            return (AllReduce(),)
-        if ranks < TWO_SHOT_RANKS:
-            return (AllGather(),)
-        if not any(codec.sparse for codec in codecs):
-            return (TwoShot(),)
-        selective = all(codec.sparse or isinstance(codec, Dense) for codec in codecs)
-        return (AllGather(), SplitGather()) if selective else (AllGather(),)
+    def _together(self, sections: Sequence[Section], world: World) -> _Offer:
+        """One message for all of them, the best way; dense where that is less."""
+        codecs, ranks = [section.codec for section in sections], world[0].size
+        offers = [self._offer(way, sections, world) for way in _ways(codecs, ranks)]
+        dense = self._price(_dense(sections, *world), [replace(each, codec=Dense()) for each in sections], ranks)
+        usual = min(offers, key=lambda offer: offer.outward)
+        node = self._nodes(ranks)
+        if node > 1:
+            from lightning_compress.exchanges.hierarchical import Hierarchical  # which knows this class, too
+
+            between = _ways(codecs, ranks // node)
+            offers += [self._offer(Hierarchical(way, node), sections, world) for way in between]
+        allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
+        dense.name, dense.others = "float32 all_reduce", offers
+        if not allowed:
+            dense.plan.description += (
+                f" of float32, since {usual.plan.description} would send {usual.plan.bytes_sent:,} bytes"
+            )
+            return dense
+        best = min(allowed, key=lambda offer: offer.seconds)
+        if usual in allowed and best.seconds >= GAIN * usual.seconds:
+            best = usual
+        best.others = [each for each in (*offers, dense) if each is not best]
+        if self.fallback == "dense" and dense.seconds < GAIN * best.seconds:
+            dense.plan.description += f" of float32, since {best.plan.description} would take longer"
+            dense.slow = True
+            return dense
+        return best
+
+    def _offer(self, way: Exchange, sections: Sequence[Section], world: World) -> _Offer:
+        return self._price(way.plan(sections, *world), sections, world[0].size)
+
+    def _price(self, plan: ExchangePlan, sections: Sequence[Section], ranks: int) -> _Offer:
+        """What it costs alone, with no backward to hide behind: on a CPU the hook waits for its messages."""
+        work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
+        node, copy_s = self._nodes(ranks), self._speeds(Dense()).encode_s
+        if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
+            inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
+            return _Offer(plan, costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s))
+        links = self._measured.links
+        link = links["between"] if plan.inner_rounds else links["ranks"]
+        return _Offer(plan, costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s))
+
+    def _speeds(self, codec: Codec) -> Speeds:
+        if self.link is not None:
+            return COPIES if isinstance(codec, Dense) else CODES
+        return self._measured.speeds[type(codec).__name__]
+
+    def _nodes(self, ranks: int) -> int:
+        """Ranks of a node; 1 where nodes do not matter."""
+        size = self._measured.node_size if self.link is None else self.node_size
+        return size if size and ranks % size == 0 and ranks > size else 1
+
+    def _say(self, choice: _Offer, sections: Sequence[Section]) -> None:
+        numel = sum(section.layout.numel for section in sections)
+        others = ", ".join(
+            f"{each.name or each.plan.description} {1e3 * each.seconds:.2f} ms" for each in choice.others
+        )
+        link = self.link or self._measured.links["ranks"]
+        said = f"{choice.plan.description}: {choice.plan.bytes_sent:,} bytes a rank for {numel} elements"
+        said += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
+        if choice.slow and "slow" not in self._told:
+            self._told.add("slow")
+            log.warning("%s; exchange={'name': 'auto', 'fallback': 'never'} compresses all the same", said)
+        else:
+            log.info("%s", said)
 
 
-def _together(
-    ways: tuple[Exchange, ...], sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter
-) -> ExchangePlan:
-    """One message, dense where that is less."""
-    plans = [way.plan(sections, collective, device, meter) for way in ways]
-    plan = min(plans, key=lambda each: each.bytes_sent)
-    if collective.size > 1 and plan.bytes_sent <= dense_bytes(sections, collective.size):
-        return plan
-    dense = AllReduce().plan(
-        [Section(Dense(), each.layout, each.start) for each in sections], collective, device, meter
-    )
-    dense.description += f" of float32, since {plan.description} would send {plan.bytes_sent:,} bytes"
-    return dense
+@dataclass
+class _Offer:
+    """A way, what it is predicted to take, and which others there were."""
+
+    plan: ExchangePlan
+    seconds: float
+    name: str = ""
+    others: Sequence[_Offer] = ()
+    slow: bool = False
+    """Compression was dropped because it would take longer."""
+
+    def __str__(self) -> str:
+        return f"{self.name or self.plan.description} {1e3 * self.seconds:.2f} ms"
+
+    @property
+    def outward(self) -> int:
+        """Bytes that leave the node."""
+        return self.plan.bytes_sent - self.plan.inner_bytes
+
+    @classmethod
+    def apart(cls, offers: Sequence[_Offer]) -> _Offer:
+        """One after the other."""
+        others = [other for offer in offers for other in offer.others]
+        seconds, slow = sum(offer.seconds for offer in offers), any(offer.slow for offer in offers)
+        return cls(_Apart([offer.plan for offer in offers]), seconds, "", others, slow)
+
+
+def _kind(codec: Codec, ranks: int) -> str:
+    """Those of one kind may go the same way."""
+    if codec.sum_dtype:
+        return "summed"
+    return "gathered" if ranks < TWO_SHOT_RANKS else "sparse" if codec.sparse else "encoded again"
+
+
+def _ways(codecs: Sequence[Codec], ranks: int) -> tuple[Exchange, ...]:
+    """Those that carry all of them, and lose nothing twice that need not be."""
+    if all(codec.sum_dtype for codec in codecs):
+        return (AllReduce(),)
+    if ranks < TWO_SHOT_RANKS:
+        return (AllGather(),)
+    if not any(codec.sparse for codec in codecs):
+        return (AllGather(), TwoShot()) if all(codec.repeatable for codec in codecs) else (AllGather(),)
+    selective = all(codec.sparse or isinstance(codec, Dense) for codec in codecs)
+    return SPARSE if selective else (AllGather(),)
+
+
+def _dense(sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter) -> ExchangePlan:
+    return AllReduce().plan([replace(each, codec=Dense()) for each in sections], collective, device, meter)
 
 
 class _Apart(ExchangePlan):
@@ -99,14 +266,14 @@ class _Apart(ExchangePlan):
     def __init__(self, plans: Sequence[ExchangePlan]) -> None:
         self._plans = plans
         self.bytes_sent = sum(plan.bytes_sent for plan in plans)
+        self.rounds, self.calls = sum(plan.rounds for plan in plans), sum(plan.calls for plan in plans)
+        self.inner_bytes, self.inner_rounds = (
+            sum(plan.inner_bytes for plan in plans),
+            sum(plan.inner_rounds for plan in plans),
+        )
         self.description = ", ".join(plan.description for plan in plans)
         self.dense_places = [place for plan in plans for place in plan.dense_places]
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         for number, plan in enumerate(self._plans):
             plan.mean(vector, out, mix(key, number), flag)
-
-
-def dense_bytes(sections: Sequence[Section], ranks: int) -> int:
-    """Bytes that one of ``ranks`` sends when these sections travel as float32 in an all-reduce."""
-    return all_reduce_bytes(ALIGNMENT + sum(aligned(4 * section.layout.numel) for section in sections), ranks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import ALIGNMENT
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -34,6 +34,10 @@ class ExchangePlan(ABC):
         rounds: messages that wait for one another: how often a step pays the latency of the link.
         encodes: how many times over a rank encodes the vector.
         decodes: how many times over it decodes it.
+        copies: how many times over it copies float32 or adds it up beside that.
+        calls: how often it calls the codec to encode or to decode.
+        inner_bytes: of ``bytes_sent``, those that stay within a node.
+        inner_rounds: of ``rounds``, those within a node.
         dense_places: stretches of the vector that are sent as they are.
     """
 
@@ -42,6 +46,10 @@ class ExchangePlan(ABC):
     rounds: int = 0
     encodes: float = 1.0
     decodes: float = 1.0
+    copies: float = 0.0
+    calls: int = 2
+    inner_bytes: int = 0
+    inner_rounds: int = 0
     dense_places: Sequence[slice] = ()
 
     def is_dense(self, place: slice) -> bool:
@@ -85,6 +93,29 @@ class Exchange(ABC):
     def state(self, layout: Layout) -> Mapping[str, Declared]:
         """What is kept from step to step, by a name of it; written in every step, dense ones included."""
         return {}
+
+    def measure(self, codecs: Sequence[Codec], collective: Collective, world: Collective, device: torch.device) -> None:  # noqa: B027
+        """Measure what the choice among several patterns depends on; all ranks of ``world`` come, and decide alike."""
+
+    def measured(self) -> dict[str, Any]:
+        """What it measured, as primitives, with which a resumed run goes on."""
+        return {}
+
+    def given(self, measured: Mapping[str, Any]) -> Exchange:
+        """The same that has measured this already.
+
+        Raises:
+            ValueError: it is not what ``measured`` gave.
+        """
+        return self
+
+    def fixed(self) -> Exchange:
+        """The same that measures nothing: equal runs choose alike."""
+        return self
+
+    def flat(self) -> Exchange:
+        """The same that averages what each rank sends, and no sums of several ranks."""
+        return self
 
     def check(self, codec: Codec) -> None:  # noqa: B027  # most take any method
         """Refuse a method whose messages cannot travel in this pattern.
@@ -150,6 +181,11 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
 def length_bytes(plan: MessagePlan, ranks: int) -> int:
     """Bytes that one of ``ranks`` sends in ``agree_length``."""
     return all_reduce_bytes(4, ranks) if plan.variable else 0
+
+
+def length_rounds(plan: MessagePlan, ranks: int) -> int:
+    """Messages that wait for one another in ``agree_length``."""
+    return all_reduce_rounds(ranks) if plan.variable else 0
 
 
 def rows(buffer: Tensor, count: int, width: int) -> Tensor:

@@ -7,21 +7,23 @@ of the same place in the other nodes, so that all of a node's ranks encode, and 
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective
+from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.butterfly import Butterfly
 from lightning_compress.exchanges.gtopk import GTopK
+from lightning_compress.exchanges.nodes import nodes_of
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.run_length import RunLength
 from lightning_compress.exchanges.split_gather import SplitGather
@@ -77,6 +79,18 @@ class Hierarchical(Exchange):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"Hierarchical(node_size={size!r}): it must be a number of ranks, or null")
 
+    def fixed(self) -> Exchange:
+        """See ``Exchange.fixed``."""
+        return replace(self, outer=self._outer.fixed())
+
+    def measured(self) -> dict[str, Any]:
+        """See ``Exchange.measured``."""
+        return self._outer.measured()
+
+    def given(self, measured: Mapping[str, Any]) -> Exchange:
+        """See ``Exchange.given``."""
+        return replace(self, outer=self._outer.given(measured))
+
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
         self._outer.check(codec)
@@ -99,39 +113,15 @@ class Hierarchical(Exchange):
         Raises:
             ValueError: nodes are of several sizes, on every rank.
         """
-        nodes = nodes_of(collective, self.node_size, device)
+        nodes = nodes_of(collective.uncounted, self.node_size, device)
         if len(nodes) == 1 or len(nodes[0]) == 1:
             return self._outer.plan(sections, collective, device, meter)
         inside = collective.part(nodes)
         between = collective.part(list(zip(*nodes, strict=True)))
         parts = [[section.shard(place, inside.size) for section in sections] for place in range(inside.size)]
+        self._outer.measure([section.codec for section in sections], between, collective, device)
         outer = self._outer.plan(_moved(parts[inside.rank]), between, device, meter)
         return _Plan(parts, outer, inside, device)
-
-
-def nodes_of(collective: Collective, size: int | None, device: torch.device) -> list[list[int]]:
-    """The ranks of each node, in order; all ranks come.
-
-    Raises:
-        ValueError: nodes are of several sizes.
-    """
-    if size is not None:
-        names = [rank // size for rank in range(collective.size)]
-    else:
-        own = torch.zeros(256, dtype=torch.uint8, device=device)
-        name = socket.gethostname().encode()[:256]
-        own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-        everyone = torch.empty(collective.size, 256, dtype=torch.uint8, device=device)
-        collective.all_gather(own, everyone)
-        hosts = [bytes(row) for row in everyone.tolist()]
-        names = [hosts.index(host) for host in hosts]
-    nodes = [[rank for rank, name in enumerate(names) if name == node] for node in dict.fromkeys(names)]
-    if len({len(node) for node in nodes}) > 1:
-        raise ValueError(
-            f"exchange='hierarchical' needs nodes of one size; there are {', '.join(str(len(node)) for node in nodes)} "
-            f"of {collective.size} ranks; set node_size to a divisor of it, or use exchange='auto'"
-        )
-    return nodes
 
 
 def _moved(sections: Sequence[Section]) -> list[Section]:
@@ -156,7 +146,12 @@ class _Plan(ExchangePlan):
         self._received = torch.empty_like(self._rows)
         self._mean = torch.empty(width, device=device)
         self.description = f"{outer.description} between nodes of {inside.size}"
-        self.bytes_sent = 2 * (inside.size - 1) * 4 * width + outer.bytes_sent
+        self.inner_bytes = 2 * (inside.size - 1) * 4 * width
+        self.inner_rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
+        self.bytes_sent = self.inner_bytes + outer.bytes_sent
+        self.rounds = self.inner_rounds + outer.rounds
+        self.copies, self.calls = 4.0, outer.calls  # into rows, their sum, what is left, out of rows
+        self.encodes, self.decodes = outer.encodes / inside.size, outer.decodes / inside.size
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size

@@ -93,8 +93,7 @@ class OkTopK(Exchange):
         """An all-reduce that remembers."""
         assert states is not None
         dense = [replace(section, codec=Dense()) for section in sections]
-        inner = AllReduce().plan(dense, collective, device, meter)
-        return _Remembering(inner, Memory(sections, states, device))
+        return _Remembering(AllReduce().plan(dense, collective, device, meter), Memory(sections, states, device))
 
 
 class _Remembering(ExchangePlan):

@@ -15,7 +15,12 @@ from torch import Tensor
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.base import aligned
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import (
+    all_gather_rounds,
+    all_reduce_bytes,
+    all_reduce_rounds,
+    all_to_all_rounds,
+)
 from lightning_compress.exchanges import nonzeros
 from lightning_compress.exchanges.base import (
     Exchange,
@@ -23,6 +28,7 @@ from lightning_compress.exchanges.base import (
     agree_length,
     gather,
     length_bytes,
+    length_rounds,
     longest,
     new_messages,
     rows,
@@ -33,6 +39,8 @@ from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
+WRITES, READS = 8.0, 7.0
+"""Times that copying takes, to write and to read numbers of which many are 0."""
 FLAG = 16
 """Bytes in front of a sum: the flag, and padding."""
 
@@ -87,6 +95,10 @@ class _Plan(ExchangePlan):
         first = (size - 1) * max(shard.expected_size for shard in self._shards) + length_bytes(self._largest, size)
         second = max(_expected(part, size) for part in parts)
         self.bytes_sent = first + (size - 1) * second + all_reduce_bytes(4, size)
+        lengths = length_rounds(self._largest, size) + all_reduce_rounds(size)
+        self.rounds = all_to_all_rounds(size) + lengths + all_gather_rounds(size)
+        self.calls = 2 * size + 2
+        self.copies = WRITES / size + READS  # the own shard's sum, and all sums
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size

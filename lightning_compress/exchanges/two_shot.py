@@ -15,12 +15,14 @@ from torch.optim import SGD, Optimizer
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
+from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.exchanges.adagrad import OwnerAdaGrad
 from lightning_compress.exchanges.base import (
     Exchange,
     ExchangePlan,
     agree_length,
     length_bytes,
+    length_rounds,
     new_messages,
     rows,
 )
@@ -162,7 +164,11 @@ class _Plan(ExchangePlan):
         self._sum = new_messages(1, width, device)
         expected = max(shard.expected_size for shard in shards)
         self._all = max(shards, key=lambda shard: shard.size)
-        self.bytes_sent = 2 * ((collective.size - 1) * expected + length_bytes(self._all, collective.size))
+        size = collective.size
+        self.bytes_sent = 2 * ((size - 1) * expected + length_bytes(self._all, size))
+        self.rounds = all_to_all_rounds(size) + all_gather_rounds(size) + 2 * length_rounds(self._all, size)
+        self.decodes = 2.0 - 1 / size  # the others' parts of the own shard, then all shards
+        self.calls = 2 * size + 2
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size

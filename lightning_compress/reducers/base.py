@@ -29,9 +29,11 @@ class ReducerPlan(ABC):
 
     Attributes:
         bytes_sent: what ``mean`` hands to the transport on this rank, what is carried included, by the formula.
+        rounds: messages that wait for one another; see ``ExchangePlan``.
     """
 
     bytes_sent: int
+    rounds: int
 
     @abstractmethod
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout, Segment
 from lightning_compress.meter import Meter
@@ -151,6 +151,7 @@ class _PowerSGDPlan(ReducerPlan):
         second = sum(map(math.prod, self._rights))
         self._drawn = torch.empty(0 if state else second, device=device)
         self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), second))
+        self.rounds = 2 * all_reduce_rounds(collective.size)
 
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         matrices = [stack.view(vector) for stack in self._stacks]

@@ -15,7 +15,12 @@ from lightning_compress.codecs.bits import pack, packed_size, unpack
 from lightning_compress.codecs.buffers import chunk_size, pieces, scratch
 from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import (
+    all_gather_rounds,
+    all_reduce_bytes,
+    all_reduce_rounds,
+    all_to_all_rounds,
+)
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
@@ -128,6 +133,7 @@ class _SignSGDPlan(ReducerPlan):
         self._outcomes = torch.zeros(size, *self._outcome.shape, dtype=torch.uint8, device=device)
         sent = self._send[0].numel() + self._outcome.numel()
         self.bytes_sent = (size - 1) * sent + all_reduce_bytes(4 * carried, size)
+        self.rounds = all_to_all_rounds(size) + all_gather_rounds(size) + bool(carried) * all_reduce_rounds(size)
 
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         if carried.numel():

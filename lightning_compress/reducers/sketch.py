@@ -16,7 +16,7 @@ from lightning_compress.codecs.buffers import pieces, scratch
 from lightning_compress.codecs.randomness import hash_torch
 from lightning_compress.codecs.selection import CpuSelector, SortSelector
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
@@ -208,6 +208,7 @@ class _SketchPlan(ReducerPlan):
         self._chosen = torch.zeros(applied, dtype=torch.int32, device=device)
         self._values = torch.zeros(applied, device=device)
         self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), fetched))
+        self.rounds = 2 * all_reduce_rounds(collective.size)
 
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         with self._meter.span("encode"):

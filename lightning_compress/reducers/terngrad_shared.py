@@ -11,7 +11,7 @@ from lightning_compress.codecs.quantise import UNIT, fit
 from lightning_compress.codecs.ternary import Ternary, pack_digits, unpack_digits
 from lightning_compress.codecs.terngrad import check_clip
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
@@ -112,6 +112,7 @@ class _TernGradSharedPlan(ReducerPlan):
         self.bytes_sent = sum(
             all_reduce_bytes(4 * numbers, collective.size) for numbers in (self._ternary.count, count, carried)
         )
+        self.rounds = (2 + bool(carried)) * all_reduce_rounds(collective.size)
 
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         if carried.numel():

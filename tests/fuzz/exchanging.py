@@ -130,8 +130,9 @@ def exchange(way, size, random):
     liar = int(random.integers(size))
 
     def program(ranks):
-        collective = Liar(ranks, random if ranks.rank == liar else None)
-        plan, states = plan_of(way, collective)
+        collective = Liar(ranks, None)
+        plan, states = plan_of(way, collective)  # what is measured at setup is believed
+        collective.random = random if ranks.rank == liar else None
         said, out = "", None
         try:
             with np.errstate(all="ignore"):  # numbers from garbage overflow

@@ -17,6 +17,9 @@ def _live(rank, size, folder, seconds, function, arguments):
     import torch
     import torch.distributed as dist
 
+    from tests.helpers import link
+
+    link.pretend()
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
     store, limit = f"file://{folder}/store", timedelta(seconds=seconds)

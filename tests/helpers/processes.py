@@ -18,6 +18,9 @@ def _serve(rank: int, size: int, store: str, pipe) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.helpers import link
+
+    link.pretend()
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(

@@ -1,0 +1,1 @@
+"""Exchanges among as many ranks as one likes, on paper."""

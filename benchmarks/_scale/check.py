@@ -1,0 +1,133 @@
+"""The cost model's predictions beside steps over real links."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import distributed
+
+from benchmarks._network.cells import measure
+from benchmarks._network.lab import Lab
+from benchmarks._network.models import MODELS
+from benchmarks._scale.simulated import SimulatedCollective
+from lightning_compress.codecs import Dense
+from lightning_compress.costs import Link, Speeds, backward_seconds, device_seconds, wire_seconds
+from lightning_compress.exchanges import AllReduce
+from lightning_compress.layout import Layout
+from lightning_compress.message import Section
+from lightning_compress.meter import Meter
+from lightning_compress.settings import Settings
+
+SPARSE = {"name": "topk", "density": 0.01, "selection": "sampled"}
+CHOICES: list[dict[str, Any]] = [
+    {"compressor": "fp16", "exchange": "all_reduce"},
+    {"compressor": "onebit", "exchange": "all_gather"},
+    {"compressor": "onebit", "exchange": "two_shot"},
+    {"compressor": "rotated", "exchange": "two_shot"},
+    {"compressor": SPARSE, "exchange": "all_gather"},
+    {"compressor": SPARSE, "exchange": "split_gather"},
+]
+FIRST, LATER = 1 << 20, 25 << 20
+"""Bytes of DistributedDataParallel's first bucket, and of the others."""
+HOOK = 4.0
+"""How many times over a hook copies a bucket: into a vector, looking at it, adding what is left, and back."""
+BACKWARD = 2 / 3
+"""Of a step's computation."""
+
+
+def probe(ranks: int, rate: str) -> tuple[Link, dict[str, Speeds]]:
+    """What the ranks of a lab measure, all at once.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    codecs = ["none", "fp16", "onebit", "rotated", SPARSE]
+    with Lab(ranks, rate) as lab, tempfile.TemporaryDirectory() as folder:
+        result, processes = f"{folder}/result.json", []
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        try:
+            for rank in range(ranks):
+                told = {"rank": rank, "ranks": ranks, "master": lab.address(0), "codecs": codecs, "result": result}
+                words = [sys.executable, "-W", "ignore", "-m", "benchmarks._scale.probing", json.dumps(told)]
+                processes.append(subprocess.Popen(lab.command(rank, *words), env=environment))
+            codes = [process.wait(300) for process in processes]
+            if any(codes):
+                raise RuntimeError("a rank that looks at its link failed, and says why above")
+        finally:
+            for process in processes:
+                process.kill()
+        found = json.loads(Path(result).read_text())
+    speeds = {str(name): Speeds(**each) for name, each in found["speeds"].items()}
+    return Link(**found["link"]), speeds
+
+
+def buckets(model: str) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of the parameters, as DistributedDataParallel puts them together."""
+    parameters = list(reversed(list(MODELS[model][0]().named_parameters())))
+    assign = distributed._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    parts, _ = assign([each for _, each in parameters], [FIRST, LATER])
+    return [[(parameters[place][0], tuple(parameters[place][1].shape)) for place in part] for part in parts]
+
+
+def predict(
+    choice: dict[str, Any] | None, model: str, ranks: int, link: Link, speeds: dict[str, Speeds], computing_s: float
+) -> float:
+    """Seconds of a step; of plain DistributedDataParallel without a choice."""
+    cpu, collective = torch.device("cpu"), SimulatedCollective(ranks)
+    copy_s = speeds["none"].encode_s
+    parts = buckets(model)
+    total = sum(Layout.of(part).numel for part in parts)
+    settings = Settings.of(**choice) if choice else None
+    costs = []
+    for part in parts:
+        numel = Layout.of(part).numel
+        backward_s = computing_s * BACKWARD * numel / total
+        if settings is None or choice is None:
+            plan = AllReduce().plan([Section(Dense(), Layout.of(part), 0)], collective, cpu, Meter(cpu))
+            costs.append((backward_s, 0.0, wire_seconds(plan, link)))  # it sends its buckets as they are
+            continue
+        _, stretches = settings.rules.stretches(part)
+        sections = [Section(each.method, each.layout, each.start) for each in stretches]  # type: ignore[arg-type]
+        plan = settings.exchange.plan(sections, collective, cpu, Meter(cpu))
+        given = str(choice["compressor"])
+        work = [(each.layout.numel, speeds["none" if isinstance(each.codec, Dense) else given]) for each in sections]
+        device_s = device_seconds(plan, work, copy_s) + HOOK * copy_s * numel
+        costs.append((backward_s, device_s, wire_seconds(plan, link)))
+    return computing_s * (1 - BACKWARD) + backward_seconds(costs, overlaps=settings is None)
+
+
+def compare(ranks: int, rate: str, model: str, steps: int) -> dict[str, Any]:
+    """Measured and predicted milliseconds, by method."""
+    names = {json.dumps(choice): choice for choice in CHOICES}
+    methods = ["no communication", "DDP", *names]
+    measured = measure(ranks=ranks, rate=rate, model=model, methods=methods, steps=steps, rounds=1)["ms"]
+    link, speeds = probe(ranks, rate)
+    computing_s = measured["no communication"] / 1e3
+    predicted = {
+        name: 1e3 * predict(names.get(name), model, ranks, link, speeds, computing_s) for name in ["DDP", *names]
+    }
+    return {
+        "measured_ms": measured,
+        "predicted_ms": predicted,
+        "link": str(link),
+        "speeds": {name: vars(each) for name, each in speeds.items()},
+    }
+
+
+def show(figures: dict[str, Any], title: str) -> None:
+    """Print a table."""
+    table = Table("method", "measured ms", "predicted ms", "predicted / measured", title=title, caption=figures["link"])
+    measured = figures["measured_ms"]
+    table.add_row("no communication", f"{measured['no communication']:.1f}", "", "")
+    for name, value in figures["predicted_ms"].items():
+        table.add_row(name, f"{measured[name]:.1f}", f"{value:.1f}", f"{value / measured[name]:.2f}")
+    Console(width=120).print(table)

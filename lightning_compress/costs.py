@@ -1,0 +1,179 @@
+"""What a step costs by the model of Hockney (latency and bandwidth), with the time that encoding takes.
+
+Hockney, "The communication challenge for MPP", Parallel Computing 1994; Thakur, Rabenseifner, Gropp, "Optimization of
+Collective Communication Operations in MPICH", IJHPCA 2005.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+
+def _check(given: object, zero: bool = False) -> None:
+    for name, value in vars(given).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not (0 < value < math.inf or (zero and value == 0)):
+            least = "0 or more" if zero else "above 0"
+            raise ValueError(f"{type(given).__name__}({name}={value!r}): it must be a finite number, {least}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank's messages cross.
+
+    Args:
+        latency_s: seconds from sending a small message until it has arrived, above 0.
+        bytes_per_s: that a rank sends in a second while all ranks send, above 0.
+
+    Raises:
+        ValueError: they are no such numbers.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s * 8e-6:,.0f} Mbit/s and {self.latency_s * 1e6:,.0f} us"
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast a rank's device runs a codec.
+
+    Args:
+        encode_s: seconds per element of the vector that is encoded.
+        decode_s: seconds per element of the vector and message that is decoded.
+        start_s: seconds that a call takes for nothing.
+
+    Raises:
+        ValueError: they are not finite numbers, 0 or more.
+    """
+
+    encode_s: float
+    decode_s: float
+    start_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, zero=True)
+
+
+UNKNOWN = Link(1e-4, 1.25e8)
+"""Taken where nothing may be measured: 1 Gbit/s, and 100 us, as an Ethernet of our days has."""
+COPIES, CODES = Speeds(0.4e-9, 0.4e-9), Speeds(2e-9, 1e-9)
+"""Likewise: how fast a core copies float32, and how fast good codecs are."""
+
+Work = Iterable[tuple[int, Speeds]]
+"""Elements, and how fast they are encoded and decoded."""
+
+
+class Priced(Protocol):
+    """What of an exchange's plan its cost depends on; see ``ExchangePlan``."""
+
+    bytes_sent: int
+    rounds: int
+    encodes: float
+    decodes: float
+    copies: float
+    calls: int
+    inner_bytes: int
+    inner_rounds: int
+
+
+def wire_seconds(plan: Priced, link: Link, inside: Link | None = None, sharing: int = 1) -> float:
+    """Time that messages travel.
+
+    Args:
+        plan: the exchange.
+        link: between ranks, or between nodes if ``inside`` is given.
+        inside: between the ranks of a node.
+        sharing: ranks whose messages share one network card.
+    """
+    inside = inside or link
+    waits = (plan.rounds - plan.inner_rounds) * link.latency_s  # nobody sends what depends on what is not there yet
+    outward = (plan.bytes_sent - plan.inner_bytes) * sharing / link.bytes_per_s  # the card sends for all of its ranks
+    inward = plan.inner_rounds * inside.latency_s + plan.inner_bytes / inside.bytes_per_s  # no card is in between
+    return waits + outward + inward
+
+
+def device_seconds(plan: Priced, work: Work, copy_s: float = 0.0, crowding: float = 1.0) -> float:
+    """Time that the rank's device encodes and decodes, and can do nothing else.
+
+    Args:
+        plan: the exchange.
+        work: elements and speeds, of each section.
+        copy_s: seconds per element that is copied.
+        crowding: ranks that share a core, 1 or more.
+    """
+    once = 0.0
+    for numel, speeds in work:
+        once += numel * plan.encodes * speeds.encode_s  # each element as often as the pattern encodes it
+        once += numel * plan.decodes * speeds.decode_s  # grows with the messages that arrive
+        once += numel * plan.copies * copy_s  # what stays float32 passes through memory all the same
+        once += plan.calls * speeds.start_s  # a shard of its own is a call of its own
+    return once * max(1.0, crowding)
+
+
+def step_seconds(
+    plan: Priced,
+    work: Work,
+    link: Link,
+    inside: Link | None = None,
+    sharing: int = 1,
+    copy_s: float = 0.0,
+    crowding: float = 1.0,
+    hidden_s: float = 0.0,
+) -> float:
+    """What one exchange adds to a step.
+
+    Args:
+        plan: the exchange.
+        work: see ``device_seconds``.
+        link: see ``wire_seconds``.
+        inside: likewise.
+        sharing: likewise.
+        copy_s: see ``device_seconds``.
+        crowding: see ``device_seconds``.
+        hidden_s: seconds of backward that are left while messages travel; 0 for the last bucket.
+    """
+    exposed = max(0.0, wire_seconds(plan, link, inside, sharing) - hidden_s)
+    # Encoding takes the device from backward: nothing of it is hidden.
+    return device_seconds(plan, work, copy_s, crowding) + exposed
+
+
+def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:
+    """Time from the beginning of backward until all means are there.
+
+    Args:
+        buckets: of each in its order, seconds of backward until it is ready after the one before, seconds that the
+            device encodes and decodes it, seconds that it travels.
+        overlaps: backward goes on while messages travel (a stream of its own); else it waits for them.
+    """
+    computed = arrived = 0.0
+    for backward_s, device_s, wire_s in buckets:
+        computed += backward_s + device_s
+        arrived = max(arrived, computed) + wire_s  # one after the other; what comes last has nothing to hide behind
+        computed = computed if overlaps else arrived
+    return max(computed, arrived)
+
+
+def link_of(given: object) -> Link:
+    """A link, or a mapping of its two numbers.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(given, Link):
+        return given
+    names = {each.name for each in fields(Link)}
+    if not isinstance(given, Mapping) or set(given) != names:
+        raise ValueError(
+            f"link={given!r} must be null (it is measured), or say latency_s and bytes_per_s, such as "
+            "{latency_s: 1e-4, bytes_per_s: 1.25e8} for Ethernet of 1 Gbit/s"
+        )
+    return Link(**given)

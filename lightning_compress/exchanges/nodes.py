@@ -1,0 +1,34 @@
+"""Which ranks are on which node."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from lightning_compress.collectives import Collective
+
+
+def nodes_of(collective: Collective, size: int | None, device: torch.device) -> list[list[int]]:
+    """The ranks of each node, in order; all ranks come.
+
+    Raises:
+        ValueError: nodes are of several sizes.
+    """
+    if size is not None:
+        names = [rank // size for rank in range(collective.size)]
+    else:
+        own = torch.zeros(256, dtype=torch.uint8, device=device)
+        name = socket.gethostname().encode()[:256]
+        own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+        everyone = torch.empty(collective.size, 256, dtype=torch.uint8, device=device)
+        collective.all_gather(own, everyone)
+        hosts = [bytes(row) for row in everyone.tolist()]
+        names = [hosts.index(host) for host in hosts]
+    nodes = [[rank for rank, name in enumerate(names) if name == node] for node in dict.fromkeys(names)]
+    if len({len(node) for node in nodes}) > 1:
+        raise ValueError(
+            f"exchange='hierarchical' needs nodes of one size; there are {', '.join(str(len(node)) for node in nodes)} "
+            f"of {collective.size} ranks; set node_size to a divisor of it, or use exchange='auto'"
+        )
+    return nodes
