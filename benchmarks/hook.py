@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.compression import Compression
 from lightning_compress.drift import DriftGuard
+from lightning_compress.exchanges import Auto
 from lightning_compress.group import Group
 from lightning_compress.guards import Guards
 from lightning_compress.hook import register
@@ -42,7 +43,9 @@ from recipes.resnet.model import ResNet
 def hooked(compressor: str, sample_every: int = 0, **settings: Any) -> DistributedDataParallel:
     """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
     model = DistributedDataParallel(ResNet(20))
-    compression = Compression(model.module, Settings.of(compressor, **settings), TorchCollective())
+    compression = Compression(
+        model.module, Settings.of(compressor, Auto(fallback="never"), **settings), TorchCollective()
+    )
     compression.meter.sample_every = sample_every
     register(compression, model)
     return model

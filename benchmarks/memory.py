@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.compression import Compression
+from lightning_compress.exchanges import Auto
 from lightning_compress.settings import COMPRESSORS, Settings
 
 WIDTH, LAYERS, PER_BUCKET = 1024, 8, 2
@@ -57,7 +58,7 @@ def measure(compressor: str, dtype: str, ranks: int) -> tuple[float, float]:
     def train(collective: Collective) -> None:
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         parameters = [layer.weight for layer in layers]
-        settings = Settings.of(compressor, residual_dtype=dtype, check_drift_every=0)
+        settings = Settings.of(compressor, Auto(fallback="never"), residual_dtype=dtype, check_drift_every=0)
         compression = Compression(nn.Sequential(*layers), settings, collective)
         optimizer = torch.optim.SGD(parameters, 1e-3)
         for _ in range(3):

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._language import CharLSTM, Text, excerpts, read_text
 from lightning_compress import attach
+from lightning_compress.exchanges import Auto
 from lightning_compress.settings import Settings
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -82,7 +83,7 @@ def train(run: Run, text: Text) -> dict[str, float]:
     torch.manual_seed(run["seed"])
     model = CharLSTM(text.vocabulary)
     ddp = DistributedDataParallel(model)
-    compression = attach(ddp, **METHODS[run["method"]], seed=run["seed"])
+    compression = attach(ddp, exchange=Auto(fallback="never"), **METHODS[run["method"]], seed=run["seed"])
     optimizer = OPTIMIZERS.get(run["method"], OPTIMIZERS[run["optimizer"]])(model.parameters(), run["rate"])
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_compress import CompressedDDPStrategy
 
 METHODS: dict[str, dict[str, Any]] = {
-    "topk": {"compressor": {"name": "topk", "density": 0.05}},
-    "dgc": {"compressor": {"name": "dgc", "density": 0.05}},
+    "topk": {"compressor": {"name": "topk", "density": 0.05}, "exchange": "all_gather"},
+    "dgc": {"compressor": {"name": "dgc", "density": 0.05}, "exchange": "all_gather"},
     "onebit": {"compressor": "onebit", "exchange": "two_shot"},
     "powersgd": {"compressor": {"name": "powersgd", "rank": 2}},
 }

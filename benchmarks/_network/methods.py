@@ -104,11 +104,9 @@ def settings(name: str) -> dict[str, Any] | None:
     known = OURS | {label: each for members in SETS.values() for label, each in members.items()}
     if name in PYTORCH:
         return None
-    if name in known:
-        return known[name]
-    if name.startswith("{"):
-        found: dict[str, Any] = json.loads(name)
-        return found
+    found = known[name] if name in known else json.loads(name) if name.startswith("{") else None
+    if found is not None:  # the method that is asked for, also where float32 would be faster
+        return {"exchange": {"name": "auto", "fallback": "never"}} | found
     raise ValueError(
         f"unknown method {name!r}; there are {', '.join([*PYTORCH, *known])}, or JSON such as "
         '{"compressor": "topk", "exchange": "split_gather"}'
