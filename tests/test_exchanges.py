@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, TopK
-from lightning_compress.collectives import TorchCollective, run_threads
+from lightning_compress.collectives import CountingCollective, TorchCollective, run_threads
 from lightning_compress.exchanges import (
+    AllReduce,
     Butterfly,
     GTopK,
     Hierarchical,
@@ -276,3 +277,52 @@ def _trains(exchange):
 def test_training(pools, exchange):
     ranks = pools[4].run(_trains, exchange)
     assert all((weights == ranks[0][0]).all() for weights, _ in ranks)
+
+
+def _in_parts(codec, bad=None):
+    numel = 5 * (1 << 19) + 77
+    layout = Layout.of([("weight", (numel - 37,)), ("bias", (37,))])
+
+    def program(collective):
+        device = torch.device("cpu")
+        meter = Meter(device)
+        sections = [
+            Section(codec, layout.cut(0, numel - 37), 0),
+            Section(Dense(), layout.cut(numel - 37, numel), numel - 37),
+        ]
+        plan = AllReduce().plan(sections, CountingCollective(collective, meter), device, meter)
+        vector = torch.randn(numel, generator=torch.Generator().manual_seed(collective.rank))
+        before, out = vector.clone(), torch.empty(numel)
+        flag = torch.tensor(torch.nan if collective.rank == bad else 0.0)
+        plan.mean(vector, out, 5, flag)
+        return before, vector, out, flag, plan.calls, (plan.bytes_sent, meter.bytes_sent)
+
+    return program
+
+
+def _check_parts(ranks, tolerance):
+    total = sum(before.double() - left.double() for before, left, *_ in ranks)
+    for _, _, out, flag, calls, (expected, counted) in ranks:
+        assert calls == 2
+        assert counted == expected
+        assert flag == 0
+        assert out.equal(ranks[0][2])
+        torch.testing.assert_close(len(ranks) * out.double(), total, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("codec", "tolerance"), [(Dense(), 1e-6), (BF16(), 5e-2)], ids=["none", "bf16"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_long_vectors_are_summed_in_parts(size, codec, tolerance):
+    _check_parts(run_threads(size, _in_parts(codec)), tolerance)
+
+
+def test_one_bad_rank_spoils_every_part():
+    assert all(flag.isnan() for _, _, _, flag, *_ in run_threads(3, _in_parts(BF16(), bad=1)))
+
+
+def _parts_over_sockets():
+    return _in_parts(BF16())(TorchCollective())
+
+
+def test_parts_over_sockets(pools):
+    _check_parts(pools[3].run(_parts_over_sockets), 5e-2)

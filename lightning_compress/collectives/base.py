@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -27,6 +27,11 @@ class Collective(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place, in the tensor's own dtype; every rank gets the same bits."""
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+        """``all_reduce`` that may go on beside others begun after it; the tensor is ready when what it returns does."""
+        self.all_reduce(tensor)
+        return lambda: None
 
     @abstractmethod
     def all_reduce_max(self, tensor: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -33,6 +33,17 @@ class CountingCollective(Collective):
         self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
         with self._meter.span("exchange"):
             self._inner.all_reduce(tensor)
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+        """Count it when it begins; what it takes is what somebody waits for it."""
+        self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
+        wait = self._inner.begin_all_reduce(tensor)
+
+        def timed() -> None:
+            with self._meter.span("exchange"):
+                wait()
+
+        return timed
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Count it as an all-reduce."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,12 @@ class TorchCollective(Collective):
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks with the group's own algorithm."""
         dist.all_reduce(tensor, group=self.group)
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+        """The group's own, asynchronous."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return lambda: work.wait()
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The group's own maximum."""
