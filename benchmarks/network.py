@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
     add("--ranks", default="4", help="one number or several, by commas")
     add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")
     add("--model", choices=MODELS, default="mlp")
-    add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}")
+    add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}".replace("%", "%%"))
     add("--set", help=f"methods to compare at equal bits, in place of --methods: {', '.join(SETS)}, by commas")
     add("--steps", type=int, default=20)
     add("--rounds", type=int, default=2, help="the steps are done in so many rounds")

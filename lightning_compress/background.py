@@ -28,11 +28,16 @@ class Background:
         """Have ``work`` done, unless an earlier one failed, and then ``done`` called, whatever happened."""
         if not self._begun:
             self._begun = True
-            threading.Thread(
-                target=_serve, args=(self._queue, self._errors), name="lightning_compress", daemon=True
-            ).start()
-            weakref.finalize(self, self._queue.put, None)
+            arguments = self._queue, self._errors
+            thread = threading.Thread(target=_serve, args=arguments, name="lightning_compress", daemon=True)
+            thread.start()
+            weakref.finalize(self, _end, self._queue, thread)
         self._queue.put((work, done))
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything is done."""
+        return not self._queue.unfinished_tasks
 
     def wait(self) -> None:
         """Wait until everything is done.
@@ -43,6 +48,14 @@ class Background:
         self._queue.join()
         if self._errors:
             raise self._errors.pop()
+
+
+def _end(queue: Queue[Work | None], thread: threading.Thread) -> None:
+    """Let an idle thread come to its end, also before the interpreter's, which aborts where threads wake up late."""
+    idle = not queue.unfinished_tasks
+    queue.put(None)
+    if idle and thread is not threading.current_thread():
+        thread.join(10)
 
 
 def _serve(queue: Queue[Work | None], errors: list[BaseException]) -> None:

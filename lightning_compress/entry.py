@@ -65,15 +65,16 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
 
 def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None) -> Compression:
     """``attach`` for what was checked already."""
-    collective: Collective = TorchCollective(ddp.process_group)
+    collective = TorchCollective(ddp.process_group)
     dense = all(isinstance(method, Dense) for method in settings.methods)
     idle = (collective.size == 1 or (dense and not settings.deterministic)) and settings.local_clip_norm is None
     idle = idle and settings.correction is None and not settings.exchange.optimizes  # who work in any world
+    own = None
     if not idle and next(ddp.module.parameters()).device.type == "cpu":  # Gloo goes by order; see hook.ThreadHook
-        collective = collective.part([range(collective.size)])
-    compression = Compression(ddp.module, settings, collective, scale, ddp.parameters_to_ignore)
+        own = collective.apart()
+    compression = Compression(ddp.module, settings, own or collective, scale, ddp.parameters_to_ignore)
     if idle:
         hook.leave_to(compression, ddp, collective.size)
     else:
-        hook.register(compression, ddp)
+        hook.register(compression, ddp, own)
     return compression

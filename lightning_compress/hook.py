@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import checks
 from lightning_compress.background import Background
+from lightning_compress.collectives import TorchCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.compression import Compression
 
@@ -45,11 +46,18 @@ class ThreadHook:
 
     Args:
         compression: averages.
+        transport: its process group, which is given back when the compression closes.
     """
 
-    def __init__(self, compression: Compression) -> None:
+    def __init__(self, compression: Compression, transport: TorchCollective | None) -> None:
         self._compression = compression
         self._background = Background()
+        if transport:
+            compression.at_close(lambda: self._close(transport))
+
+    def _close(self, transport: TorchCollective) -> None:
+        if self._background.idle:  # or a rank left in the middle of a step: the exit ends what still waits
+            transport.close()
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
@@ -63,8 +71,8 @@ class ThreadHook:
         return future
 
 
-def register(compression: Compression, ddp: DistributedDataParallel) -> None:
-    """Let ``compression`` average for ``ddp``, until the model is thrown away."""
+def register(compression: Compression, ddp: DistributedDataParallel, transport: TorchCollective | None = None) -> None:
+    """Let ``compression`` average for ``ddp``, until the model is thrown away; see ``ThreadHook``."""
 
     def before(module: DistributedDataParallel, _: object) -> None:
         checks.check_running(module)
@@ -73,7 +81,8 @@ def register(compression: Compression, ddp: DistributedDataParallel) -> None:
 
     compression.active = True
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
-    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression)
+    cuda = compression.device.type == "cuda"
+    hook = StreamHook(compression) if cuda else ThreadHook(compression, transport)
     ddp.register_comm_hook(None, hook.reduce)
 
 

@@ -67,6 +67,17 @@ class TorchCollective(Collective):
         for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
 
+    def apart(self) -> TorchCollective:
+        """The same ranks over a process group of their own, which ``close`` gives back; all ranks come."""
+        whole = self.group or dist.group.WORLD
+        assert whole is not None
+        return TorchCollective(_part(whole, (tuple(range(self.size)),)))
+
+    def close(self) -> None:
+        """Destroy the process group, where that was not done: what is left at the exit may end it with an abort."""
+        if dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self.group)
+
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """A process group for each part, made once in a process and with the same timeout."""
         whole = self.group or dist.group.WORLD
