@@ -173,8 +173,8 @@ def test_bytes_equal_the_formula(case, exchange, size):
     if getattr(case.codec, "sparse", False) and exchange in ("split_gather", "auto") and not case.variable:
         known = case.codec.sent_share < 1 or exchange == "auto"
         assert result.counted == pytest.approx(result.promised, rel=0.02) or not known  # if ranks select independently
-    elif exchange == "run_length" and isinstance(case.codec, RandomK):
-        assert result.counted == pytest.approx(result.promised, rel=0.1)  # its gaps are evener than random ones
+    elif exchange == "run_length" and (case.codec.sent_share < 1 and not case.variable):
+        assert result.counted == pytest.approx(result.promised, rel=0.1)  # gaps are not quite those of random places
     elif exchange == "ok_topk":  # the first step is unlike most: see its own tests
         assert size == 1 or min(result.counted) > 0
     elif exchange in SPARSE + DROPPING:  # nothing is known of the others

@@ -64,7 +64,7 @@ def _train(compressor, root):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=CompressedDDPStrategy(compressor),
+        strategy=CompressedDDPStrategy(compressor, exchange="all_gather"),
         max_steps=STEPS,
         logger=False,
         enable_checkpointing=False,
