@@ -88,6 +88,8 @@ class Group:
         self._correction = settings.correction and settings.correction.plan(
             self.layout, self._compressed, collective.size, device, {name: self.states[name] for name in corrected}
         )
+        if self._correction and self._correction.idle:
+            self._correction = None
         self._exchange = bridge.plan_group(stretches, settings.exchange, collective, device, meter, self.states)
         self._dense: ExchangePlan | None = None
         self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
@@ -99,7 +101,7 @@ class Group:
         )
         self._sections = bridge.sections_of(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
-        special = settings.correction or settings.local_clip_norm is not None or halved
+        special = self._correction or settings.local_clip_norm is not None or halved
         self._plain = self.residual is not None and not special and device.type == "cpu"
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)

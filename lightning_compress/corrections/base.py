@@ -41,7 +41,12 @@ class CorrectionPlan(ABC):
 
     State is read from ``base()`` (which may be ``pending`` itself, in a second backward of one step) and written to
     ``pending``; the caller marks it as touched.
+
+    Attributes:
+        idle: gradients and means stay as they are, so that nobody need call it.
     """
+
+    idle: bool = False
 
     @abstractmethod
     def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:

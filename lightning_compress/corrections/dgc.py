@@ -188,6 +188,7 @@ class _Plan(CorrectionPlan):
         states: States,
     ) -> None:
         self._settings = settings
+        self.idle = not settings.momentum and settings.clip is None
         self._velocity, self._momentum = states["velocity"], states["momentum"]
         self._chunk = min(chunk_size(device), layout.numel)
         self._compressed = [piece for part in compressed for piece in _cut(part, self._chunk)]
