@@ -121,9 +121,7 @@ def check_ranks_agree(
     described = {
         "compression settings": settings.digest(),
         "trained parameters (names, shapes, dtypes)": _parameters_digest(module),
-        "installed numba (other loops round otherwise)": hashlib.sha256(
-            str(bool(kernels.of(device))).encode()
-        ).digest(),
+        "kernels (numba is installed, or not)": hashlib.sha256(bytes([bool(kernels.of(device))])).digest(),
     }
     digests = [*described.values(), hashlib.sha256(str(problem).encode()).digest()]
     mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)

@@ -200,9 +200,10 @@ class Group:
             self._correction.before(gradient, compressed, step)
         again = self.residual is not None and bool(self.residual.touched)
         decay = 1.0 if again else self.settings.residual_decay  # once a step
-        vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
-        if self.residual is not None:
-            out = mean if self._rounding else self.residual.pending
+        if self.residual is None:
+            vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
+        else:
+            out = self._scratch.take("mean", self.layout.numel) if self._rounding else self.residual.pending
             vector, mean = torch.add(gradient, self.residual.base(), alpha=decay, out=out), gradient
         for place, mask, kept in held:
             if self._sends_shared:

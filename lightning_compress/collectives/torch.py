@@ -28,6 +28,12 @@ class TorchCollective(Collective):
         self.size = dist.get_world_size(group)
         self._met = dist.get_backend(group) != "nccl"
 
+    @property
+    def _whole(self) -> dist.ProcessGroup:
+        whole = self.group or dist.group.WORLD
+        assert whole is not None
+        return whole
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks with the group's own algorithm."""
         dist.all_reduce(tensor, group=self.group)
@@ -55,11 +61,9 @@ class TorchCollective(Collective):
         if not self._met:  # NCCL wants all ranks in a group's first call
             dist.barrier(self.group)
             self._met = True
-        whole = self.group or dist.group.WORLD
-        assert whole is not None
         both = ((dist.isend, sends), (dist.irecv, receives))
         moves = [
-            dist.P2POp(way, tensor, dist.get_global_rank(whole, peer), whole)
+            dist.P2POp(way, tensor, dist.get_global_rank(self._whole, peer), self._whole)
             for way, tensors in both
             for peer, tensor in tensors.items()
             if tensor.numel()
@@ -69,9 +73,7 @@ class TorchCollective(Collective):
 
     def apart(self) -> TorchCollective:
         """The same ranks over a process group of their own, which ``close`` gives back; all ranks come."""
-        whole = self.group or dist.group.WORLD
-        assert whole is not None
-        return TorchCollective(_part(whole, (tuple(range(self.size)),)))
+        return TorchCollective(_part(self._whole, (tuple(range(self.size)),)))
 
     def close(self) -> None:
         """Destroy the process group, where that was not done: what is left at the exit may end it with an abort."""
@@ -80,11 +82,9 @@ class TorchCollective(Collective):
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """A process group for each part, made once in a process and with the same timeout."""
-        whole = self.group or dist.group.WORLD
-        assert whole is not None
-        known, wanted = _parts.setdefault(whole, {}), tuple(map(tuple, ranks))
+        known, wanted = _parts.setdefault(self._whole, {}), tuple(map(tuple, ranks))
         if wanted not in known:
-            known[wanted] = _part(whole, wanted)
+            known[wanted] = _part(self._whole, wanted)
         return TorchCollective(known[wanted])
 
 

@@ -38,8 +38,7 @@ class Listed:
             ValueError: the message is damaged.
         """
         places, values = nonzeros.read_entries(message, numel, exact=True)
-        if places is not None and bool((places.diff() <= 0).any()):
-            raise ValueError(f"a message names places out of order among its {numel} numbers; it is damaged")
+        nonzeros.check_ascending(places, numel)
         return cls(numel, places, values)
 
     def write(self, message: Tensor) -> int:

@@ -113,6 +113,16 @@ def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tens
     return places, body[len(body) - 4 * count :].view(torch.float32)
 
 
+def check_ascending(places: Tensor | None, numel: int) -> None:
+    """Refuse places that are not in order, or named twice; None: all of them.
+
+    Raises:
+        ValueError: the message that they came from is damaged.
+    """
+    if places is not None and bool((places.diff() <= 0).any()):
+        raise ValueError(f"a message names places out of order among its {numel} numbers; it is damaged")
+
+
 def places_of(values: Tensor) -> Tensor:
     """Where numbers are not 0, int64, ascending."""
     if values.device.type == "cpu":  # several times as fast as torch's

@@ -87,8 +87,7 @@ class SparseSum:
 
     def _entries(self, message: Tensor) -> tuple[Tensor | None, Tensor]:
         places, values = self._coding.read_entries(message, len(self._room))
-        if places is not None and bool((places.diff() <= 0).any()):
-            raise ValueError(f"a message names places out of order among its {len(self._room)} numbers; it is damaged")
+        nonzeros.check_ascending(places, len(self._room))
         return places, values
 
     def _spread(self, places: Tensor | None, values: Tensor) -> None:

@@ -12,6 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lightning_compress import kernels
+from lightning_compress.kernels import words
 
 LANES = kernels.TILE
 GAMMA = 0x9E3779B97F4A7C15
@@ -47,9 +48,7 @@ class _Operation:
 
     def spread(self, number: int) -> Any:
         """The number that is argument ``number``, in all places."""
-        anything = ir.Constant(_FLOATS, ir.Undefined)
-        one = self.builder.insert_element(anything, self.arguments[number], ir.Constant(_INT, 0))
-        return self.builder.shuffle_vector(one, anything, ir.Constant(_INTS, [0] * LANES))
+        return words.spread(self.builder, self.arguments[number], _FLOATS)
 
     def call(self, name: str, *values: Any) -> Any:
         """What LLVM knows by name."""
@@ -144,9 +143,7 @@ def raise_to(typing: Any, largest: Any, at: Any, source: Any, place: Any) -> Any
 def _random(row: _Operation, state: Any) -> Any:
     """Sixteen random bits for each element, as int16: four words of ``codes/randomness.py``."""
     make = row.builder
-    anything = ir.Constant(_WORDS, ir.Undefined)
-    one = make.insert_element(anything, state, ir.Constant(_INT, 0))
-    word = make.shuffle_vector(one, anything, ir.Constant(ir.VectorType(_INT, 4), [0] * 4))
+    word = words.spread(make, state, _WORDS)
     word = make.add(word, ir.Constant(_WORDS, [number * GAMMA % 2**64 for number in range(4)]))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         word = make.xor(word, make.lshr(word, ir.Constant(_WORDS, [shift] * 4)))
@@ -238,8 +235,7 @@ def add_nibbles(
 def _stand_for(row: _Operation, codes: Any) -> None:
     """Add what codes stand for."""
     make = row.builder
-    sign = make.insert_element(ir.Constant(_INTS, ir.Undefined), row.arguments[7], ir.Constant(_INT, 0))
-    sign = make.shuffle_vector(sign, sign, ir.Constant(_INTS, [0] * LANES))
+    sign = words.spread(make, row.arguments[7], _INTS)
     level = make.sub(make.xor(make.zext(codes, _INTS), sign), sign)
     value = make.fmul(make.fadd(make.sitofp(level, _FLOATS), row.spread(6)), row.load(4))
     row.store(make.fadd(row.load(0), value), 0)

@@ -23,18 +23,18 @@ def _at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
 
 
-def _spread(builder: Any, number: Any) -> Any:
-    """One number in all places."""
-    anything = ir.Constant(_VECTOR, ir.Undefined)
-    all_first = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    one = builder.insert_element(anything, number, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, anything, all_first)
+def spread(builder: Any, number: Any, vector: Any = _VECTOR) -> Any:
+    """One number in all places of a vector of its type."""
+    integer = ir.IntType(32)
+    all_first = ir.Constant(ir.VectorType(integer, vector.count), [0] * vector.count)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(integer, 0))
+    return builder.shuffle_vector(one, one, all_first)
 
 
 def _chosen(builder: Any, word: Any, high: Any, low: Any) -> Any:
     """``high`` where the word has a bit, the first one lowest, and ``low`` elsewhere."""
     bits = builder.bitcast(word, ir.VectorType(ir.IntType(1), LANES))
-    return builder.select(bits, _spread(builder, high), _spread(builder, low))
+    return builder.select(bits, spread(builder, high), spread(builder, low))
 
 
 @intrinsic
@@ -79,8 +79,8 @@ def reaching(typing: Any, values: Any, index: Any, least: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         found = builder.load(_at(context, builder, signature.args[0], *arguments[:2]), align=4)
-        upper = builder.fcmp_ordered(">=", found, _spread(builder, arguments[2]))
-        lower = builder.fcmp_ordered("<=", found, _spread(builder, builder.fneg(arguments[2])))
+        upper = builder.fcmp_ordered(">=", found, spread(builder, arguments[2]))
+        lower = builder.fcmp_ordered("<=", found, spread(builder, builder.fneg(arguments[2])))
         return builder.bitcast(builder.or_(upper, lower), ir.IntType(LANES))
 
     return types.uint32(values, index, types.float32), generate
