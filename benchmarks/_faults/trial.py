@@ -29,7 +29,8 @@ CAUSES = {
     "another cannot write": ("another rank could not write its part",),
     "cannot write": ("No space left on device",),
     "cannot restore": ("strict_state",),
-    "Gloo's own words": ("Connection closed", "Connection reset", "Timed out waiting"),  # where Lightning talks itself
+    # where Lightning talks itself
+    "Gloo's own words": ("Connection closed", "Connection reset", "Timed out waiting", "Application timeout"),
 }
 GONE = {"another died"}
 ALLOWED: dict[str, set[str]] = {
