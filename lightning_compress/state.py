@@ -66,14 +66,26 @@ class State:
         self.committed = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.pending = torch.zeros_like(self.committed)
         self.touched: set[str] = set()
+        self._looked: tuple[object, bool] = (None, False)
         self.reset()
 
     def base(self) -> Tensor:
         """What the next step goes on from."""
         return self.pending if self.touched else self.committed
 
+    @property
+    def empty(self) -> bool:
+        """Whether the next step goes on from zeros; looks only where numbers were written since the last look."""
+        if self.touched or self.committed.device.type != "cpu":
+            return False
+        written = (self.committed.data_ptr(), self.committed._version)
+        if self._looked[0] != written:
+            self._looked = (written, self.committed.count_nonzero().item() == 0)
+        return self._looked[1]
+
     def touch(self) -> None:
         """``pending`` was written."""
+        self._looked = (None, False)
         self.touched.update(self.layout.names)
 
     def commit(self, rejected: Tensor, stepped: Collection[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import statistics
 import sys
 import time
@@ -51,7 +52,7 @@ class Measuring:
         self._turn = Turn(arguments.get("turn"))
         self._times: dict[str, list[float]] = {name: [] for name in arguments["methods"]}
         self._wire: dict[str, list[int]] = {name: [] for name in arguments["methods"]}
-        self._found: dict[str, Any] = {"formula_bytes": {}, "bits": {}, "traces": {}}
+        self._found: dict[str, Any] = {"formula_bytes": {}, "bits": {}, "traces": {}, "said": {}}
 
     def run(self) -> dict[str, Any]:
         """Medians by method: ``ms``, ``wire_bytes``; ``formula_bytes``, ``bits`` of ours; ``traces``, if asked for."""
@@ -71,7 +72,7 @@ class Measuring:
         model, compression = (recorder.model, recorder.compression) if recorder else make(name)(module)
         stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
         warm = self._told["warm"]
-        with counting_bits() as bits, recorder.watching() if recorder else nullcontext():
+        with hearing_auto() as said, counting_bits() as bits, recorder.watching() if recorder else nullcontext():
             for step in range(warm + steps):
                 dist.barrier()
                 before, start = int(COUNTER.read_text()), time.perf_counter()
@@ -84,6 +85,7 @@ class Measuring:
             compression.close()
         if bits[1]:
             self._found["bits"][name] = 8 * bits[0] / bits[1]
+        self._found["said"][name] = said
         if recorder:
             known = self._found["traces"].setdefault(name, recorder.trace)
             known["steps"] += recorder.trace["steps"] if known is not recorder.trace else []
@@ -105,6 +107,21 @@ def _step(model: torch.nn.Module, stepper: torch.optim.Optimizer, inputs: Tensor
     stepper.step()
     recorder.mark("optimizer")
     recorder.end()
+
+
+@contextmanager
+def hearing_auto() -> Iterator[list[str]]:
+    """What ``auto`` says of its choices, on rank 0."""
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning_compress.exchanges.auto")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
 
 
 @contextmanager

@@ -40,7 +40,8 @@ class _DensePlan(Plan):
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
-        if not accumulate:
-            out.zero_()
-        for message in messages:
-            out.add_(message.view(torch.float32), alpha=weight)
+        for number, message in enumerate(messages):
+            if accumulate or number:
+                out.add_(message.view(torch.float32), alpha=weight)
+            else:
+                torch.mul(message.view(torch.float32), weight, out=out)

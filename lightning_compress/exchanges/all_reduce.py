@@ -12,6 +12,7 @@ from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.straight import Straight
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section, SumRun
 from lightning_compress.meter import Meter
@@ -52,6 +53,7 @@ class AllReduce(Exchange):
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)
         plan.dense_places = [slice(each.start, each.stop) for each in sections if isinstance(each.codec, Dense)]
+        plan.straight = Straight.of(parts, plan.messages, collective)
         return plan
 
 
@@ -82,6 +84,7 @@ class _Plan(ExchangePlan):
         self.bytes_sent = sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in runs)
         self.rounds = len(self._parts[0][2]) * all_reduce_rounds(collective.size)  # parts wait for the wire, not again
         self.calls = len(plans)
+        self.messages = [message[0] for _, message, _ in self._parts]
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size

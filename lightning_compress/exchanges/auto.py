@@ -37,6 +37,9 @@ GAIN = 0.9
 SPARSE: tuple[Exchange, ...] = (AllGather(), SplitGather())
 """Ways of sparse messages that add up to the same."""
 
+THROUGH = 2.0
+"""Copies that what is encoded costs beside: into a vector with what is owed, and the mean back; see ``Straight``."""
+
 INSIDE = 10
 """How many times as fast links within a node are, at least, where that is not measured."""
 
@@ -180,10 +183,13 @@ class Auto(Exchange):
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).encode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
-            return _Offer(plan, costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s))
-        links = self._measured.links
-        link = links["between"] if plan.inner_rounds else links["ranks"]
-        return _Offer(plan, costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s))
+            price = costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s)
+        else:
+            links = self._measured.links
+            link = links["between"] if plan.inner_rounds else links["ranks"]
+            price = costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s)
+        through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
+        return _Offer(plan, price + through)
 
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:

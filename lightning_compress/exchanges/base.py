@@ -18,6 +18,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import ALIGNMENT
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
+from lightning_compress.exchanges.straight import Straight
 from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -39,6 +40,7 @@ class ExchangePlan(ABC):
         inner_bytes: of ``bytes_sent``, those that stay within a node.
         inner_rounds: of ``rounds``, those within a node.
         dense_places: stretches of the vector that are sent as they are.
+        straight: the same without a vector, where all of it is sent as it is; or None.
     """
 
     bytes_sent: int
@@ -51,6 +53,7 @@ class ExchangePlan(ABC):
     inner_bytes: int = 0
     inner_rounds: int = 0
     dense_places: Sequence[slice] = ()
+    straight: Straight | None = None
 
     def is_dense(self, place: slice) -> bool:
         """Whether this stretch of the vector is sent as it is."""

@@ -1,0 +1,150 @@
+"""What ``exchange="auto"`` chooses over many links and worlds, beside every plan that it could have chosen, measured.
+
+    sudo python -m benchmarks.choices --json choices.json
+    sudo python -m benchmarks.choices --models mlp,resnet20 --rates 1gbit --ranks 2,4 --compressors onebit
+
+A cell is a model, a rate, a number of ranks and a compressor; plans take turns in one run over shaped links (see
+``benchmarks.network``: Linux, root, iproute2). DistributedDataParallel is one of the plans; where its bytes alone take
+longer than ``--patience`` it is not run, and stands in the tables with what its bytes take, which is a lower bound.
+Cells that are in the JSON already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._network.cells import measure
+from benchmarks._network.lab import bits_per_second
+from benchmarks._network.models import MODELS
+from lightning_compress.collectives.counting import all_reduce_bytes
+
+Cell = dict[str, Any]
+AUTO, DDP = "auto", "DDP"
+COMPRESSORS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "topk": ({"name": "topk", "density": 0.01, "selection": "sampled"}, ("all_gather", "split_gather")),
+    "onebit": ("onebit", ("all_gather", "two_shot")),
+    "rotated": ("rotated", ("all_gather", "two_shot")),
+    "bf16": ("bf16", ("all_reduce",)),
+}
+"""By name: the arguments, and the exchanges that ``auto`` chooses between for its like."""
+NEAR, SLOWER = 1.10, 1.05
+"""What a choice may take of the best plan's time, and of DistributedDataParallel's."""
+
+
+def measure_cell(model: str, ranks: int, rate: str, compressor: str, arguments: argparse.Namespace) -> Cell:
+    """Milliseconds by plan, which of them are lower bounds, and what ``auto`` said."""
+    given, exchanges = COMPRESSORS[compressor]
+    plans = {
+        name: json.dumps({"compressor": given, "exchange": name})
+        for name in (*exchanges, AUTO)
+        if name != "two_shot" or ranks > 2
+    }
+    elements = sum(each.numel() for each in MODELS[model][0]().parameters())
+    least_s = all_reduce_bytes(4 * elements, ranks) * 8 / bits_per_second(rate)
+    names = [DDP] * (least_s <= arguments.patience) + list(plans.values())
+    found = measure(ranks, rate, model, names, arguments.steps, 1, arguments.warm)
+    ms = {name: found["ms"][method] for name, method in plans.items()}
+    return {
+        "model": model,
+        "ranks": ranks,
+        "rate": rate,
+        "compressor": compressor,
+        "ms": ms | {DDP: found["ms"].get(DDP, 1e3 * least_s)},
+        "bounds": [] if DDP in found["ms"] else [DDP],
+        "said": found["said"].get(plans[AUTO], []),
+    }
+
+
+def best(cell: Cell) -> str:
+    """The plan of a fixed kind that took least."""
+    fixed: dict[str, float] = {name: ms for name, ms in cell["ms"].items() if name != AUTO}
+    return min(fixed, key=fixed.__getitem__)
+
+
+def chosen(cell: Cell) -> str:
+    """What ``auto`` took, of its groups each once."""
+    kinds = ("all_gather", "split_gather", "two_shot", "all_reduce")
+    said = [next((kind for kind in kinds if line.startswith(kind)), "?") for line in cell["said"]]
+    names = ["float32" if "float32, since" in line else kind for line, kind in zip(cell["said"], said, strict=True)]
+    return " + ".join(dict.fromkeys(names))
+
+
+def show(cells: list[Cell]) -> None:
+    """Print every cell, and what the issue is: how often the choice is near the best, and how far from DDP."""
+    table = Table(title="milliseconds of a step; >: its bytes alone take so long")
+    plans = list(dict.fromkeys(name for cell in cells for name in cell["ms"] if name not in (AUTO, DDP)))
+    names = ["cell", DDP, *plans, "chosen", AUTO, "/ best", "/ DDP"]
+    for name in names:
+        table.add_column(name, no_wrap=name in ("cell", "chosen"))
+    for cell in cells:
+        ms, over, against = cell["ms"], cell["ms"][AUTO] / cell["ms"][best(cell)], cell["ms"][AUTO] / cell["ms"][DDP]
+        label = f"{cell['model']}, {cell['rate']}, {cell['ranks']}, {cell['compressor']}"
+        dense = f"{'> ' if DDP in cell['bounds'] else ''}{ms[DDP]:.1f}"
+        others = [f"{ms[name]:.1f}" if name in ms else "" for name in plans]
+        table.add_row(label, dense, *others, chosen(cell), f"{ms[AUTO]:.1f}", f"{over:.2f}", f"{against:.2f}")
+    Console(width=150).print(table)
+    over = [cell["ms"][AUTO] / cell["ms"][best(cell)] for cell in cells]
+    against = [cell["ms"][AUTO] / cell["ms"][DDP] for cell in cells]
+    winners = sorted({best(cell) for cell in cells})
+    print(f"{len(cells)} cells; {sum(each <= NEAR for each in over)} choices within {NEAR:.2f} x of the best plan")
+    print(f"{sum(each <= SLOWER for each in against)} within {SLOWER:.2f} x of DDP, at most {max(against):.2f} x")
+    print(f"plans that win somewhere: {', '.join(winners)}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--models", default=",".join(MODELS))
+    add("--rates", default="100mbit,300mbit,1gbit,3gbit,10gbit")
+    add("--ranks", default="2,4,8")
+    add("--compressors", default="topk", help=f"of {', '.join(COMPRESSORS)}, by commas")
+    add("--steps", type=int, default=6)
+    add("--warm", type=int, default=3, help="steps before those that count")
+    add("--patience", type=float, default=4.0, help="seconds that the bytes of a step of DDP may take for it to be run")
+    add("--json", type=Path, help="write the cells here, after each, and go on from what is there")
+    arguments = parser.parse_args()
+    for name, known in (("models", MODELS), ("compressors", COMPRESSORS)):
+        setattr(arguments, name, getattr(arguments, name).split(","))
+        if unknown := [each for each in getattr(arguments, name) if each not in known]:
+            parser.error(f"--{name} {unknown[0]} is none of {', '.join(known)}")
+    arguments.rates = arguments.rates.split(",")
+    arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
+    for rate in arguments.rates:
+        try:
+            bits_per_second(rate)
+        except ValueError as error:
+            parser.error(str(error))
+    return arguments
+
+
+def main() -> None:
+    """Measure what is missing, and print the table."""
+    arguments = parse()
+    cells: list[Cell] = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
+    keys = ("model", "ranks", "rate", "compressor")
+    done = {tuple(cell[key] for key in keys) for cell in cells}
+    wanted = [
+        (model, ranks, rate, compressor)
+        for compressor in arguments.compressors
+        for model in arguments.models
+        for ranks in arguments.ranks
+        for rate in arguments.rates
+    ]
+    for key in wanted:
+        if key not in done:
+            cells.append(measure_cell(*key, arguments))
+            print(cells[-1], flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(cells, indent=1))
+    show([cell for cell in cells if tuple(cell[key] for key in keys) in wanted])
+
+
+if __name__ == "__main__":
+    main()

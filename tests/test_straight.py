@@ -1,0 +1,105 @@
+"""Groups of which all is sent as it is take a shorter way, and give the same bits."""
+
+import pytest
+import torch
+
+from lightning_compress.collectives import CountingCollective, TorchCollective, run_threads
+from lightning_compress.group import Group
+from lightning_compress.meter import Meter
+from lightning_compress.scratch import Scratch
+from lightning_compress.settings import Settings
+
+CPU, SOUND = torch.device("cpu"), torch.tensor(False)
+PARAMETERS = [("small", (37,)), ("large", (1500, 1001)), ("nothing", (0,)), ("bias", (1001,)), ("larger", (1001, 1300))]
+"""Large enough to travel in several messages; small ones come first in the vector."""
+WARM = {"compressor": "topk", "warmup_steps": 9}
+SLOW = {"compressor": "qsgd", "exchange": {"name": "auto", "link": {"latency_s": 1e-7, "bytes_per_s": 1e12}}}
+
+
+def gradients(rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator) for _, shape in PARAMETERS]
+
+
+def averaged(collective, settings, straight, owed=(), steps=2, spoilt=()):
+    """Gradients of all steps, the flags, the bytes, and who took the short way."""
+    meter = Meter(CPU)
+    group = Group(PARAMETERS, Settings.of(**settings), CountingCollective(collective, meter), CPU, meter, Scratch(CPU))
+    if collective.rank in owed:
+        group.residual.committed.fill_(0.25)
+    ways, goes = [], group._goes_straight
+
+    def watched(*arguments):
+        ways.append(straight and goes(*arguments))
+        return ways[-1]
+
+    group._goes_straight = watched
+    found, flags = [], []
+    for step in range(steps):
+        parts = gradients(collective.rank, step)
+        if collective.rank in spoilt:
+            parts[1][7, 7] = torch.inf
+        flags.append(group.reduce(parts, step, None))
+        found += parts
+        for state in group.states.values():
+            state.commit(SOUND, [name for name, _ in PARAMETERS])
+    return found, flags, meter.bytes_sent, ways, group.nonfinite
+
+
+def over_gloo(settings, straight):
+    found, *_ = averaged(TorchCollective(), settings, straight)
+    return found, averaged(TorchCollective(), settings, straight)[3]
+
+
+def alike(one, other):
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("settings", [WARM, SLOW], ids=["warming up", "nothing pays"])
+def test_the_same_bits_and_bytes(settings, size):
+    short = run_threads(size, lambda collective: averaged(collective, settings, True))
+    long = run_threads(size, lambda collective: averaged(collective, settings, False))
+    for (found, _, sent, ways, _), (expected, _, bytes_sent, _, _) in zip(short, long, strict=True):
+        assert alike(found, expected)
+        assert sent == bytes_sent
+        assert ways == [True, True]
+
+
+@pytest.mark.parametrize("settings", [WARM, SLOW], ids=["warming up", "nothing pays"])
+def test_the_same_bits_over_sockets(pools, settings):
+    long = pools[3].run(over_gloo, settings, False)
+    for (found, ways), (expected, _) in zip(pools[3].run(over_gloo, settings, True), long, strict=True):
+        assert alike(found, expected)
+        assert ways == [True, True]
+
+
+def test_who_owes_something_goes_the_long_way_and_meets_the_others():
+    ranks = run_threads(3, lambda collective: averaged(collective, WARM, True, owed=(1,), steps=1))
+    expected = [sum(parts) / 3 for parts in zip(*[gradients(rank, 0) for rank in range(3)], strict=True)]
+    assert [ways for *_, ways, _ in ranks] == [[True], [False], [True]]
+    for found, *_ in ranks:
+        assert alike(found, ranks[0][0])
+        for part, mean in zip(found, expected, strict=True):
+            assert torch.allclose(part, mean + 0.25 / 3, atol=1e-6)
+
+
+def test_news_of_what_is_not_finite_reach_everybody():
+    ranks = run_threads(3, lambda collective: averaged(collective, WARM, True, spoilt=(2,), steps=1))
+    for found, flags, *_ in ranks:
+        assert flags[0].isnan()
+        assert all(part.isnan().all() for part in found)
+    assert [nonfinite for *_, nonfinite in ranks] == [[], [], ["large"]]
+
+
+def test_a_residual_is_looked_at_again_once_it_was_written():
+    group = Group(PARAMETERS, Settings.of("topk"), run_threads(1, lambda each: each)[0], CPU, Meter(CPU), Scratch(CPU))
+    residual = group.residual
+    assert residual.empty
+    residual.pending[5] = 1.0
+    residual.touch()
+    assert not residual.empty
+    residual.commit(SOUND, group.names)
+    assert not residual.empty
+    residual.committed.zero_()
+    assert residual.empty
