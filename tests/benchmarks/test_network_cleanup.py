@@ -12,7 +12,7 @@ import pytest
 from benchmarks._network import lab
 from tests.benchmarks.test_network import namespaces, root
 
-PATIENCE = 60
+PATIENCE = 150
 """Seconds, against hangs: processes that import torch beside other tests take long."""
 WORDS = ("--ranks", "2", "--rate", "none", "--model", "resnet20", "--methods", "DDP", "--steps", "1000000")
 
@@ -82,6 +82,7 @@ def test_control_c(training):
 
 
 @root
+@pytest.mark.thorough  # another signal, the same handler
 def test_terminated(training):
     process, _ = training
     process.terminate()
