@@ -13,7 +13,7 @@ Ranks that share two cores wait for each other, and cannot fill a fast link. So 
 computing alone, and played again with sleeps in place of computing, over links of any speed, all slowed by one factor:
 
     sudo python -m benchmarks.network --record mlp.json --ranks 4
-    sudo python -m benchmarks.network --replay mlp.json --rates 1gbit,10gbit,25gbit --schedule hook,beside
+    sudo python -m benchmarks.network --replay mlp.json --rates 1gbit,10gbit,25gbit
     sudo python -m benchmarks.network --replay mlp.json --rates 10gbit,25gbit --faster 8   # if computed 8 times faster
     sudo python -m benchmarks.network --validate --rate 1gbit                              # played against measured
 """
@@ -110,7 +110,7 @@ def parse() -> argparse.Namespace:
     add("--validate", action="store_true", help="record as ranks contend, replay, and compare")
     add("--slow", type=float, help="factor of a replay; 10 x --faster, if not given")
     add("--faster", type=float, default=1.0, help="a replayed machine computes so many times faster")
-    add("--schedule", default="hook", help=f"of ours in a replay: {', '.join(SCHEDULES)}, or both by commas")
+    add("--schedule", default="beside", help=f"of ours in a replay: {', '.join(SCHEDULES)}, or both by commas")
     arguments = parser.parse_args()
     try:
         check(arguments, everything)

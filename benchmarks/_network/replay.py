@@ -167,12 +167,13 @@ class Player(ExitStack):
         if self._chunks:
             raise RuntimeError(UNLIKE.format(self._name, "more"))
 
-    def _paced(self, collective: Callable[..., None]) -> Callable[..., None]:
+    def _paced(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
-        def paced(*arguments: Any) -> None:
+        def paced(*arguments: Any) -> Any:
             self._fill(self._since, self._next())
-            collective(*arguments)
+            found = collective(*arguments)
             self._since = time.perf_counter()
+            return found
 
         return paced
 

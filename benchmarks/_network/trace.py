@@ -27,7 +27,7 @@ from benchmarks._network import methods
 from lightning_compress import Compression, attach
 from lightning_compress.collectives import TorchCollective
 
-COLLECTIVES = ("all_reduce", "all_reduce_max", "all_gather", "all_to_all")
+COLLECTIVES = ("all_reduce", "all_reduce_max", "all_gather", "all_to_all", "swap")
 DENSE = ("no communication", "DDP", "PyTorch fp16")
 """Those of PyTorch's methods that can be taken down; here their hooks are written out, to look inside."""
 
@@ -150,17 +150,17 @@ class Recorder:
 
         return watched
 
-    def _talking(self, collective: Callable[..., None]) -> Callable[..., None]:
+    def _talking(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
-        def watched(*arguments: Any) -> None:
+        def watched(*arguments: Any) -> Any:
             if self._place < 0:  # not for an average
-                collective(*arguments)
-                return
+                return collective(*arguments)
             self._step["chunks"][self._place].append(time.perf_counter() - self._chunk)
             self._turn.pass_on()
-            collective(*arguments)
+            found = collective(*arguments)
             self._turn.take()
             self._chunk = time.perf_counter()
+            return found
 
         return watched
 
@@ -207,11 +207,15 @@ class Recorder:
 
 
 @contextmanager
-def wrapped_collectives(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
-    """Have every collective of ours over a process group be what ``wrap`` makes of it."""
+def wrapped_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Have every collective of ours over a process group be what ``wrap`` makes of it, and every wait for one, too."""
+    begin = wrap(TorchCollective.begin_all_reduce)
     with ExitStack() as patches:
         for name in COLLECTIVES:
             patches.enter_context(mock.patch.object(TorchCollective, name, wrap(getattr(TorchCollective, name))))
+        patches.enter_context(
+            mock.patch.object(TorchCollective, "begin_all_reduce", lambda *given: wrap(begin(*given)))
+        )
         yield
 
 

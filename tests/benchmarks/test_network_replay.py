@@ -7,7 +7,7 @@ import pytest
 from benchmarks._network import cells, models, trace
 from tests.benchmarks.test_network import namespaces, root
 
-METHODS = ["no communication", "DDP", "onebit", "powersgd 1"]
+METHODS = ["no communication", "DDP", "bf16", "onebit", "powersgd 1"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,7 @@ def test_traces_are_of_whole_steps(recorded):
     assert chunks == {
         "no communication": {0},
         "DDP": {2},  # before the all-reduce, and after it
+        "bf16": {3},  # before the all-reduce has begun, until it is waited for, and after it
         "onebit": {2},  # around an all-gather
         "powersgd 1": {3},  # around two all-reduces
     }
@@ -47,6 +48,8 @@ def test_a_replay_takes_as_long_and_sends_as_much(recorded):
     assert not namespaces()
     assert list(found["ms"]) == [
         *METHODS[:2],
+        "bf16, hook",
+        "bf16, beside",
         "onebit, hook",
         "onebit, beside",
         "powersgd 1, hook",
