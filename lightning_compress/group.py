@@ -101,7 +101,7 @@ class Group:
         )
         self._sections = bridge.sections_of(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
-        special = self._correction or settings.local_clip_norm is not None or halved
+        special = settings.local_clip_norm is not None or halved
         self._plain = self.residual is not None and not special and device.type == "cpu"
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
@@ -147,6 +147,8 @@ class Group:
             assert self.residual is not None
             flag, mean = torch.zeros((), device=self._device), self._scratch.take("gradient", self.layout.numel)
             self._exchanged(self.residual.pending, mean, step, flag)
+            if self._correction:
+                self._correction.after(mean, self.residual.pending, self._lossy(step), step)
             self._touch(step)
         else:
             flag, mean = self._long_way(slices, step, scale)
@@ -160,8 +162,17 @@ class Group:
         assert self.residual is not None
         slices = [each for each in slices if each.numel()]
         self.nonfinite = []
-        untouched = not self.residual.touched
-        return untouched and add_gradients(slices, self.residual, self.settings.residual_decay)
+        decay = self.settings.residual_decay
+        if self.residual.touched or (self._correction and decay != 1):
+            return False
+        if self._correction:
+            return self._correction.feed(slices, self.residual)
+        return add_gradients(slices, self.residual, decay)
+
+    def _lossy(self, step: int) -> list[slice]:
+        """The stretches of which something stays behind."""
+        plan = self.plan(step)
+        return [place for place in self._compressed if not plan.is_dense(place)]
 
     def _long_way(self, slices: list[Tensor], step: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """With everything that may happen to a gradient; returns the flag and the mean."""
@@ -193,8 +204,7 @@ class Group:
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
         """The mean; the states advance. ``gradient`` is used up."""
-        plan = self.plan(step)
-        compressed = [place for place in self._compressed if not plan.is_dense(place)]
+        compressed = self._lossy(step)
         held = self._hold_unused(gradient) if self._held else []
         if self._correction:
             self._correction.before(gradient, compressed, step)

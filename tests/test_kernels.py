@@ -6,8 +6,13 @@ import torch
 
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
+from lightning_compress.collectives import LocalCollective
 from lightning_compress.feedback import add_gradients
+from lightning_compress.group import Group
 from lightning_compress.layout import Layout
+from lightning_compress.meter import Meter
+from lightning_compress.scratch import Scratch
+from lightning_compress.settings import Settings
 from lightning_compress.state import State
 
 CPU = torch.device("cpu")
@@ -89,6 +94,30 @@ def test_adding_gradients(bad, both):
     assert sound == same == (bad is None)
     if sound:
         assert pending.equal(wanted)
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_velocities(nesterov, clip, both):
+    """Nothing goes the long way but a gradient that is not finite."""
+
+    def program():
+        settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
+        shapes = [(each.name, each.shape) for each in LAYOUT.segments]
+        group = Group(shapes, settings, LocalCollective(), CPU, Meter(CPU), Scratch(CPU))
+        generator, found, long_way = torch.Generator().manual_seed(2), [], group._long_way
+        for step in range(4):
+            gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
+            gradients[0][17] = torch.inf if step == 2 else 1.0
+            group._long_way = None if kernels.of(CPU) and step != 2 else long_way
+            rejected = group.reduce(gradients, step, None).isnan()
+            found += gradients
+            for state in group.states.values():
+                state.commit(rejected, group.names)
+        return found + [state.committed for state in group.states.values()]
+
+    for one, other in zip(*both(program), strict=True):
+        assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
 
 
 def test_random_bits_of_a_tile_are_those_of_the_stream(both):
