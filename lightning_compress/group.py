@@ -143,24 +143,20 @@ class Group:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
         slices = [gradients[place].view(-1) for place in self.order]
-        if scale is None and self._plain and self._fed(slices, step):
-            assert self.residual is not None
-            flag, mean = torch.zeros((), device=self._device), self._scratch.take("gradient", self.layout.numel)
-            self._exchanged(self.residual.pending, mean, step, flag)
-            if self._correction:
-                self._correction.after(mean, self.residual.pending, self._lossy(step), step)
-            self._touch(step)
+        pieces = [each for each in slices if each.numel()]
+        if scale is None and self._plain and self._fed(pieces):
+            flag = self._in_place(pieces, step)
         else:
             flag, mean = self._long_way(slices, step, scale)
+            torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
         if not self._known_zero(flag):
-            mean.add_(flag)
-        torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
+            for each in pieces:
+                each.add_(flag)
         return flag
 
-    def _fed(self, slices: list[Tensor], step: int) -> bool:
+    def _fed(self, slices: list[Tensor]) -> bool:
         """The usual case in one pass: the residual and the gradients are in the pending numbers."""
         assert self.residual is not None
-        slices = [each for each in slices if each.numel()]
         self.nonfinite = []
         decay = self.settings.residual_decay
         if self.residual.touched or (self._correction and decay != 1):
@@ -168,6 +164,21 @@ class Group:
         if self._correction:
             return self._correction.feed(slices, self.residual)
         return add_gradients(slices, self.residual, decay)
+
+    def _in_place(self, slices: list[Tensor], step: int) -> Tensor:
+        """Replace gradients, which were fed, by their mean; returns the flag."""
+        assert self.residual is not None
+        flag, plan, vector = torch.zeros((), device=self._device), self.plan(step), self.residual.pending
+        if plan.in_pieces:
+            self._exchanged(vector, slices, step, flag)
+        else:
+            mean = self._scratch.take("gradient", self.layout.numel)
+            self._exchanged(vector, mean, step, flag)
+            torch._foreach_copy_(slices, list(mean.split([each.numel() for each in slices])))
+        if self._correction:
+            self._correction.finish(slices, vector, self._lossy(step), step)
+        self._touch(step)
+        return flag
 
     def _lossy(self, step: int) -> list[slice]:
         """The stretches of which something stays behind."""
@@ -234,10 +245,13 @@ class Group:
         self._touch(step)
         return mean
 
-    def _exchanged(self, vector: Tensor, mean: Tensor, step: int, flag: Tensor) -> None:
-        """Write the mean of all ranks' vectors; what is owed stays in ``vector``."""
+    def _exchanged(self, vector: Tensor, mean: Tensor | list[Tensor], step: int, flag: Tensor) -> None:
+        """Write the mean of all ranks' vectors, in one tensor or in pieces; what is owed stays in ``vector``."""
         before = vector.norm() if self._meter.sampling else None
-        self.plan(step).mean(vector, mean, mix(self._key, step), flag)
+        if isinstance(mean, Tensor):
+            self.plan(step).mean(vector, mean, mix(self._key, step), flag)
+        else:
+            self.plan(step).mean_pieces(vector, mean, mix(self._key, step), flag)
         if before is not None:
             self._meter.add_error(before, vector.norm())
         if self.residual is not None:

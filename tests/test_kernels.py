@@ -6,7 +6,7 @@ import torch
 
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
-from lightning_compress.collectives import LocalCollective
+from lightning_compress.collectives import run_threads
 from lightning_compress.feedback import add_gradients
 from lightning_compress.group import Group
 from lightning_compress.layout import Layout
@@ -79,6 +79,26 @@ def test_same_sums(given, accumulate, both):
     torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6 * float(slow.abs().max()))
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", ["topk", "none"])
+def test_sums_in_pieces(name, damaged, both):
+    """Also of messages whose places are out of order."""
+
+    def program():
+        plan, messages, _ = _messages({"name": name} | ({"density": 0.02} if name == "topk" else {}))
+        if damaged:
+            messages = messages.roll(4, 1)
+            messages.view(torch.int32)[:, 0] = 5
+        whole, pieces = torch.ones(LAYOUT.numel), [torch.ones(each.numel) for each in LAYOUT.segments]
+        plan.decode(messages, whole, 1 / 4, accumulate=False)
+        plan.decode_pieces(messages, pieces, 1 / 4)
+        return whole, torch.cat(pieces)
+
+    (whole, pieces), (wanted, same) = both(program)
+    for each in (whole, pieces, same):
+        assert torch.equal(each.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan, 0.0])
 def test_adding_gradients(bad, both):
     def program():
@@ -101,11 +121,11 @@ def test_adding_gradients(bad, both):
 def test_velocities(nesterov, clip, both):
     """Nothing goes the long way but a gradient that is not finite."""
 
-    def program():
+    def rank(collective):
         settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
         shapes = [(each.name, each.shape) for each in LAYOUT.segments]
-        group = Group(shapes, settings, LocalCollective(), CPU, Meter(CPU), Scratch(CPU))
-        generator, found, long_way = torch.Generator().manual_seed(2), [], group._long_way
+        group = Group(shapes, settings, collective, CPU, Meter(CPU), Scratch(CPU))
+        generator, found, long_way = torch.Generator().manual_seed(collective.rank), [], group._long_way
         for step in range(4):
             gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
             gradients[0][17] = torch.inf if step == 2 else 1.0
@@ -116,7 +136,8 @@ def test_velocities(nesterov, clip, both):
                 state.commit(rejected, group.names)
         return found + [state.committed for state in group.states.values()]
 
-    for one, other in zip(*both(program), strict=True):
+    fast, slow = both(lambda: [each for found in run_threads(2, rank) for each in found])
+    for one, other in zip(fast, slow, strict=True):
         assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
 
 

@@ -75,6 +75,10 @@ class CorrectionPlan(ABC):
         """
         return False
 
+    def finish(self, means: Sequence[Tensor], vector: Tensor, compressed: Sequence[slice], step: int) -> None:
+        """``after`` what ``feed`` did, with the means of the parameters one by one."""
+        raise NotImplementedError
+
     @abstractmethod
     def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:
         """Turn the mean into what the optimizer is given, in place; the same on all ranks.

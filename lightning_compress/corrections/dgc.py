@@ -196,7 +196,7 @@ class _Plan(CorrectionPlan):
         self._chunk = min(chunk_size(device), layout.numel)
         self._compressed = [piece for part in compressed for piece in _cut(part, self._chunk)]
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
-        self._dense = [(place_of(segment), place_of(own)) for segment, own in dense if own.numel]
+        self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
         self._places = [place_of(segment) for segment in layout.segments if segment.numel]
         self._ranks = ranks
         self._again = False
@@ -217,10 +217,9 @@ class _Plan(CorrectionPlan):
         if self._settings.clip is not None:
             factors = clip_factors(gradients, self._settings.clip, self._ranks).tolist()
         rest, velocity = _buffers(residual), _buffers(self._velocity)
-        dense = {place.start for place, _ in self._dense}
         for place, each, factor in zip(self._places, gradients, factors, strict=True):
             gradient, (before, after) = each.numpy(), (numbers[place] for numbers in rest)
-            if place.start in dense:
+            if place.start in self._dense:
                 gradient = gradient * np.float32(factor) if factor != 1 else gradient
                 largest = fast.add(gradient, gradient.view(np.int32), before, after)
             else:
@@ -232,13 +231,18 @@ class _Plan(CorrectionPlan):
         return True
 
     def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:
+        self.finish([mean[place] for place in self._places], vector, compressed, step)
+
+    def finish(self, means: Sequence[Tensor], vector: Tensor, compressed: Sequence[slice], step: int) -> None:
         if self._settings.masking:
             for part in compressed:
                 for piece in _cut(part, self._chunk):
                     zero_where_zero(self._velocity.pending[piece], vector[piece])
         old, new = self._momentum.base(), self._momentum.pending
-        for place, own in self._dense:
-            self._accumulate(mean[place], old[own], new[own])
+        for place, mean in zip(self._places, means, strict=True):
+            if place.start in self._dense:
+                own = self._dense[place.start]
+                self._accumulate(mean, old[own], new[own])
 
     def _accumulate(self, gradient: Tensor, old: Tensor, new: Tensor) -> None:
         """Write the next velocity, and over the gradient what a step along it adds; in SGD's order of rounding."""

@@ -83,12 +83,13 @@ def spread(bitmap, values, out):
 
 
 @_kernel
-def add_lists(indices, values, first, weight, out, cursors):
+def add_lists(indices, values, slots, first, weight, out, cursors):
     """Write ``weight`` times the sum of lists, in the order of the lists.
 
     Args:
-        indices: int32 ``[lists, k]``, ascending; then 0, where the value is 0.
+        indices: int32 ``[lists, k]``.
         values: float32 ``[lists, k]``.
+        slots: which columns to add: ascending in index; then 0, where the value is 0, too.
         first: what the index of the first element is.
         weight: float32.
         out: float32 ``[n]``.
@@ -97,13 +98,14 @@ def add_lists(indices, values, first, weight, out, cursors):
     Returns:
         whether the lists are in order and inside; if not, what was written has no meaning.
     """
-    cursors[:] = 0
+    start, stop = slots
+    cursors[:] = start
     for begin in range(0, len(out), _TILE):
         end = min(begin + _TILE, len(out))
         out[begin:end] = 0
         for row in range(len(indices)):
             cursor, least = cursors[row], first + begin
-            while cursor < indices.shape[1]:
+            while cursor < stop:
                 index = indices[row, cursor]
                 if index >= first + end:
                     break
@@ -114,4 +116,4 @@ def add_lists(indices, values, first, weight, out, cursors):
                     return False
                 cursor += 1
             cursors[row] = cursor
-    return cursors.sum() == cursors.size * indices.shape[1]
+    return cursors.sum() == cursors.size * stop
