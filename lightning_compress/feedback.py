@@ -11,9 +11,6 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.state import State, place_of
 
-_INFINITE = 0x7F800000
-"""The bits of infinity; NaNs have more, and numbers fewer."""
-
 
 def add_gradients(gradients: Sequence[Tensor], residual: State, decay: float) -> bool:
     """Write ``gradient + decay * committed`` to the pending numbers.
@@ -34,7 +31,7 @@ def add_gradients(gradients: Sequence[Tensor], residual: State, decay: float) ->
         before, after = residual.committed[place], residual.pending[place]
         if fast:
             largest = fast.add(gradient.numpy(), gradient.numpy().view(np.int32), before.numpy(), after.numpy())
-            sound = 0 < largest < _INFINITE
+            sound = kernels.sound(largest)
         else:
             lowest, highest = torch.aminmax(gradient)
             sound = bool((lowest * 0.0 + highest * 0.0 == 0) & ((lowest != 0) | (highest != 0)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import bridge
+from lightning_compress.absent import Absent
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.bfloat16 import StochasticRounding
 from lightning_compress.collectives import Collective
@@ -16,7 +17,7 @@ from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.feedback import add_gradients
 from lightning_compress.keys import mix, name_key
-from lightning_compress.layout import Layout, Segment
+from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer
@@ -62,7 +63,6 @@ class Group:
         self.layout = Layout.of(parameters[place] for place in self.order)
         self.names = self.layout.names
         self._segments = [segment for segment in self.layout.segments if segment.numel]
-        self._starts = torch.tensor([segment.offset for segment in self._segments], device=device)
         self.nonfinite: list[str] = []
         self.settings = settings
         self._collective = collective
@@ -82,9 +82,10 @@ class Group:
             for name, each in {**kept, **theirs, **corrected, **exchanged}.items()
         }
         self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
-        self._held = [state for state in self._always if state.holder == "rank"]
+        held = [state for state in self._always if state.holder == "rank"]
         # what a correction makes of a gradient of zero is the others' too, if it comes from what all have
-        self._sends_shared = bool(corrected) and all(self.states[name].holder == "shared" for name in corrected)
+        shares = bool(corrected) and all(self.states[name].holder == "shared" for name in corrected)
+        self._absent = Absent(self.layout, held, self.residual, shares, device)
         self._correction = settings.correction and settings.correction.plan(
             self.layout, self._compressed, collective.size, device, {name: self.states[name] for name in corrected}
         )
@@ -101,7 +102,7 @@ class Group:
         )
         self._sections = bridge.sections_of(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
-        special = self._correction or settings.local_clip_norm is not None or halved
+        special = settings.local_clip_norm is not None or halved
         self._plain = self.residual is not None and not special and device.type == "cpu"
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
@@ -143,52 +144,68 @@ class Group:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
         slices = [gradients[place].view(-1) for place in self.order]
-        if self._goes_straight(slices, step, scale):
-            return self._straight(slices, step)
-        if scale is None and self._plain and self._fed(slices, step):
-            assert self.residual is not None
-            flag, mean = torch.zeros((), device=self._device), self._scratch.take("gradient", self.layout.numel)
-            self._exchanged(self.residual.pending, mean, step, flag)
-            self._touch(step)
+        pieces = [each for each in slices if each.numel()]
+        if self._goes_straight(pieces, step, scale):
+            flag = self._straight(pieces, step)
+        elif scale is None and self._plain and self._fed(pieces):
+            flag = self._in_place(pieces, step)
         else:
             flag, mean = self._long_way(slices, step, scale)
+            torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
         if not self._known_zero(flag):
-            mean.add_(flag)
-        torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
+            for each in pieces:
+                each.add_(flag)
         return flag
 
     def _goes_straight(self, slices: list[Tensor], step: int, scale: Tensor | None) -> bool:
         """Whether there is nothing to do but to average: what is sent is all there is, and nothing is owed."""
-        if self._device.type != "cpu" or self._correction or self.settings.local_clip_norm is not None:
+        if not slices or self._device.type != "cpu" or self._correction or self.settings.local_clip_norm is not None:
             return False
         usual = (scale is None or not self._unscales) and not self._meter.sampling
         plain = usual and self.plan(step).straight and all(each.dtype == torch.float32 for each in slices)
         return bool(plain) and (self.residual is None or self.residual.empty)
 
     def _straight(self, slices: list[Tensor], step: int) -> Tensor:
-        """Average where the gradients are; the same means as of the long way."""
+        """Average where the gradients are; returns the flag."""
         straight = self.plan(step).straight
         assert straight is not None
-        ends = [torch.stack(torch.aminmax(each)) for each in slices if each.numel()]
-        sound = (torch.cat(ends) * 0.0).sum()
-        self.nonfinite = []
-        if not self._known_zero(sound):
-            self.nonfinite = [
-                name for name, each in zip(self.names, slices, strict=True) if not bool(each.isfinite().all())
-            ]
-        straight.mean(slices, sound)
-        if not self._known_zero(sound):
-            for each in slices:
-                each.add_(sound)
-        return sound
+        ends = [torch.stack(torch.aminmax(each)) for each in slices]
+        flag = (torch.cat(ends) * 0.0).sum()
+        spoilt = zip(self._segments, ends, strict=True) if not self._known_zero(flag) else ()
+        self.nonfinite = [segment.name for segment, each in spoilt if not each.isfinite().all()]
+        straight.mean(slices, flag)
+        return flag
 
-    def _fed(self, slices: list[Tensor], step: int) -> bool:
+    def _fed(self, slices: list[Tensor]) -> bool:
         """The usual case in one pass: the residual and the gradients are in the pending numbers."""
         assert self.residual is not None
-        slices = [each for each in slices if each.numel()]
         self.nonfinite = []
-        untouched = not self.residual.touched
-        return untouched and add_gradients(slices, self.residual, self.settings.residual_decay)
+        decay = self.settings.residual_decay
+        if self.residual.touched or (self._correction and decay != 1):
+            return False
+        if self._correction:
+            return self._correction.feed(slices, self.residual)
+        return add_gradients(slices, self.residual, decay)
+
+    def _in_place(self, slices: list[Tensor], step: int) -> Tensor:
+        """Replace gradients, which were fed, by their mean; returns the flag."""
+        assert self.residual is not None
+        flag, plan, vector = torch.zeros((), device=self._device), self.plan(step), self.residual.pending
+        if plan.in_pieces:
+            self._exchanged(vector, slices, step, flag)
+        else:
+            mean = self._scratch.take("gradient", self.layout.numel)
+            self._exchanged(vector, mean, step, flag)
+            torch._foreach_copy_(slices, list(mean.split([each.numel() for each in slices])))
+        if self._correction:
+            self._correction.finish(slices, vector, self._lossy(step), step)
+        self._touch(step)
+        return flag
+
+    def _lossy(self, step: int) -> list[slice]:
+        """The stretches of which something stays behind."""
+        plan = self.plan(step)
+        return [place for place in self._compressed if not plan.is_dense(place)]
 
     def _long_way(self, slices: list[Tensor], step: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """With everything that may happen to a gradient; returns the flag and the mean."""
@@ -220,9 +237,8 @@ class Group:
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
         """The mean; the states advance. ``gradient`` is used up."""
-        plan = self.plan(step)
-        compressed = [place for place in self._compressed if not plan.is_dense(place)]
-        held = self._hold_unused(gradient) if self._held else []
+        compressed = self._lossy(step)
+        held = self._absent.find(gradient)
         if self._correction:
             self._correction.before(gradient, compressed, step)
         again = self.residual is not None and bool(self.residual.touched)
@@ -232,29 +248,23 @@ class Group:
         else:
             out = self._scratch.take("mean", self.layout.numel) if self._rounding else self.residual.pending
             vector, mean = torch.add(gradient, self.residual.base(), alpha=decay, out=out), gradient
-        for place, mask, kept in held:
-            if self._sends_shared:
-                torch.addcmul(gradient[place], kept[0], mask, value=decay, out=vector[place])
-            else:
-                vector[place].mul_(mask)
+        self._absent.leave_out(held, gradient, vector, decay)
         self._exchanged(vector, mean, step, flag)
         if self._correction:
             self._correction.after(mean, vector, compressed, step)
-        for place, mask, kept in held:
-            for state, numbers in zip(self._held, kept, strict=True):
-                if state is self.residual:  # which also owes what encoding took of the zeros it was given
-                    vector[place].addcmul_(numbers, 1 - mask)
-                else:
-                    state.pending[place].mul_(mask).addcmul_(numbers, 1 - mask)
+        self._absent.put_back(held, vector)
         if self._rounding and self.residual is not None:
             self._rounding.round(vector, self.residual.pending, mix(self._key, step, self._collective.rank))
         self._touch(step)
         return mean
 
-    def _exchanged(self, vector: Tensor, mean: Tensor, step: int, flag: Tensor) -> None:
-        """Write the mean of all ranks' vectors; what is owed stays in ``vector``."""
+    def _exchanged(self, vector: Tensor, mean: Tensor | list[Tensor], step: int, flag: Tensor) -> None:
+        """Write the mean of all ranks' vectors, in one tensor or in pieces; what is owed stays in ``vector``."""
         before = vector.norm() if self._meter.sampling else None
-        self.plan(step).mean(vector, mean, mix(self._key, step), flag)
+        if isinstance(mean, Tensor):
+            self.plan(step).mean(vector, mean, mix(self._key, step), flag)
+        else:
+            self.plan(step).mean_pieces(vector, mean, mix(self._key, step), flag)
         if before is not None:
             self._meter.add_error(before, vector.norm())
         if self.residual is not None:
@@ -264,27 +274,6 @@ class Group:
     def _touch(self, step: int) -> None:
         for state in self._always if self.plan(step) is self._dense else self.states.values():
             state.touch()
-
-    def _hold_unused(self, gradient: Tensor) -> list[tuple[slice, Tensor, list[Tensor]]]:
-        """States of parameters without a gradient on this rank: DDP may throw their mean away, so they stay home.
-
-        Returns:
-            where, 0.0 or 1.0 by which what is sent is multiplied, and each state's numbers.
-        """
-        if self._device.type == "cpu":
-            suspects = (gradient[self._starts] == 0).nonzero().flatten().tolist()
-            segments = [self._segments[place] for place in suspects]
-            segments = [segment for segment in segments if not gradient[place_of(segment)].any()]
-            masks = gradient.new_zeros(len(segments)).unbind()
-        else:
-            segments = self._segments
-            slices = [gradient[place_of(segment)] for segment in segments]
-            masks = (torch.stack(torch._foreach_norm(slices, torch.inf)) != 0).float().unbind()
-        return [self._hold(segment, mask) for segment, mask in zip(segments, masks, strict=True)]
-
-    def _hold(self, segment: Segment, mask: Tensor) -> tuple[slice, Tensor, list[Tensor]]:
-        place = place_of(segment)
-        return place, mask, [state.base()[place].to(torch.float32, copy=True) for state in self._held]
 
     def _known_zero(self, flag: Tensor) -> bool:
         """Whether the flag is 0.0, where looking costs no wait for the device."""

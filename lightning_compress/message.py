@@ -153,6 +153,21 @@ class MessagePlan:
                     message = messages[row : row + 1, start : start + plan.message_size]
                     plan.decode(message, part, weight, accumulate or row > 0)
 
+    @property
+    def in_pieces(self) -> bool:
+        """``decode_pieces`` may be called."""
+        return all(plan.in_pieces for _, plan in self._parts) and not self.variable
+
+    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
+        """``decode`` into a tensor for each segment that is not empty, in order, in place of one vector."""
+        with self._meter.span("decode"):
+            start, number = self._header, 0
+            for _, plan in self._parts:
+                count = sum(segment.numel > 0 for segment in plan.layout.segments)
+                message = messages[:, start : start + plan.message_size]
+                plan.decode_pieces(message, outs[number : number + count], weight)
+                start, number = start + aligned(plan.message_size), number + count
+
     def _ends(self, messages: Tensor) -> list[list[int]]:
         """Where each section of each message begins, and the last one ends."""
         if not self.variable:

@@ -21,7 +21,7 @@ LAYERS = [
     ("exchanges", "reducers", "corrections"),
     ("rules", "kinds", "courses", "guards"),
     ("schedule",),
-    ("settings", "bridge", "feedback"),
+    ("settings", "bridge", "feedback", "absent"),
     ("group", "checks", "optimizers", "tuning", "drift", "soundness"),
     ("groups",),
     ("compression",),

@@ -6,8 +6,13 @@ import torch
 
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
+from lightning_compress.collectives import run_threads
 from lightning_compress.feedback import add_gradients
+from lightning_compress.group import Group
 from lightning_compress.layout import Layout
+from lightning_compress.meter import Meter
+from lightning_compress.scratch import Scratch
+from lightning_compress.settings import Settings
 from lightning_compress.state import State
 
 CPU = torch.device("cpu")
@@ -74,6 +79,26 @@ def test_same_sums(given, accumulate, both):
     torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6 * float(slow.abs().max()))
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", ["topk", "none"])
+def test_sums_in_pieces(name, damaged, both):
+    """Also of messages whose places are out of order."""
+
+    def program():
+        plan, messages, _ = _messages({"name": name} | ({"density": 0.02} if name == "topk" else {}))
+        if damaged:
+            messages = messages.roll(4, 1)
+            messages.view(torch.int32)[:, 0] = 5
+        whole, pieces = torch.ones(LAYOUT.numel), [torch.ones(each.numel) for each in LAYOUT.segments]
+        plan.decode(messages, whole, 1 / 4, accumulate=False)
+        plan.decode_pieces(messages, pieces, 1 / 4)
+        return whole, torch.cat(pieces)
+
+    (whole, pieces), (wanted, same) = both(program)
+    for each in (whole, pieces, same):
+        assert torch.equal(each.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan, 0.0])
 def test_adding_gradients(bad, both):
     def program():
@@ -89,6 +114,31 @@ def test_adding_gradients(bad, both):
     assert sound == same == (bad is None)
     if sound:
         assert pending.equal(wanted)
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_velocities(nesterov, clip, both):
+    """Nothing goes the long way but a gradient that is not finite."""
+
+    def rank(collective):
+        settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
+        shapes = [(each.name, each.shape) for each in LAYOUT.segments]
+        group = Group(shapes, settings, collective, CPU, Meter(CPU), Scratch(CPU))
+        generator, found, long_way = torch.Generator().manual_seed(collective.rank), [], group._long_way
+        for step in range(4):
+            gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
+            gradients[0][17] = torch.inf if step == 2 else 1.0
+            group._long_way = None if kernels.of(CPU) and step != 2 else long_way
+            rejected = group.reduce(gradients, step, None).isnan()
+            found += gradients
+            for state in group.states.values():
+                state.commit(rejected, group.names)
+        return found + [state.committed for state in group.states.values()]
+
+    fast, slow = both(lambda: [each for found in run_threads(2, rank) for each in found])
+    for one, other in zip(fast, slow, strict=True):
+        assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
 
 
 def test_random_bits_of_a_tile_are_those_of_the_stream(both):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -47,9 +48,11 @@ class Plan(ABC):
     Attributes:
         message_size: bytes of a message, or the most that one may take.
         variable: messages differ in length.
+        in_pieces: ``decode_pieces`` may be called.
     """
 
     message_size: int
+    in_pieces: bool = False
     variable: ClassVar[bool] = False
 
     def __init__(self, layout: Layout) -> None:
@@ -91,6 +94,10 @@ class Plan(ABC):
         Raises:
             ValueError: a message is none that ``encode`` makes, and that was seen.
         """
+
+    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
+        """``decode`` into a tensor for each segment that is not empty, in order, in place of one vector."""
+        raise NotImplementedError
 
 
 class Codec(ABC):

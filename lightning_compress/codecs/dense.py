@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +30,8 @@ class Dense(Codec):
 
 
 class _DensePlan(Plan):
+    in_pieces = True
+
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self.message_size = 4 * layout.numel
@@ -45,3 +48,9 @@ class _DensePlan(Plan):
                 out.add_(message.view(torch.float32), alpha=weight)
             else:
                 torch.mul(message.view(torch.float32), weight, out=out)
+
+    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
+        sums = torch.empty(self.layout.numel, device=messages.device)
+        self.decode(messages, sums, weight, accumulate=False)
+        for out, part in zip(outs, sums.split([each.numel() for each in outs]), strict=True):
+            out.copy_(part)

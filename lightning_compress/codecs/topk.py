@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
@@ -120,7 +121,8 @@ class _Choice:
 
     Attributes:
         most: how many, at most.
-        ends: where the parts end that the elements are chosen from.
+        parts: what the elements are chosen from, and how many from each.
+        ends: where these end.
     """
 
     def __init__(self, codec: TopK, layout: Layout, device: torch.device) -> None:
@@ -131,15 +133,15 @@ class _Choice:
             )
         whole = [range(layout.numel)]
         parts = whole if codec.scope == "group" else [range(s.offset, s.end) for s in layout.segments]
-        self._parts = [(part, max(1, math.ceil(codec.density * len(part)))) for part in parts if part]
-        self.most = sum(k for _, k in self._parts)
-        self.ends = [part.stop for part, _ in self._parts]
+        self.parts = [(part, max(1, math.ceil(codec.density * len(part)))) for part in parts if part]
+        self.most = sum(k for _, k in self.parts)
+        self.ends = [part.stop for part, _ in self.parts]
         self._selector = (CpuSelector if device.type == "cpu" else SortSelector)(codec.selection == "exact")
 
     def make(self, vector: Tensor, key: int, indices: Tensor, values: Tensor) -> None:
         """Fill ``most`` slots; those left over get index 0 and value 0."""
         filled = 0
-        for part, k in self._parts:
+        for part, k in self.parts:
             slots = slice(filled, filled + k)
             self._selector.select(vector, part, key, indices[slots], values[slots])
             filled += k
@@ -149,6 +151,8 @@ class _FloatsPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, choice: _Choice, dtype: torch.dtype) -> None:
         super().__init__(layout)
         self._choice, self._dtype = choice, dtype
+        segments = [range(segment.offset, segment.end) for segment in layout.segments if segment.numel]
+        self.in_pieces = device.type == "cpu" and [part for part, _ in choice.parts] == segments
         slots = choice.most + (choice.most % 2 if dtype == torch.float16 else 0)
         self.message_size = (4 + dtype.itemsize) * slots
         self._floats = torch.zeros(slots if dtype == torch.float16 else 0, device=device)
@@ -168,12 +172,38 @@ class _FloatsPlan(Plan):
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
+        outs = [out[part.start : part.stop] for part, _ in self._choice.parts]
+        if not accumulate and self._in_order(messages, outs, weight):
+            return
         sections = [self._sections(message) for message in messages]
         indices = [self._inside(indices) for indices, _ in sections]
         if not accumulate:
             out.zero_()
         for index, (_, values) in zip(indices, sections, strict=True):
             out.index_add_(0, index, values.float(), alpha=weight)
+
+    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
+        if not self._in_order(messages, outs, weight):
+            whole = torch.empty(self.layout.numel)
+            self.decode(messages, whole, weight, accumulate=False)
+            torch._foreach_copy_(list(outs), list(whole.split([each.numel() for each in outs])))
+
+    def _in_order(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> bool:
+        """The sum of messages in one pass over the elements, if they are as ``encode`` writes them."""
+        fast = kernels.of(messages.device)
+        if fast is None or not len(messages):
+            return False
+        sections = [self._sections(message) for message in messages]
+        indices = torch.stack([places for places, _ in sections]).numpy()
+        values = torch.stack([numbers.float() for _, numbers in sections]).numpy()
+        cursors, start = np.empty(len(messages), np.int64), 0
+        for out, (part, k) in zip(outs, self._choice.parts, strict=True):
+            slots = (start, start + k)
+            scale = np.float32(weight)
+            if not fast.bitmap.add_lists(indices, values, slots, part.start, scale, out.numpy(), cursors):
+                return False
+            start += k
+        return True
 
     def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
         middle = self.message_size // (4 + self._dtype.itemsize) * 4

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_compress import kernels
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.buffers import scratch
 from lightning_compress.layout import Layout, Segment
-from lightning_compress.state import Declared, States
+from lightning_compress.state import Declared, State, States
 
 
 def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]:
@@ -28,6 +29,9 @@ def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]
 
 def zero_where_zero(target: Tensor, source: Tensor) -> None:
     """``target`` becomes 0 where ``source`` is; both float32, of one length, no longer than a piece of a vector."""
+    if fast := kernels.of(source.device):
+        fast.momentum.zero_where_zero(target.numpy(), source.numpy())
+        return
     zeros = scratch("zeros", len(source), torch.bool, source.device)
     if source.device.type == "cpu":  # five times as fast as torch's comparison into booleans
         np.equal(source.numpy(), 0, out=zeros.numpy())
@@ -57,6 +61,23 @@ class CorrectionPlan(ABC):
             compressed: the stretches that a codec will take care of; none where all is sent, as in a dense step.
             step: how many optimizer steps were made.
         """
+
+    def feed(self, gradients: Sequence[Tensor], residual: State) -> bool:
+        """``before``, and the residual added, in one pass, where there is one.
+
+        Args:
+            gradients: on the CPU, one-dimensional, contiguous, of the parameters that are not empty; left as they are.
+            residual: float32, not touched in this step; what is averaged is written to its pending numbers.
+
+        Returns:
+            whether it was done; if not, what is pending has no meaning. It is not for gradients that are not float32,
+            not finite, or all zeros, nor for a second backward.
+        """
+        return False
+
+    def finish(self, means: Sequence[Tensor], vector: Tensor, compressed: Sequence[slice], step: int) -> None:
+        """``after`` what ``feed`` did, with the means of the parameters one by one."""
+        raise NotImplementedError
 
     @abstractmethod
     def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:

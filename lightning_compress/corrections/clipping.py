@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def clip_factors(gradients: Sequence[Tensor], clip: float, ranks: int) -> Tensor:
+    """What ``clip_each`` multiplies with, float32 ``[parameters]``."""
+    norms = torch.stack(torch._foreach_norm(list(gradients)))
+    return torch.clamp(clip * ranks**0.5 / norms, max=1)
 
 
 def clip_each(gradients: list[Tensor], clip: float, ranks: int) -> None:
@@ -17,6 +25,4 @@ def clip_each(gradients: list[Tensor], clip: float, ranks: int) -> None:
         clip: the norm, above 0.
         ranks: how many there are.
     """
-    norms = torch.stack(torch._foreach_norm(gradients))
-    factors = (clip * ranks**0.5 / norms).clamp_(max=1)
-    torch._foreach_mul_(gradients, list(factors.unbind()))
+    torch._foreach_mul_(gradients, list(clip_factors(gradients, clip, ranks).unbind()))

@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_compress import kernels
 from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.codecs.buffers import chunk_size, pieces
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, dense_segments, zero_where_zero
-from lightning_compress.corrections.clipping import clip_each
+from lightning_compress.corrections.clipping import clip_each, clip_factors
 from lightning_compress.layout import Layout
 from lightning_compress.registry import build
-from lightning_compress.state import Declared, States, place_of
+from lightning_compress.state import Declared, State, States, place_of
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 """The paper's densities of the first epochs, one for each: 75, 93.75, 98.4375, 99.6 and 99.9 % stay behind."""
@@ -193,7 +196,7 @@ class _Plan(CorrectionPlan):
         self._chunk = min(chunk_size(device), layout.numel)
         self._compressed = [piece for part in compressed for piece in _cut(part, self._chunk)]
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
-        self._dense = [(place_of(segment), place_of(own)) for segment, own in dense if own.numel]
+        self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
         self._places = [place_of(segment) for segment in layout.segments if segment.numel]
         self._ranks = ranks
         self._again = False
@@ -206,14 +209,40 @@ class _Plan(CorrectionPlan):
         for piece in self._compressed:
             self._accumulate(gradient[piece], old[piece], new[piece])
 
+    def feed(self, gradients: Sequence[Tensor], residual: State) -> bool:
+        fast, factors = kernels.of(residual.committed.device), [1.0] * len(gradients)
+        if fast is None or self._velocity.touched or any(each.dtype != torch.float32 for each in gradients):
+            return False
+        self._again = False
+        if self._settings.clip is not None:
+            factors = clip_factors(gradients, self._settings.clip, self._ranks).tolist()
+        rest, velocity = _buffers(residual), _buffers(self._velocity)
+        for place, each, factor in zip(self._places, gradients, factors, strict=True):
+            gradient, (before, after) = each.numpy(), (numbers[place] for numbers in rest)
+            if place.start in self._dense:
+                gradient = gradient * np.float32(factor) if factor != 1 else gradient
+                largest = fast.add(gradient, gradient.view(np.int32), before, after)
+            else:
+                rule = np.float32(factor), np.float32(self._settings.momentum), self._settings.nesterov
+                own = tuple(numbers[place] for numbers in velocity)
+                largest = fast.momentum.accumulate(gradient, gradient.view(np.int32), *rule, own, (before, after))
+            if not kernels.sound(largest):
+                return False
+        return True
+
     def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:
+        self.finish([mean[place] for place in self._places], vector, compressed, step)
+
+    def finish(self, means: Sequence[Tensor], vector: Tensor, compressed: Sequence[slice], step: int) -> None:
         if self._settings.masking:
             for part in compressed:
                 for piece in _cut(part, self._chunk):
                     zero_where_zero(self._velocity.pending[piece], vector[piece])
         old, new = self._momentum.base(), self._momentum.pending
-        for place, own in self._dense:
-            self._accumulate(mean[place], old[own], new[own])
+        for place, mean in zip(self._places, means, strict=True):
+            if place.start in self._dense:
+                own = self._dense[place.start]
+                self._accumulate(mean, old[own], new[own])
 
     def _accumulate(self, gradient: Tensor, old: Tensor, new: Tensor) -> None:
         """Write the next velocity, and over the gradient what a step along it adds; in SGD's order of rounding."""
@@ -229,6 +258,10 @@ class _Plan(CorrectionPlan):
         else:
             torch.mul(old, momentum, out=new).add_(gradient)
             gradient.copy_(new)
+
+
+def _buffers(state: State) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    return state.committed.numpy(), state.pending.numpy()
 
 
 def _cut(part: slice, size: int) -> list[slice]:

@@ -57,11 +57,21 @@ class _Plan(ExchangePlan):
         self.rounds = length_rounds(plan, size) + all_gather_rounds(size)
         self.decodes = float(size)
 
+        self.in_pieces = plan.in_pieces
+
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        messages = self._gathered(vector, key, flag)
+        self._plan.decode(messages, out, 1 / self._collective.size, accumulate=False)
+
+    def mean_pieces(self, vector: Tensor, outs: Sequence[Tensor], key: int, flag: Tensor) -> None:
+        messages = self._gathered(vector, key, flag)
+        self._plan.decode_pieces(messages, outs, 1 / self._collective.size)
+
+    def _gathered(self, vector: Tensor, key: int, flag: Tensor) -> Tensor:
         self._plan.share(key)
         used = self._plan.encode(vector, self._message, mix(key, self._collective.rank), flag)
         width = agree_length(self._plan, used, self._collective, vector.device)
         messages = rows(self._messages, self._collective.size, width)
         self._collective.all_gather(self._message[:width], messages)
         flag.copy_(self._plan.flags(messages))
-        self._plan.decode(messages, out, 1 / self._collective.size, accumulate=False)
+        return messages

@@ -41,8 +41,10 @@ class ExchangePlan(ABC):
         inner_rounds: of ``rounds``, those within a node.
         dense_places: stretches of the vector that are sent as they are.
         straight: the same without a vector, where all of it is sent as it is; or None.
+        in_pieces: ``mean_pieces`` may be called.
     """
 
+    in_pieces: bool = False
     bytes_sent: int
     description: str
     rounds: int = 0
@@ -69,6 +71,10 @@ class ExchangePlan(ABC):
             key: the step's and the group's key, equal on all ranks.
             flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
         """
+
+    def mean_pieces(self, vector: Tensor, outs: Sequence[Tensor], key: int, flag: Tensor) -> None:
+        """``mean`` into a tensor for each segment that is not empty, in the vector's order, in place of one."""
+        raise NotImplementedError
 
     def adopted(self) -> None:  # noqa: B027  # most keep nothing
         """State was taken over from groups that were laid out otherwise; called on all ranks."""

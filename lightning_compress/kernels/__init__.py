@@ -15,6 +15,15 @@ TILE = 16
 """Neighbours that are handled as one; lengths that are multiples of it are fast."""
 
 
+_INFINITE = 0x7F800000
+"""The bits of infinity; NaNs have more, and numbers fewer."""
+
+
+def sound(largest: int) -> bool:
+    """Whether the largest of some magnitudes, as the bits of a float32, is that of finite numbers, not all 0."""
+    return 0 < largest < _INFINITE
+
+
 def of(device: torch.device) -> ModuleType | None:
     """The kernels for a device, or None: then tensor operations do the work."""
     return _cpu() if device.type == "cpu" else None

@@ -87,6 +87,27 @@ def reaching(typing: Any, values: Any, index: Any, least: Any) -> Any:
 
 
 @intrinsic
+def nonzero(typing: Any, values: Any, index: Any) -> Any:
+    """``values[index + j] != 0``, as what is no number is, too, as bit j of an uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        found = builder.load(_at(context, builder, signature.args[0], *arguments), align=4)
+        return builder.bitcast(builder.fcmp_unordered("!=", found, _ZEROS), ir.IntType(LANES))
+
+    return types.uint32(values, index), generate
+
+
+@intrinsic
+def ones(typing: Any, word: Any) -> Any:
+    """How many bits of a word are 1."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.uint32(types.uint32), generate
+
+
+@intrinsic
 def lowest(typing: Any, word: Any) -> Any:
     """The place of the lowest bit of a word that is not 0."""
 
