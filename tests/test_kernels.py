@@ -7,6 +7,7 @@ import torch
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.collectives import run_threads
+from lightning_compress.exchanges import nonzeros
 from lightning_compress.feedback import add_gradients
 from lightning_compress.group import Group
 from lightning_compress.layout import Layout
@@ -139,6 +140,34 @@ def test_velocities(nesterov, clip, both):
     fast, slow = both(lambda: [each for found in run_threads(2, rank) for each in found])
     for one, other in zip(fast, slow, strict=True):
         assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("numel", [31, 64, 9001])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.45, 1.0])
+def test_numbers_of_which_many_are_zero(numel, share, both):
+    def program():
+        generator = torch.Generator().manual_seed(numel)
+        values = torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < share)
+        values[3:7] = torch.tensor([torch.nan, -0.0, torch.inf, 1e-45])
+        message, out = torch.zeros(16 + 4 * numel, dtype=torch.uint8), torch.full((numel,), 7.0)
+        used = nonzeros.write(values, message)
+        nonzeros.read(message[:used], out)
+        places, found = nonzeros.read_entries(message[:used], numel)
+        refused = []
+        for count in (int(message[0]), int(message[0]) ^ 1):
+            message[16:20] ^= 255
+            message[0] = count
+            try:
+                nonzeros.read(message[:used], torch.empty(numel))
+            except ValueError:
+                refused.append(count)
+        return used, refused, message, out, found, nonzeros.places_of(values), values[:0] if places is None else places
+
+    (*fast, last), (*slow, other) = both(program)
+    assert fast[:2] == slow[:2]
+    for one, wanted in zip([*fast[2:], last], [*slow[2:], other], strict=True):
+        assert np.array_equal(one.numpy(), wanted.numpy(), equal_nan=True)
+        assert one.dtype == wanted.dtype
 
 
 def test_random_bits_of_a_tile_are_those_of_the_stream(both):

@@ -200,7 +200,7 @@ class _FloatsPlan(Plan):
         for out, (part, k) in zip(outs, self._choice.parts, strict=True):
             slots = (start, start + k)
             scale = np.float32(weight)
-            if not fast.bitmap.add_lists(indices, values, slots, part.start, scale, out.numpy(), cursors):
+            if not fast.lists.add(indices, values, slots, part.start, scale, out.numpy(), cursors):
                 return False
             start += k
         return True

@@ -11,8 +11,11 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from lightning_compress import kernels
 
 HEADER = 16
 
@@ -38,7 +41,18 @@ def write(values: Tensor, message: Tensor) -> int:
     Returns:
         bytes of the message.
     """
-    numel, found = len(values), places_of(values)
+    numel = len(values)
+    if fast := kernels.of(values.device):
+        bitmap = np.empty(bitmap_bytes(numel) // 4, np.uint32)
+        count = int(fast.bitmap.mark(values.numpy(), bitmap))
+        used = int(used_bytes(count, numel))
+        if _kind(count, numel) == "bitmap":
+            message[:4].view(torch.int32)[0] = count
+            body = message[HEADER:used].numpy()
+            body[: bitmap.nbytes] = bitmap.view(np.uint8)
+            fast.bitmap.take(bitmap, values.numpy(), body[bitmap.nbytes :].view(np.float32))
+            return used
+    found = places_of(values)
     if _kind(len(found), numel) == "dense":
         return _dense(len(found), values, message)
     return write_entries(found, values[found], numel, message)
@@ -83,7 +97,13 @@ def read(message: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: the message is damaged.
     """
-    places, values = read_entries(message, len(out))
+    numel, count = len(out), int(message[:4].view(torch.int32)[0])
+    fast = kernels.of(message.device)
+    if fast and 0 <= count <= numel and _kind(count, numel) == "bitmap":
+        bitmap, values = _bitmap(message, count, numel, exact=False)
+        fast.bitmap.spread(bitmap, values.numpy(), out.numpy())
+        return
+    places, values = read_entries(message, numel)
     if places is None:
         out.copy_(values)
         return
@@ -105,12 +125,31 @@ def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tens
         return None, body.view(torch.float32)
     if kind == "list":
         places = body[: 4 * count].view(torch.int32).long()
+    elif fast := kernels.of(message.device):
+        bitmap, values = _bitmap(message, count, numel, exact)
+        places = torch.empty(count, dtype=torch.int64)
+        fast.bitmap.places(bitmap, places.numpy())
+        return places, values
     else:
         bits = np.unpackbits(body[: bitmap_bytes(numel)].cpu().numpy(), bitorder="little")
         places = torch.from_numpy(np.flatnonzero(bits)).to(message.device)
     if len(places) != count or (count and not 0 <= int(places.min()) <= int(places.max()) < numel):
         raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
     return places, body[len(body) - 4 * count :].view(torch.float32)
+
+
+def _bitmap(message: Tensor, count: int, numel: int, exact: bool) -> tuple[npt.NDArray[np.uint32], Tensor]:
+    """The words and the numbers of a message on the CPU whose words say ``count``.
+
+    Raises:
+        ValueError: they say something else, or the message is truncated.
+    """
+    used, middle = int(used_bytes(count, numel, exact)), HEADER + bitmap_bytes(numel)
+    bitmap = message[HEADER:middle].numpy().view(np.uint32)
+    fast = kernels.of(message.device)
+    if used > len(message) or fast is None or fast.bitmap.count(bitmap, numel) != count:
+        raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
+    return bitmap, message[middle:used].view(torch.float32)
 
 
 def check_ascending(places: Tensor | None, numel: int) -> None:
@@ -125,6 +164,11 @@ def check_ascending(places: Tensor | None, numel: int) -> None:
 
 def places_of(values: Tensor) -> Tensor:
     """Where numbers are not 0, int64, ascending."""
+    if fast := kernels.of(values.device):
+        bitmap = np.empty(bitmap_bytes(len(values)) // 4, np.uint32)
+        places = torch.empty(int(fast.bitmap.mark(values.numpy(), bitmap)), dtype=torch.int64)
+        fast.bitmap.places(bitmap, places.numpy())
+        return places
     if values.device.type == "cpu":  # several times as fast as torch's
         return torch.from_numpy(np.flatnonzero(values.numpy()))
     return values.nonzero().flatten()

@@ -134,11 +134,16 @@ class _Plan(ExchangePlan):
 
     def _own(self, rank: int, out: Tensor) -> Tensor:
         """The sums of a shard, side by side."""
+        if len(self._places[rank]) == 1:
+            return out[self._places[rank][0]]
         sums = self._sum[: self._numels[rank]]
         gather(out, self._places[rank], sums)
         return sums
 
     def _spread(self, peer: int, message: Tensor, out: Tensor) -> None:
+        if len(self._places[peer]) == 1:
+            nonzeros.read(message, out[self._places[peer][0]])
+            return
         sums = self._sum[: self._numels[peer]]
         nonzeros.read(message, sums)
         scatter(sums, self._places[peer], out)

@@ -1,15 +1,15 @@
-"""Sparse numbers: from a bitmap, into one, and from lists; see ``exchanges/nonzeros.py`` and ``codecs/topk.py``."""
+"""Numbers of which many are 0: a bitmap of the others, and back; see ``exchanges/nonzeros.py``."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from lightning_compress.kernels import words
+from lightning_compress.kernels import marks, words
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy")
 _TILE = 4096
-"""Elements that stay in the nearest cache while all messages are added."""
+"""Elements that stay in the nearest cache from when they are zeroed."""
 
 
 @_kernel
@@ -17,9 +17,9 @@ def mark(values, bitmap):
     """Write which of float32 ``[n]`` are not 0 as bits of uint32 ``[ceil(n / 32)]``, lowest first; returns how many."""
     count, place = 0, 0
     while place + 32 <= len(values):
-        word = words.nonzero(values, place)
+        word = marks.nonzero(values, place)
         bitmap[place // 32] = word
-        count += words.ones(word)
+        count += marks.ones(word)
         place += 32
     if place < len(values):
         word = np.uint32(0)
@@ -27,7 +27,7 @@ def mark(values, bitmap):
             if values[place + bit] != 0:
                 word |= np.uint32(1) << np.uint32(bit)
         bitmap[place // 32] = word
-        count += words.ones(word)
+        count += marks.ones(word)
     return count
 
 
@@ -36,7 +36,7 @@ def count(bitmap, numel):
     """How many bits are 1; -1 if one is beyond the first ``numel``."""
     total = 0
     for word in bitmap:
-        total += words.ones(word)
+        total += marks.ones(word)
     rest = numel % 32
     if rest and bitmap[-1] >> np.uint32(rest):
         return -1
@@ -80,40 +80,3 @@ def spread(bitmap, values, out):
                 out[32 * number + words.lowest(word)] = values[found]
                 found += 1
                 word &= word - np.uint32(1)
-
-
-@_kernel
-def add_lists(indices, values, slots, first, weight, out, cursors):
-    """Write ``weight`` times the sum of lists, in the order of the lists.
-
-    Args:
-        indices: int32 ``[lists, k]``.
-        values: float32 ``[lists, k]``.
-        slots: which columns to add: ascending in index; then 0, where the value is 0, too.
-        first: what the index of the first element is.
-        weight: float32.
-        out: float32 ``[n]``.
-        cursors: int64 ``[lists]``; scratch.
-
-    Returns:
-        whether the lists are in order and inside; if not, what was written has no meaning.
-    """
-    start, stop = slots
-    cursors[:] = start
-    for begin in range(0, len(out), _TILE):
-        end = min(begin + _TILE, len(out))
-        out[begin:end] = 0
-        for row in range(len(indices)):
-            cursor, least = cursors[row], first + begin
-            while cursor < stop:
-                index = indices[row, cursor]
-                if index >= first + end:
-                    break
-                if index >= least:
-                    out[index - first] += values[row, cursor] * weight
-                    least = index
-                elif index != 0 or values[row, cursor] != 0:
-                    return False
-                cursor += 1
-            cursors[row] = cursor
-    return cursors.sum() == cursors.size * stop

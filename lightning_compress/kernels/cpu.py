@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from lightning_compress.kernels import bitmap, momentum, rotation, words
+from lightning_compress.kernels import bitmap, lists, momentum, rotation, words
 
-__all__ = ["add", "add_signs", "bitmap", "collect", "momentum", "rotation", "scale_signs", "split_signs"]
+__all__ = ["add", "add_signs", "bitmap", "collect", "lists", "momentum", "rotation", "scale_signs", "split_signs"]
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy")
 _in_any_order = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})

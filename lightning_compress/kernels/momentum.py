@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from lightning_compress.kernels import words
+from lightning_compress.kernels import marks, words
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy")
 _TILE = 1024
@@ -78,7 +78,7 @@ def zero_where_zero(target, source):
     """``target`` becomes 0 where ``source`` is; both float32 ``[n]``."""
     place = 0
     while place + 32 <= len(source):
-        word = np.uint32(0xFFFFFFFF) - words.nonzero(source, place)
+        word = np.uint32(0xFFFFFFFF) - marks.nonzero(source, place)
         while word:
             target[place + words.lowest(word)] = 0
             word &= word - np.uint32(1)

@@ -17,7 +17,7 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _ZEROS = ir.Constant(_VECTOR, [0.0] * LANES)
 
 
-def _at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+def at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     """Where in a contiguous float32 array a vector begins."""
     data = context.make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
@@ -42,7 +42,7 @@ def signs(typing: Any, values: Any, index: Any) -> Any:
     """``values[index + j] >= 0`` as bit j of an uint32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        found = builder.load(_at(context, builder, signature.args[0], *arguments), align=4)
+        found = builder.load(at(context, builder, signature.args[0], *arguments), align=4)
         return builder.bitcast(builder.fcmp_ordered(">=", found, _ZEROS), ir.IntType(LANES))
 
     return types.uint32(values, index), generate
@@ -53,7 +53,7 @@ def put(typing: Any, out: Any, index: Any, word: Any, high: Any, low: Any) -> An
     """``out[index + j] = high`` or ``low`` by bit j of the word."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _at(context, builder, signature.args[0], *arguments[:2])
+        place = at(context, builder, signature.args[0], *arguments[:2])
         builder.store(builder.fadd(_chosen(builder, *arguments[2:]), _ZEROS), place, align=4)  # -0.0 becomes 0.0
         return context.get_dummy_value()
 
@@ -65,7 +65,7 @@ def add(typing: Any, out: Any, index: Any, word: Any, high: Any, low: Any) -> An
     """``out[index + j] += high`` or ``low`` by bit j of the word."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _at(context, builder, signature.args[0], *arguments[:2])
+        place = at(context, builder, signature.args[0], *arguments[:2])
         total = builder.fadd(builder.load(place, align=4), _chosen(builder, *arguments[2:]))
         builder.store(total, place, align=4)
         return context.get_dummy_value()
@@ -78,33 +78,12 @@ def reaching(typing: Any, values: Any, index: Any, least: Any) -> Any:
     """``abs(values[index + j]) >= least`` as bit j of an uint32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        found = builder.load(_at(context, builder, signature.args[0], *arguments[:2]), align=4)
+        found = builder.load(at(context, builder, signature.args[0], *arguments[:2]), align=4)
         upper = builder.fcmp_ordered(">=", found, spread(builder, arguments[2]))
         lower = builder.fcmp_ordered("<=", found, spread(builder, builder.fneg(arguments[2])))
         return builder.bitcast(builder.or_(upper, lower), ir.IntType(LANES))
 
     return types.uint32(values, index, types.float32), generate
-
-
-@intrinsic
-def nonzero(typing: Any, values: Any, index: Any) -> Any:
-    """``values[index + j] != 0``, as what is no number is, too, as bit j of an uint32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        found = builder.load(_at(context, builder, signature.args[0], *arguments), align=4)
-        return builder.bitcast(builder.fcmp_unordered("!=", found, _ZEROS), ir.IntType(LANES))
-
-    return types.uint32(values, index), generate
-
-
-@intrinsic
-def ones(typing: Any, word: Any) -> Any:
-    """How many bits of a word are 1."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.uint32(types.uint32), generate
 
 
 @intrinsic
