@@ -20,8 +20,8 @@ MOST = 64
 class Chain:
     """The ranks of a node as a chain, from the last one to the first, the leader.
 
-    While a rank sends one chunk on it gets the next one; no rank gets more than one message at a time. Chunks have no
-    checksum: whatever a rank sent, all of them get the same from the leader.
+    While a rank sends one chunk on it gets the next one; no rank gets more than one message at a time. Numbers have no
+    checksum: whatever a rank sent, all of the chain get the same in the end, but another node's chain does not.
 
     Attributes:
         row: float32 ``[numel]``: what is summed, then what is shared.

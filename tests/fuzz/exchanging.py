@@ -43,7 +43,8 @@ class Liar(Collective):
 
     def _spoilt(self, tensor):
         random = self.whole.random  # of now, also for parts that were made before
-        if random is None or random.random() < 0.4:
+        trusted = self.whole is not self and tensor.dtype == torch.float32  # numbers within a node
+        if random is None or trusted or random.random() < 0.4:
             return tensor
         spoilt = tensor.clone(memory_format=torch.contiguous_format)
         mutate(spoilt.view(-1).view(torch.uint8).numpy(), random)
