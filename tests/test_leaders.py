@@ -17,6 +17,7 @@ from tests.test_exchanges import LAYOUT, check, mean
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
+ONEBIT = OneBit()
 VARIABLE = TopK(0.02, values="fp16", indices="rice")
 CHAINS = [(2, 3), (2, 4), (3, 4), (2, 5), (3, 5), (4, 6), (3, 7), (3, 8), (4, 9), (4, 16), (5, 16)]
 """Ranks of a node, and of all nodes; the last node is often a smaller one."""
@@ -151,12 +152,12 @@ class Damaging(Liar):
         return Damaging(self.inner.part(ranks), None)
 
 
-def said(size, exchange, world=lambda collective: collective):
+def said(size, exchange, world=lambda collective: collective, codec=ONEBIT):
     """What each rank's error says."""
 
     def program(collective):
         try:
-            mean(world(collective), exchange, OneBit())
+            mean(world(collective), exchange, codec)
         except ValueError as error:
             return str(error)
         return "went on"
@@ -169,6 +170,20 @@ def test_a_damaged_message_is_an_error_on_every_rank(size):
     words = said(size, Binomial(), lambda collective: Damaging(collective, None))
     assert "the message of rank 0 was changed on the way" in " ".join(words)
     assert all("damaged" in each or "was sent a message that it cannot read" in each for each in words)
+
+
+class Misstating(Liar):
+    """Says on rank 1 that its message is shorter than it is."""
+
+    def all_gather(self, tensor, out):
+        self.inner.all_gather(tensor.clamp(max=32) if self.rank == 1 else tensor, out)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_wrong_length_is_an_error_on_every_rank(size):
+    words = said(size, Binomial(), lambda collective: Misstating(collective, None), VARIABLE)
+    assert "the message of rank 1 was changed on the way" in words[0]
+    assert all("was sent a message that it cannot read" in each for each in words[1:])
 
 
 def test_a_leaders_error_is_one_of_its_whole_node():

@@ -105,8 +105,8 @@ class _Plan(ExchangePlan):
 
         for level in self._levels:
             length = 0 if level.parent is None else self._encode(vector, key, flag)
-            lengths = self._agree(length)
-            self._swap(length, level.parent, level.child, lengths[level.child or 0], add)
+            lengths = self._agree(length)  # what all believe counts, of this rank too
+            self._swap(lengths[self._collective.rank], level.parent, level.child, lengths[level.child or 0], add)
 
     def _encode(self, vector: Tensor, key: int, flag: Tensor) -> int:
         return seal(self._send, self._plan.encode(vector, self._send[HEADER:], key, flag))
