@@ -123,6 +123,7 @@ class _Beside(ExchangePlan):
         self.encodes, self.decodes = exchange.encodes, exchange.decodes
         self.copies, self.calls = exchange.copies, exchange.calls
         self.inner_bytes, self.inner_rounds = exchange.inner_bytes, exchange.inner_rounds
+        self.waited_bytes, self.inner_waited_bytes = exchange.waited_bytes, exchange.inner_waited_bytes
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._exchange.mean(vector, out, key, flag)

@@ -83,6 +83,8 @@ class Priced(Protocol):
     calls: int
     inner_bytes: int
     inner_rounds: int
+    waited_bytes: int
+    inner_waited_bytes: int
 
 
 def wire_seconds(plan: Priced, link: Link, inside: Link | None = None, sharing: int = 1) -> float:
@@ -96,8 +98,10 @@ def wire_seconds(plan: Priced, link: Link, inside: Link | None = None, sharing: 
     """
     inside = inside or link
     waits = (plan.rounds - plan.inner_rounds) * link.latency_s  # nobody sends what depends on what is not there yet
-    outward = (plan.bytes_sent - plan.inner_bytes) * sharing / link.bytes_per_s  # the card sends for all of its ranks
-    inward = plan.inner_rounds * inside.latency_s + plan.inner_bytes / inside.bytes_per_s  # no card is in between
+    within = plan.inner_bytes + plan.inner_waited_bytes
+    beyond = plan.bytes_sent + plan.waited_bytes - within
+    outward = beyond * sharing / link.bytes_per_s  # the card sends for all of its ranks
+    inward = plan.inner_rounds * inside.latency_s + within / inside.bytes_per_s  # no card is in between
     return waits + outward + inward
 
 

@@ -13,7 +13,8 @@ WORK = [(1000, SPEEDS)]
 
 def plan(**numbers):
     standard = {"bytes_sent": 5000, "rounds": 3, "encodes": 1.0, "decodes": 2.0, "copies": 0.0, "calls": 2}
-    return SimpleNamespace(**standard | {"inner_bytes": 0, "inner_rounds": 0} | numbers)
+    standard |= dict.fromkeys(("inner_bytes", "inner_rounds", "waited_bytes", "inner_waited_bytes"), 0)
+    return SimpleNamespace(**standard | numbers)
 
 
 def test_by_hand():
@@ -21,6 +22,8 @@ def test_by_hand():
     assert wire_seconds(plan(), LINK, sharing=4) == pytest.approx(3e-3 + 4 * 5e-3)
     within = plan(inner_bytes=4000, inner_rounds=2)
     assert wire_seconds(within, LINK, Link(1e-4, 1e8), sharing=2) == pytest.approx(1e-3 + 2e-3 + 2e-4 + 4e-5)
+    waiting = plan(inner_bytes=4000, inner_rounds=2, waited_bytes=9000, inner_waited_bytes=6000)
+    assert wire_seconds(waiting, LINK, Link(1e-4, 1e8)) == pytest.approx(1e-3 + 4e-3 + 2e-4 + 1e-4)
     assert device_seconds(plan(), WORK) == pytest.approx(2e-3 + 2e-3 + 2e-4)
     assert device_seconds(plan(copies=3.0), WORK, copy_s=1e-7, crowding=2) == pytest.approx(2 * (4.2e-3 + 3e-4))
     assert device_seconds(plan(), WORK, crowding=0.5) == device_seconds(plan(), WORK)  # a rank has no two cores

@@ -163,6 +163,15 @@ def test_what_goes_between_nodes(outer):
     check(run_threads(8, lambda collective: mean(collective, Hierarchical(outer, 2), codec)))
 
 
+@pytest.mark.parametrize("exchange", [Hierarchical("all_gather", 2), Hierarchical("all_gather", 2, "chain")], ids=repr)
+def test_what_is_no_section_is_left_alone(exchange):
+    ranks = run_threads(4, lambda collective: partly(collective, exchange, {1}))
+    for before, after, out, *_ in ranks:
+        assert (out[:7] == 7).all()
+        assert after[:7].equal(before[:7])
+        assert after[7 + LAYOUT.numel :].equal(before[7 + LAYOUT.numel :])
+
+
 def test_one_rank_of_a_node_keeps_what_was_not_sent():
     ranks = run_threads(4, lambda collective: mean(collective, Hierarchical("all_gather", 2), TopK(0.05)))
     left = torch.stack([after != 0 for _, after, *_ in ranks])
@@ -208,6 +217,13 @@ def test_nodes_of_several_sizes_are_refused():
         ({"exchange": {"name": "hierarchical", "outer": {"name": "two_shot", "adagrad": 1e-8}}}, "without adagrad"),
         ({"compressor": "dgc", "exchange": "hierarchical"}, "adds up the gradients of a node"),
         ({"exchange": {"name": "hierarchical", "outer": OkTopK()}}, "it must be one of auto, all_reduce"),
+        ({"exchange": {"name": "hierarchical", "inner": "ring"}}, "inner='ring'.*one of reduce_scatter, chain"),
+        ({"exchange": {"name": "hierarchical", "inner": "chain"}}, "name the exchange between nodes, such as outer="),
+        ({"compressor": "dgc", "exchange": "binomial"}, "leaves what ranks sent in the residuals of others"),
+        (
+            {"compressor": {"name": "randomk", "rescale": True}, "exchange": "binomial"},
+            "would rescale them once more",
+        ),
         ({"exchange": {"name": "ok_topk", "evaluate_every": 0}}, r"OkTopK\(evaluate_every=0\)"),
         ({"compressor": "dgc", "exchange": "gtopk"}, "leaves what ranks sent in the residuals of others"),
         ({"compressor": "wangni", "exchange": "gtopk"}, "drops the smaller sums, which only error feedback"),
@@ -272,7 +288,14 @@ def _trains(exchange):
 
 
 @pytest.mark.parametrize(
-    "exchange", ["split_gather", "recursive_doubling", "butterfly", {"name": "hierarchical", "node_size": 2}]
+    "exchange",
+    [
+        "split_gather",
+        "recursive_doubling",
+        "butterfly",
+        {"name": "hierarchical", "node_size": 2},
+        {"name": "hierarchical", "node_size": 3, "inner": "chain", "outer": "binomial"},
+    ],
 )
 def test_training(pools, exchange):
     ranks = pools[4].run(_trains, exchange)

@@ -26,8 +26,14 @@ SPARSE = ["recursive_doubling", "butterfly", "run_length"]
 """Exchanges of sums, for methods that send few elements; the last takes any, of which these are enough."""
 DROPPING = ["gtopk", "ok_topk"]
 """Those of them that drop the smaller sums."""
+TREES = {
+    "binomial": ("none", "bf16", "topk", "threshold", "onebit", "randomk", "fft"),
+    "chain": ("none", "topk_rice", "onebit"),
+}
+"""Exchanges that encode sums again and again, whatever the method: of each kind of message these are enough."""
 SIZES = [1, 2, 3, 4, 5]
-PATTERNS = {name: kind() for name, kind in EXCHANGES.items()} | {"hierarchical": Hierarchical(node_size=2)}
+PATTERNS = {name: kind() for name, kind in EXCHANGES.items()}
+PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Hierarchical("binomial", 2, "chain")}
 
 
 def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
@@ -52,6 +58,8 @@ def vector(rank, seed=0):
 def can_travel(case, exchange, size=2):
     if not isinstance(case.codec, Codec):
         return exchange == "auto"
+    if exchange in TREES:
+        return case.name in TREES[exchange]
     if exchange == "hierarchical":
         return size % 2 == 0
     if exchange == "split_gather":

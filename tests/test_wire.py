@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_compress.collectives import CountingCollective, TorchCollective
-from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import PowerSGD
 from tests.cases import CASES
-from tests.test_laws import can_travel, group_plan
+from tests.test_laws import PATTERNS, can_travel, group_plan
 
 COUNTERS = Path("/proc/net/dev")
 REPEATS = 5
@@ -49,7 +48,7 @@ def _send(codec, exchange):
 
 @pytest.mark.skipif(not COUNTERS.exists(), reason="needs Linux's interface counters")
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", PATTERNS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
 def test_interface_counters_agree(pools, case, exchange, size):
     if not can_travel(case, exchange, size):

@@ -6,6 +6,7 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.binomial import Binomial
 from lightning_compress.exchanges.butterfly import Butterfly
 from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
@@ -23,6 +24,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Auto",
+    "Binomial",
     "Butterfly",
     "Exchange",
     "ExchangePlan",

@@ -39,6 +39,9 @@ class ExchangePlan(ABC):
         calls: how often it calls the codec to encode or to decode.
         inner_bytes: of ``bytes_sent``, those that stay within a node.
         inner_rounds: of ``rounds``, those within a node.
+        waited_bytes: beside ``bytes_sent``, those of other ranks for which this one waits with nothing to send, as on
+            the way up a tree.
+        inner_waited_bytes: of ``waited_bytes``, those that stay within a node.
         dense_places: stretches of the vector that are sent as they are.
         straight: the same without a vector, where all of it is sent as it is; or None.
         in_pieces: ``mean_pieces`` may be called.
@@ -54,6 +57,8 @@ class ExchangePlan(ABC):
     calls: int = 2
     inner_bytes: int = 0
     inner_rounds: int = 0
+    waited_bytes: int = 0
+    inner_waited_bytes: int = 0
     dense_places: Sequence[slice] = ()
     straight: Straight | None = None
 

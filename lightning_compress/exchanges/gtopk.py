@@ -22,6 +22,7 @@ from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messag
 from lightning_compress.exchanges.compact import Compact, check_fed_back, check_selective, expected_count, keeps_all
 from lightning_compress.exchanges.lists import Listed, added, united
 from lightning_compress.exchanges.rounds import HEADER, Rounds, seal
+from lightning_compress.exchanges.trees import levels_of, links
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -71,7 +72,7 @@ class _Plan(ExchangePlan):
         ends = [0, *accumulate(section.layout.numel for section in sections)]
         self._cuts = torch.tensor(ends, device=device)
         self._whole = [keeps_all(section.codec) for section in sections]
-        self._levels = [1 << level for level in range((collective.size - 1).bit_length())]
+        self._levels = levels_of(collective.rank, collective.size)
         self._rounds = Rounds(collective, 1, device, meter)
         self._own = new_messages(1, self._plan.size, device)
         numel = self._compact.numel
@@ -80,9 +81,9 @@ class _Plan(ExchangePlan):
         self.rounds = 3 * len(self._levels) + 2 if self._levels else 0
         self.decodes = 2.0 + len(self._levels)
         used = nonzeros.used_bytes(expected_count(sections, 1), numel, exact=True)
-        above, below = _tree(collective.rank, self._levels, collective.size)
         tables = (len(self._levels) + 2) * self._rounds.table_bytes if self._levels else 0
-        self.bytes_sent = (len(below) + (above is not None)) * (HEADER + aligned(int(used))) + tables
+        self.bytes_sent = links(self._levels) * (HEADER + aligned(int(used))) + tables
+        self.waited_bytes = (2 * len(self._levels) - links(self._levels)) * (HEADER + aligned(int(used)))
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
@@ -101,13 +102,12 @@ class _Plan(ExchangePlan):
         self._compact.put(room, out)
 
     def _up(self, held: Listed, vector: Tensor, flag: Tensor) -> Listed:
-        """Send to the rank below, once those above have sent to this one; returns what is held then."""
-        rank, size = self._collective.rank, self._collective.size
-        for level in self._levels:
-            to = rank - level if rank % (2 * level) == level else None
-            source = rank + level if rank % (2 * level) == 0 and rank + level < size else None
-            rows = self._agree(held if to is not None else None, int(flag.isnan()) if level == 1 else 0)
-            if level == 1:
+        """Send to the parent, once the children have sent to this rank; returns what is held then."""
+        rank = self._collective.rank
+        for number, level in enumerate(self._levels):
+            to, source = level.parent, level.child
+            rows = self._agree(held if to is not None else None, 0 if number else int(flag.isnan()))
+            if not number:
                 flag.fill_(torch.nan if any(row[0] for row in rows) else 0.0)
             got: list[Listed] = []
             self._swap(rows[rank][1], [] if to is None else [to], source, rows[source or 0][1], got)
@@ -119,11 +119,9 @@ class _Plan(ExchangePlan):
 
     def _down(self, total: Listed) -> Listed:
         """Pass the sum of rank 0 on; returns it."""
-        rank, size = self._collective.rank, self._collective.size
-        rows = self._agree(total if rank == 0 else None, 0)
-        for level in self._levels[::-1]:
-            to = [rank + level] if rank % (2 * level) == 0 and rank + level < size else []
-            source = rank - level if rank % (2 * level) == level else None
+        rows = self._agree(total if self._collective.rank == 0 else None, 0)
+        for level in reversed(self._levels):
+            to, source = [] if level.child is None else [level.child], level.parent
             got: list[Listed] = []
             self._swap(rows[0][1], to, source, rows[0][1], got)
             if got:
@@ -181,10 +179,3 @@ def merged(one: Listed, other: Listed, cuts: Tensor, whole: Sequence[bool]) -> t
             kept[order[:k] + first] = True
     few = Listed(one.numel, None if bool(kept.all()) and len(kept) == one.numel else places[kept], values[kept])
     return few, Listed(one.numel, places[~kept], values[~kept])
-
-
-def _tree(rank: int, levels: Sequence[int], size: int) -> tuple[int | None, list[int]]:
-    """The rank that this one sends its sum to, and those that send to this one."""
-    below = [rank + level for level in levels if rank % (2 * level) == 0 and rank + level < size]
-    above = next((rank - level for level in levels if rank % (2 * level) == level), None)
-    return above, below

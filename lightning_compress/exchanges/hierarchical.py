@@ -2,14 +2,15 @@
 
 Links within a node are ten to a hundred times as fast as those between nodes: what crosses them needs no compression,
 and what has been summed before it leaves a node leaves it once. Each rank takes one part of the node's sum to the ranks
-of the same place in the other nodes, so that all of a node's ranks encode, and share its network card.
+of the same place in the other nodes, so that all of a node's ranks encode, and share its network card. Or its
+first rank leads a node, as in S-Caffe (Awan, Hamidouche, Hashmi, Panda, PPoPP 2017): then nodes may differ in size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.binomial import Binomial
 from lightning_compress.exchanges.butterfly import Butterfly
 from lightning_compress.exchanges.gtopk import GTopK
+from lightning_compress.exchanges.leaders import LeadersPlan, agreed
 from lightning_compress.exchanges.nodes import nodes_of
 from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
 from lightning_compress.exchanges.run_length import RunLength
@@ -45,8 +48,12 @@ PLAIN: dict[str, type[Exchange]] = {
     "butterfly": Butterfly,
     "gtopk": GTopK,
     "run_length": RunLength,
+    "binomial": Binomial,
 }
 """What goes between nodes."""
+
+Inner = Literal["reduce_scatter", "chain"]
+"""How a node adds up."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +65,22 @@ class Hierarchical(Exchange):
     ``(node_size - 1) / node_size`` vectors of float32. What an encoding leaves stays with the rank that encoded: the
     residual of each parameter is one rank's of the node.
 
+    With ``inner="chain"`` sums go from rank to rank of a node in chunks, a vector of float32 from each, to the first
+    one, which encodes and sends all of it while the others wait; the mean comes back by way of all. No rank is sent two
+    messages at once, and nodes may differ in size. S-Caffe's reduction is ``Hierarchical("binomial", inner="chain")``.
+
     Args:
         outer: the exchange between nodes, by name, mapping or object.
         node_size: ranks of a node, which are neighbours in the order of ranks; None: those with the same host name.
+        inner: "reduce_scatter": each rank leads a part of the vector; "chain": the first rank leads.
 
     Raises:
-        ValueError: the outer exchange is unknown or no fit, or node_size is below 1.
+        ValueError: the outer exchange is unknown or no fit, node_size is below 1, or inner is unknown.
     """
 
     outer: Exchange | dict[str, object] | str = "auto"
     node_size: int | None = None
+    inner: Inner = "reduce_scatter"
 
     def __post_init__(self) -> None:
         outer = build("exchange", self.outer, PLAIN, (Exchange,))
@@ -78,6 +91,13 @@ class Hierarchical(Exchange):
         size = self.node_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"Hierarchical(node_size={size!r}): it must be a number of ranks, or null")
+        if self.inner not in get_args(Inner):
+            raise ValueError(f"Hierarchical(inner={self.inner!r}): it must be one of {', '.join(get_args(Inner))}")
+        if self.inner == "chain" and isinstance(outer, Auto):  # which all ranks have to measure, and choose
+            raise ValueError(
+                "Hierarchical(inner='chain', outer='auto'): the first rank of a node alone talks to others, and cannot "
+                "choose for all; name the exchange between nodes, such as outer='binomial'"
+            )
 
     def fixed(self) -> Exchange:
         """See ``Exchange.fixed``."""
@@ -111,12 +131,18 @@ class Hierarchical(Exchange):
         """See ``Exchange.plan``.
 
         Raises:
-            ValueError: nodes are of several sizes, on every rank.
+            ValueError: nodes are of several sizes and there is no chain, or it is no fit; on every rank.
         """
-        nodes = nodes_of(collective.uncounted, self.node_size, device)
-        if len(nodes) == 1 or len(nodes[0]) == 1:
+        chain = self.inner == "chain"
+        nodes = nodes_of(collective.uncounted, self.node_size, device, one_size=not chain)
+        if len(nodes) == 1 or len(nodes) == collective.size:
             return self._outer.plan(sections, collective, device, meter)
         inside = collective.part(nodes)
+        if chain:
+            leading = collective.part([[node[0] for node in nodes], [rank for node in nodes for rank in node[1:]]])
+            led = None if inside.rank else lambda: self._outer.plan(_moved(sections), leading, device, meter)
+            outer = agreed(led, collective.uncounted, device)
+            return LeadersPlan(sections, outer, inside, len(nodes) / collective.size, device)
         between = collective.part(list(zip(*nodes, strict=True)))
         parts = [[section.shard(place, inside.size) for section in sections] for place in range(inside.size)]
         self._outer.measure([section.codec for section in sections], between, collective, device)
@@ -150,6 +176,7 @@ class _Plan(ExchangePlan):
         self.inner_rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
         self.bytes_sent = self.inner_bytes + outer.bytes_sent
         self.rounds = self.inner_rounds + outer.rounds
+        self.waited_bytes = outer.waited_bytes
         self.copies, self.calls = 4.0, outer.calls  # into rows, their sum, what is left, out of rows
         self.encodes, self.decodes = outer.encodes / inside.size, outer.decodes / inside.size
 
@@ -158,6 +185,8 @@ class _Plan(ExchangePlan):
         for row, places in zip(self._rows, self._places, strict=True):
             gather(vector, places, row)
             row[-1] = flag
+            for place in places:  # what else there is others take care of
+                vector[place] = 0.0
         self._inside.all_to_all(self._rows, self._received)
         total = self._received[0]
         for row in self._received[1:]:
@@ -166,7 +195,6 @@ class _Plan(ExchangePlan):
         numel = self._numels[rank]
         own, mean = total[:numel], self._mean[:numel]
         self._outer.mean(own, mean, mix(key, rank), flag)
-        vector.zero_()
         scatter(own, self._places[rank], vector)
         torch.mul(mean, 1 / size, out=mean)
         self._mean[-1] = flag

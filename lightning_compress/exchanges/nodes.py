@@ -9,11 +9,11 @@ import torch
 from lightning_compress.collectives import Collective
 
 
-def nodes_of(collective: Collective, size: int | None, device: torch.device) -> list[list[int]]:
+def nodes_of(collective: Collective, size: int | None, device: torch.device, one_size: bool = True) -> list[list[int]]:
     """The ranks of each node, in order; all ranks come.
 
     Raises:
-        ValueError: nodes are of several sizes.
+        ValueError: nodes are of several sizes, and have to be of one.
     """
     if size is not None:
         names = [rank // size for rank in range(collective.size)]
@@ -26,9 +26,9 @@ def nodes_of(collective: Collective, size: int | None, device: torch.device) -> 
         hosts = [bytes(row) for row in everyone.tolist()]
         names = [hosts.index(host) for host in hosts]
     nodes = [[rank for rank, name in enumerate(names) if name == node] for node in dict.fromkeys(names)]
-    if len({len(node) for node in nodes}) > 1:
+    if one_size and len({len(node) for node in nodes}) > 1:
         raise ValueError(
             f"exchange='hierarchical' needs nodes of one size; there are {', '.join(str(len(node)) for node in nodes)} "
-            f"of {collective.size} ranks; set node_size to a divisor of it, or use exchange='auto'"
+            f"of {collective.size} ranks; set node_size to a divisor of it, or inner='chain', or use exchange='auto'"
         )
     return nodes

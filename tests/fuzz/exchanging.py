@@ -8,7 +8,7 @@ import torch
 from lightning_compress import bridge
 from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import Collective, run_threads
-from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.exchanges import EXCHANGES, Hierarchical
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.rules import Stretch
@@ -24,6 +24,9 @@ SUMS = ("recursive_doubling", "butterfly", "run_length")
 """Exchanges of sums, for methods that send few elements."""
 DROPPING = ("gtopk", "ok_topk")
 """Those of them that drop the smaller sums."""
+TREES = {"binomial": ("bf16", "topk", "onebit", "randomk", "qsgd", "variable", "mixed"), "chain": ("variable", "mixed")}
+"""Exchanges to which all methods are alike, and those that are tried."""
+PATTERNS = {name: kind() for name, kind in EXCHANGES.items()} | {"chain": Hierarchical("all_gather", 2, "chain")}
 WAIT = 30.0
 """Seconds that a rank waits for the others: then it hangs."""
 METHODS = {case.name: (case.codec,) for case in CASES if case.name != "none"}
@@ -33,15 +36,18 @@ METHODS |= {"variable": (TopK(0.05, indices="rice"), QSGD(3, 64, "l2", "elias"))
 class Liar(Collective):
     """Spoils what one rank sends, at some of its sends."""
 
-    def __init__(self, inner, random):
+    def __init__(self, inner, random, whole=None):
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
         self.random = random
+        self.whole = whole or self
 
     def _spoilt(self, tensor):
-        if self.random is None or self.random.random() < 0.4:
+        random = self.whole.random  # of now, also for parts that were made before
+        trusted = self.whole is not self and tensor.dtype == torch.float32  # numbers within a node
+        if random is None or trusted or random.random() < 0.4:
             return tensor
         spoilt = tensor.clone(memory_format=torch.contiguous_format)
-        mutate(spoilt.view(-1).view(torch.uint8).numpy(), self.random)
+        mutate(spoilt.view(-1).view(torch.uint8).numpy(), random)
         return spoilt
 
     def _in_place(self, way, tensor):
@@ -65,7 +71,7 @@ class Liar(Collective):
         self.inner.swap({peer: self._spoilt(tensor) for peer, tensor in sends.items()}, receives)
 
     def part(self, ranks):
-        return Liar(self.inner.part(ranks), self.random)
+        return Liar(self.inner.part(ranks), None, self.whole)
 
 
 def selects(method):
@@ -76,7 +82,7 @@ def selects(method):
 def ways():
     """Every method by every exchange that carries it."""
     for name, methods in METHODS.items():
-        for exchange in EXCHANGES:
+        for exchange in PATTERNS:
             allowed = exchange == "auto"
             if exchange != "auto" and all(isinstance(each, Codec) for each in methods):
                 fits = {
@@ -88,11 +94,12 @@ def ways():
                     "hierarchical": lambda each: False,  # what is tried alone
                 }
                 allowed = all(fits.get(exchange, lambda each: True)(each) for each in methods)
+                allowed &= name in TREES.get(exchange, (name,))
             if allowed:
                 yield f"{exchange}:{name}"
 
 
-WAYS = [(way, 3 if way.startswith("two_shot") else 2 + number % 3) for number, way in enumerate(ways())]
+WAYS = [(way, 3 if way.startswith(("two_shot", "chain")) else 2 + number % 3) for number, way in enumerate(ways())]
 
 
 def mean(plan, collective, seed):
@@ -113,10 +120,10 @@ def plan_of(way, collective):
         Stretch(second, OTHER, DENSE.numel + LARGE.numel, 1),
     ]
     layout = Layout.of((each.name, each.shape) for part in (DENSE, LARGE, OTHER) for each in part.segments)
-    kept = {f"exchange.{name}": each for name, each in EXCHANGES[exchange]().state(layout).items()}
+    kept = {f"exchange.{name}": each for name, each in PATTERNS[exchange].state(layout).items()}
     declared = {**bridge.declared(stretches), **kept}
     states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in declared.items()}
-    plan = bridge.plan_group(stretches, EXCHANGES[exchange](), collective, CPU, Meter(CPU), states)
+    plan = bridge.plan_group(stretches, PATTERNS[exchange], collective, CPU, Meter(CPU), states)
     return plan, states
 
 
