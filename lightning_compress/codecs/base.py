@@ -78,6 +78,10 @@ class Plan(ABC):
             key: unsigned 64-bit number from which all randomness is drawn.
         """
 
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        """Write the same message where nobody asks for what stays: the vector may hold anything afterwards."""
+        self.encode(vector, message, key)
+
     @abstractmethod
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write ``weight`` times the sum of the decoded messages, summed in the order of the rows.
