@@ -91,6 +91,7 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
                 rows.round_levels(tile, row * TILE, factors, 0, offset, state)
             for row in range(count):
                 place = first + row * TILE
+                rows.fetch(vector, place + count * TILE)
                 if nibbles:
                     rows.to_nibbles(codes, place // 2, tile, row * TILE)
                 else:
@@ -173,6 +174,7 @@ def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
             else:
                 for row in range(count):
                     place = first + row * TILE
+                    rows.fetch(out, place)
                     if nibbles:
                         source = place // 2
                         rows.add_nibbles(tile, row * TILE, codes[message], source, steps[message], block, shift, sign)

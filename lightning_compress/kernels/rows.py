@@ -34,7 +34,8 @@ class _Operation:
         self._context, self.builder = context, builder
         self._kinds, self.arguments = signature.args, arguments
 
-    def _place(self, number: int, vector: Any, step: int, ahead: int) -> Any:
+    def place(self, number: int, vector: Any, step: int = 0, ahead: int = 0) -> Any:
+        """Where in the array that is argument ``number`` a vector begins, at the index after it."""
         array = self._context.make_array(self._kinds[number])(self._context, self.builder, self.arguments[number])
         index = self.arguments[number + 1]
         if step:  # further on by so many times the argument after it
@@ -45,11 +46,11 @@ class _Operation:
 
     def load(self, number: int, vector: Any = _FLOATS, step: int = 0, ahead: int = 0) -> Any:
         """From the array that is argument ``number``, at the index after it."""
-        return self.builder.load(self._place(number, vector, step, ahead), align=_bytes(vector))
+        return self.builder.load(self.place(number, vector, step, ahead), align=_bytes(vector))
 
     def store(self, value: Any, number: int, step: int = 0, ahead: int = 0) -> None:
         """Likewise."""
-        self.builder.store(value, self._place(number, value.type, step, ahead), align=_bytes(value.type))
+        self.builder.store(value, self.place(number, value.type, step, ahead), align=_bytes(value.type))
 
     def spread(self, number: int) -> Any:
         """The number that is argument ``number``, in all places."""
@@ -126,6 +127,22 @@ def scale(typing: Any, out: Any, at: Any, source: Any, place: Any, factor: Any) 
         return row.done()
 
     return types.void(out, at, source, place, types.float32), generate
+
+
+@intrinsic
+def fetch(typing: Any, source: Any, at: Any) -> Any:
+    """Have the row that begins there brought to the caches, meanwhile; it may lie beyond the array's end."""
+
+    def generate(*given: Any) -> Any:
+        row = _Operation(*given)
+        make, integer = row.builder, ir.IntType(32)
+        place = row.place(0, _BYTES.element)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, integer, integer, integer])
+        known = make.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+        make.call(known, [place, integer(0), integer(3), integer(1)])
+        return row.done()
+
+    return types.void(source, types.int64), generate
 
 
 @intrinsic
