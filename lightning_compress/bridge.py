@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lightning_compress.keys import mix
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer, ReducerPlan
-from lightning_compress.rules import Stretch
+from lightning_compress.rules import Method, Stretch
 from lightning_compress.state import Declared, States
 
 EXCHANGE = "exchange"
@@ -31,9 +31,18 @@ def declared(stretches: Sequence[Stretch]) -> dict[str, Declared]:
     }
 
 
-def sections_of(stretches: Sequence[Stretch]) -> list[Section]:
-    """What codecs take care of."""
-    return [Section(each.method, each.layout, each.start) for each in stretches if isinstance(each.method, Codec)]
+def everything(method: Method) -> bool:
+    """What all methods leave is fed back."""
+    return True
+
+
+def sections_of(stretches: Sequence[Stretch], fed_back: Callable[[Method], bool] = everything) -> list[Section]:
+    """What codecs take care of; ``fed_back`` says whether somebody asks for what a method leaves."""
+    return [
+        Section(each.method, each.layout, each.start, fed_back(each.method))
+        for each in stretches
+        if isinstance(each.method, Codec)
+    ]
 
 
 def plan_group(
@@ -43,9 +52,10 @@ def plan_group(
     device: torch.device,
     meter: Meter,
     states: States,
+    fed_back: Callable[[Method], bool] = everything,
 ) -> ExchangePlan:
     """Make ready for vectors that consist of these stretches; ``states`` has what ``declared`` names."""
-    sections = sections_of(stretches)
+    sections = sections_of(stretches, fed_back)
     if len(sections) == len(stretches):
         return exchange.plan(sections, collective, device, meter, states_of(EXCHANGE, states))
     dense = all(isinstance(section.codec, Dense) for section in sections)

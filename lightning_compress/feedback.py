@@ -1,4 +1,4 @@
-"""Error feedback on the CPU: gradients and what stayed behind, in one pass over either."""
+"""Gradients into a vector on the CPU, with what stayed behind or without, in one pass over either."""
 
 from __future__ import annotations
 
@@ -39,3 +39,23 @@ def add_gradients(gradients: Sequence[Tensor], residual: State, decay: float) ->
         if not sound:
             return False
     return True
+
+
+def copy_gradients(gradients: Sequence[Tensor], out: Tensor) -> bool:
+    """Copy gradients side by side.
+
+    Args:
+        gradients: contiguous, one-dimensional.
+        out: float32, as long as all of them.
+
+    Returns:
+        whether they are known to be finite; if not, ``out`` has no meaning.
+    """
+    fast = kernels.of(out.device)
+    if not fast or any(gradient.dtype != torch.float32 for gradient in gradients):
+        return False
+    parts = out.split([len(gradient) for gradient in gradients])
+    return all(
+        fast.copy(gradient.numpy(), gradient.numpy().view(np.int32), part.numpy()) < kernels.INFINITE
+        for gradient, part in zip(gradients, parts, strict=True)
+    )

@@ -15,7 +15,7 @@ from lightning_compress.collectives import Collective
 from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
-from lightning_compress.feedback import add_gradients
+from lightning_compress.feedback import add_gradients, copy_gradients
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -91,7 +91,10 @@ class Group:
         )
         if self._correction and self._correction.idle:
             self._correction = None
-        self._exchange = bridge.plan_group(stretches, settings.exchange, collective, device, meter, self.states)
+        fed_back = bridge.everything if self._correction else settings.feeds_back
+        self._exchange = bridge.plan_group(
+            stretches, settings.exchange, collective, device, meter, self.states, fed_back
+        )
         self._dense: ExchangePlan | None = None
         self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
@@ -209,8 +212,11 @@ class Group:
 
     def _long_way(self, slices: list[Tensor], step: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """With everything that may happen to a gradient; returns the flag and the mean."""
-        gradient = torch.cat(slices, out=self._scratch.take("gradient", self.layout.numel))
-        flag = self._flag(gradient, scale)
+        gradient = self._scratch.take("gradient", self.layout.numel)
+        if scale is None and copy_gradients(slices, gradient):
+            self.nonfinite, flag = [], torch.zeros((), device=self._device)
+        else:
+            flag = self._flag(torch.cat(slices, out=gradient), scale)
         if scale is not None and self._unscales:
             gradient.mul_(1.0 / scale)
         if self.settings.local_clip_norm is not None:

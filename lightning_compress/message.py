@@ -10,7 +10,7 @@ sections stand where the one before ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,16 @@ FLAG = 4
 
 @dataclass(frozen=True)
 class Section:
-    """A stretch of a vector, beginning at ``start``, that one codec takes care of."""
+    """A stretch of a vector, beginning at ``start``, that one codec takes care of.
+
+    Attributes:
+        fed_back: somebody asks for what encoding leaves in the stretch.
+    """
 
     codec: Codec
     layout: Layout
     start: int
+    fed_back: bool = True
 
     @property
     def stop(self) -> int:
@@ -42,7 +47,7 @@ class Section:
         first, last = (
             min(blocks * position // count * self.codec.block, self.layout.numel) for position in (index, index + 1)
         )
-        return Section(self.codec, self.layout.cut(first, last), self.start + first)
+        return replace(self, layout=self.layout.cut(first, last), start=self.start + first)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class MessagePlan:
         self._parts = [
             (slice(section.start, section.stop), plan) for section, plan in zip(sections, plans, strict=True)
         ]
+        self._fed_back = [section.fed_back for section in sections]
         self.variable = any(plan.variable for plan in plans)
         self._header = aligned(FLAG + 4 * len(plans)) if self.variable else ALIGNMENT
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
@@ -103,7 +109,7 @@ class MessagePlan:
         for _, plan in self._parts:
             plan.share(key)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, flag: Tensor) -> int:
+    def encode(self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True) -> int:
         """Move the stretches into ``message``, uint8 ``[size]``, whose padding the caller made zero once.
 
         Args:
@@ -111,6 +117,7 @@ class MessagePlan:
             message: uint8 ``[size]``.
             key: where randomness comes from.
             flag: float32 scalar, 0.0 or NaN.
+            keep: the exchange asks for what stays, also in stretches that are not fed back.
 
         Returns:
             bytes of the message that are to be sent.
@@ -118,8 +125,10 @@ class MessagePlan:
         with self._meter.span("encode"):
             message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
             end, lengths = self._header, []
-            for stretch, plan in self._parts:
-                plan.encode(vector[stretch], message[end : end + plan.message_size], key)
+            keep = keep or self._meter.sampling  # which measures what stays
+            for (stretch, plan), fed_back in zip(self._parts, self._fed_back, strict=True):
+                encode = plan.encode if keep or fed_back else plan.send
+                encode(vector[stretch], message[end : end + plan.message_size], key)
                 lengths.append(plan.used)
                 if self.variable:  # what an earlier, longer message left there
                     message[end + plan.used : end + aligned(plan.used)] = 0

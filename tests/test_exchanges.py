@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, TopK
+from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, Rotated, TopK
 from lightning_compress.collectives import CountingCollective, TorchCollective, run_threads
 from lightning_compress.exchanges import (
+    AllGather,
     AllReduce,
     Butterfly,
     GTopK,
@@ -349,3 +350,26 @@ def _parts_over_sockets():
 
 def test_parts_over_sockets(pools):
     _check_parts(pools[3].run(_parts_over_sockets), 5e-2)
+
+
+def _fed_back_or_not(collective, exchange, codec, sampling):
+    """Mean and rest, with and without somebody who asks for the rest."""
+    found = []
+    for fed_back in (True, False):
+        section, meter = Section(codec, LAYOUT, 0, fed_back), Meter(CPU)
+        meter.sampling = sampling and not fed_back
+        plan = exchange.plan([section], collective, CPU, meter, kept(exchange))
+        rest = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(collective.rank))
+        out = torch.full_like(rest, 7.0)
+        plan.mean(rest, out, 5, torch.tensor(0.0))
+        found += [out, rest]
+    return found
+
+
+@pytest.mark.parametrize("codec", [Rotated(), Rotated(bits=3), OneBit()], ids=repr)
+@pytest.mark.parametrize("exchange", [AllGather(), TwoShot(), TwoShot(adagrad=1e-8)], ids=repr)
+def test_the_mean_is_the_same_where_nobody_asks_for_the_rest(exchange, codec):
+    for mean_with, _, mean_without, _ in run_threads(3, lambda each: _fed_back_or_not(each, exchange, codec, False)):
+        assert mean_without.equal(mean_with)
+    for _, wanted, _, rest in run_threads(3, lambda each: _fed_back_or_not(each, exchange, codec, True)):
+        assert rest.equal(wanted)  # whose norm the meter takes

@@ -8,7 +8,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.collectives import run_threads
 from lightning_compress.exchanges import nonzeros
-from lightning_compress.feedback import add_gradients
+from lightning_compress.feedback import add_gradients, copy_gradients
 from lightning_compress.group import Group
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
@@ -53,7 +53,10 @@ def _messages(given):
         vector = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(rank)) ** 3
         vector[1000:3000] = -0.0 if rank else 1e-30
         message = torch.zeros(plan.message_size, dtype=torch.uint8)
+        plan.send(vector.clone(), message, 7 + rank)
+        again = message.clone()
         plan.encode(vector, message, 7 + rank)
+        assert message.equal(again)
         sent.append(message)
         left.append(vector)
     return plan, torch.stack(sent), left
@@ -168,6 +171,19 @@ def test_numbers_of_which_many_are_zero(numel, share, both):
     for one, wanted in zip([*fast[2:], last], [*slow[2:], other], strict=True):
         assert np.array_equal(one.numpy(), wanted.numpy(), equal_nan=True)
         assert one.dtype == wanted.dtype
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_copying_gradients(bad):
+    if kernels.of(CPU) is None:
+        pytest.skip("numba is not installed")
+    gradients = [torch.randn(numel) for numel in (1000, 0, 37)]
+    if bad is not None:
+        gradients[0][3] = bad
+    out = torch.full((1037,), 7.0)
+    assert copy_gradients(gradients, out) == (bad is None)
+    assert bad is not None or out.equal(torch.cat(gradients))
+    assert not copy_gradients([each.half() for each in gradients], out)
 
 
 def test_random_bits_of_a_tile_are_those_of_the_stream(both):

@@ -9,6 +9,7 @@ A codec turns a vector into a message and back. It is pure and rank-local: it kn
 * ``message_size`` follows from the layout and the settings alone; every byte of the message is written. A method of
   variable length says so: then ``message_size`` is the capacity, ``used`` what the last ``encode`` wrote, what does not
   fit stays in the vector, and ``decode`` is given rows that may end anywhere from there to the capacity.
+* ``send`` writes the same message and need not say what stays: for steps without error feedback.
 * Randomness comes from ``key`` and from nothing else: equal vectors and keys give equal bytes.
 * ``encode`` may be given any finite vector; ``decode`` may be given any bytes. It never reads or writes outside of its
   buffers, ends, and either makes some numbers of them (not finite ones, perhaps) or refuses with ``ValueError``; then
@@ -80,6 +81,10 @@ class Plan(ABC):
             message: uint8 ``[message_size]``, wholly overwritten.
             key: unsigned 64-bit number from which all randomness is drawn.
         """
+
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        """Write the same message where nobody asks for what stays: the vector may hold anything afterwards."""
+        self.encode(vector, message, key)
 
     @abstractmethod
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:

@@ -1,4 +1,4 @@
-"""Walsh-Hadamard transforms of the columns of a matrix, by additions of whole rows."""
+"""Walsh-Hadamard transforms of the columns of matrices, by additions of whole rows."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from lightning_compress.codecs.buffers import scratch
 
 
 class Hadamard:
-    """``H x`` for every column of a matrix, ``H = [[1, 1], [1, -1]]`` to a Kronecker power; ``H H = rows * I``.
+    """``H x`` for every column of some matrices, ``H = [[1, 1], [1, -1]]`` to a Kronecker power; ``H H = rows * I``.
 
     Neighbours in memory belong to different columns, so that every step adds long contiguous runs. The order of the
     additions is fixed, as a matrix product's is not: every device finds the same bits.
 
     Args:
-        rows: a power of two.
-        columns: how many are transformed at once.
+        shape: how many matrices, their rows (a power of two), and their columns.
         device: where.
 
     Attributes:
-        matrix: float32 ``[rows, columns]``, to be filled by the caller; scratch.
+        matrices: float32 of this shape, to be filled by the caller; scratch.
     """
 
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        numel = rows * columns
-        flat = scratch("hadamard", numel, torch.float32, device)
-        self.matrix = flat.view(rows, columns)
+    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
+        count, rows, columns = shape
+        flat = scratch("hadamard", count * rows * columns, torch.float32, device)
+        self.matrices = flat.view(shape)
         self._steps = []  # views are made once: making them costs as much as a step on a short run
         run = columns
-        while run < numel:
+        while run < rows * columns:
             pairs = flat.view(-1, 2, run)
             self._steps.append((pairs[:, 0], pairs[:, 1]))
             run *= 2
 
     def transform(self) -> None:
-        """Replace the matrix by its transform; in place, as two of them would not fit the cache."""
+        """Replace the matrices by their transforms; in place, as twice as many would not fit the cache."""
         for upper, lower in self._steps:
             upper.add_(lower)
             torch.sub(upper, lower, alpha=2, out=lower)  # (a + b) - 2 b

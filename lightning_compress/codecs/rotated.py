@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -17,8 +18,10 @@ from lightning_compress.codecs.quantise import Quantiser
 from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.layout import Layout
 
+COLUMNS = 16
+"""Blocks of a run, in the message's format: a vector register or a few hold a row, and the nearest cache a run."""
 RUN = 1 << 18
-"""Elements that are cut into blocks together, in the message's format: what they need fits a CPU's caches."""
+"""Elements that tensor operations handle at a time: what they need fits a CPU's caches."""
 LARGEST = 2.0**110
 """Blocks with a larger coefficient stay: the sums of the way back might overflow."""
 
@@ -34,11 +37,11 @@ class Rotated(Codec):
     receiver adds up all messages' numbers and rotates once: ``D H c``. The method is unbiased; what rounding did stays
     in the vector, where error feedback, off by default, would find it. No state.
 
-    Elements are taken in runs of 2^18 (the last one shorter, filled up with zeros to whole blocks); a run of b blocks
-    is a matrix of n rows and b columns, row by row, and its columns are the blocks. A vector that is shorter than a
-    block is one block of the next power of two. A message is every block's m as float32, zeros up to a multiple of 16
-    bytes, then q of the matrices, as two's complements in planes of 4, 2 and 1 bits of all of them (8 bits are one
-    plane), the first one lowest: ``bits + 32 / block`` bits per element, and up to a block of filling. A block
+    Elements are taken in runs of 16 blocks (the last one shorter, filled up with zeros to whole blocks); a run of b
+    blocks is a matrix of n rows and b columns, row by row, and its columns are the blocks. A vector that is shorter
+    than a block is one block of the next power of two. A message is every block's m as float32, zeros up to a multiple
+    of 16 bytes, then q of the matrices, as two's complements in planes of 4, 2 and 1 bits of all of them (8 bits are
+    one plane), the first one lowest: ``bits + 32 / block`` bits per element, and up to a block of filling. A block
     with m below 2^-100 or above 2^110 sends zeros and stays.
 
     Args:
@@ -85,56 +88,111 @@ class _RotatedPlan(Plan):
         self._blocks = -(-layout.numel // block)
         self._header = 4 * self._blocks
         self._body = aligned(self._header)
-        columns = max(1, min(RUN // block, self._blocks))
-        self._quantiser = Quantiser(codec.bits, 0.5, self._blocks * block, columns * block, device)
+        pieces = [_Piece(blocks, block, layout.numel) for blocks in _cut(self._blocks, block)]
+        most = max((piece.size for piece in pieces), default=0)
+        self._quantiser = Quantiser(codec.bits, 0.5, self._blocks * block, most, device)
         self.message_size = self._body + self._quantiser.size
         self._norms = torch.empty(self._blocks, dtype=torch.float32, device=device)
         signs = _signs(codec.seed, block, device)
-        whole = layout.numel // (columns * block)
-        main = Hadamard(block, columns, device)
-        self._pieces = [_Piece(part * columns, columns * block, main, signs) for part in range(whole)]
-        fast = kernels.of(device) if whole and columns % kernels.TILE == 0 else None
-        self._fast = _Fast(fast.rotation, self._quantiser, signs, columns) if fast else None
-        done = whole * columns
-        if done < self._blocks:
-            rest = Hadamard(block, self._blocks - done, device)
-            self._pieces.append(_Piece(done, layout.numel - done * block, rest, signs))
+        fast = kernels.of(device)
+        if fast:
+            whole = [_Piece(slice(0, self._blocks), block, layout.numel)]
+            self._way: _Slow | _Fast = _Fast(fast.rotation, self._quantiser, signs, pieces, whole)
+        else:
+            self._way = _Slow(self._quantiser, signs, pieces)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, message, key, keep=True)
+
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, message, key, keep=False)
+
+    def _encode(self, vector: Tensor, message: Tensor, key: int, keep: bool) -> None:
         check(vector, message, self.layout.numel, self.message_size)
-        for piece in self._pieces:
-            part = vector[piece.elements]
-            if self._fast and piece.whole:
-                self._fast.encode(part, piece, key, message[self._body :], self._norms[piece.blocks])
-                continue
-            coefficients = piece.rotate(part)
-            largest = torch.maximum(coefficients.amax(dim=0), coefficients.amin(dim=0).neg_())
-            norms, factors = self._quantiser.fit(largest.double(), LARGEST)
-            self._norms[piece.blocks] = norms
-            numbers = self._quantiser.encode(coefficients, factors, piece.numbers, key, message[self._body :])
-            torch.mul(numbers, self._quantiser.steps(norms), out=piece.hadamard.matrix)
-            piece.add_back(part, -1.0)
+        self._way.encode(vector, message[self._body :], self._norms, key, keep)
         message[: self._header] = self._norms.view(torch.uint8)
         message[self._header : self._body] = 0
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
-        if not accumulate:
-            out.zero_()
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), self._blocks)
-        for piece in self._pieces if len(messages) else ():
-            if self._fast and piece.whole:
-                self._fast.decode(messages[:, self._body :], piece, steps[:, piece.blocks], out[piece.elements])
-                continue
-            total = piece.hadamard.matrix
-            for index, (message, step) in enumerate(zip(messages, steps[:, piece.blocks], strict=True)):
-                numbers = self._quantiser.decode(message[self._body :], piece.numbers, total.shape)
+        self._way.decode(messages[:, self._body :], steps, out, accumulate)
+
+
+class _Piece:
+    """Blocks that are handled together: columns of equal matrices, which stand one after the other in the vector.
+
+    Args:
+        blocks: which ones.
+        block: elements of a block.
+        numel: elements of the vector; its last piece may have fewer than the matrices.
+    """
+
+    def __init__(self, blocks: slice, block: int, numel: int) -> None:
+        count = blocks.stop - blocks.start
+        self.blocks, self.size = blocks, count * block
+        self.numbers = slice(blocks.start * block, blocks.stop * block)
+        self.elements = slice(self.numbers.start, min(self.numbers.stop, numel))
+        columns = min(COLUMNS, max(1, count))
+        self.shape = count // columns, block, columns
+
+
+class _Slow:
+    """By tensor operations.
+
+    Args:
+        quantiser: rounds.
+        signs: float32 ``[block, 1]``.
+        pieces: what to handle at a time.
+    """
+
+    def __init__(self, quantiser: Quantiser, signs: Tensor, pieces: Sequence[_Piece]) -> None:
+        self._quantiser, self._signs, self._scaled = quantiser, signs, signs / len(signs)
+        self._pieces = [(piece, Hadamard(piece.shape, signs.device)) for piece in pieces]
+
+    def encode(self, vector: Tensor, body: Tensor, norms: Tensor, key: int, keep: bool) -> None:
+        """Write codes and norms; take what they stand for out of the vector, or leave that as it is."""
+        for piece, hadamard in self._pieces:
+            part, matrices = vector[piece.elements], hadamard.matrices
+            if part.numel() == piece.size:
+                torch.mul(part.view(piece.shape), self._scaled, out=matrices)
+            else:
+                flat = matrices.view(-1)
+                flat[: part.numel()] = part
+                flat[part.numel() :] = 0
+                matrices.mul_(self._scaled)
+            hadamard.transform()
+            largest = torch.maximum(matrices.amax(dim=1, keepdim=True), matrices.amin(dim=1, keepdim=True).neg_())
+            own, factors = self._quantiser.fit(largest.double(), LARGEST)
+            norms[piece.blocks] = own.view(-1)
+            numbers = self._quantiser.encode(matrices, factors, piece.numbers, key, body)
+            if keep:
+                torch.mul(numbers, self._quantiser.steps(own), out=matrices)
+                self._add_back(hadamard, part, -1.0)
+
+    def decode(self, bodies: Tensor, steps: Tensor, out: Tensor, accumulate: bool) -> None:
+        """Write, or add, the sum of what codes stand for."""
+        if not accumulate:
+            out.zero_()
+        for piece, hadamard in self._pieces if len(bodies) else ():
+            count, _, columns = piece.shape
+            for index, (body, step) in enumerate(zip(bodies, steps[:, piece.blocks], strict=True)):
+                numbers = self._quantiser.decode(body, piece.numbers, piece.shape)
                 if index:
-                    total.addcmul_(numbers, step)
+                    hadamard.matrices.addcmul_(numbers, step.view(count, 1, columns))
                 else:
-                    torch.mul(numbers, step, out=total)
-            piece.add_back(out[piece.elements], 1.0)
+                    torch.mul(numbers, step.view(count, 1, columns), out=hadamard.matrices)
+            self._add_back(hadamard, out[piece.elements], 1.0)
+
+    def _add_back(self, hadamard: Hadamard, part: Tensor, factor: float) -> None:
+        """Add ``factor * D H c`` for the coefficients in the transform's input."""
+        hadamard.transform()
+        matrices = hadamard.matrices
+        if part.numel() == matrices.numel():
+            part.view(matrices.shape).addcmul_(matrices, self._signs, value=factor)
+        else:
+            part.add_(matrices.mul_(self._signs).view(-1)[: part.numel()], alpha=factor)
 
 
 class _Fast:
@@ -142,83 +200,58 @@ class _Fast:
 
     Args:
         kernel: ``kernels/rotation.py``.
-        quantiser: rounds.
-        signs: float32 ``[block, 1]``.
-        columns: blocks of a piece, a multiple of ``TILE``.
+        quantiser, signs, pieces: see ``_Slow``.
+        whole: all in one piece, for codes of four bits, which the kernel packs.
     """
 
-    def __init__(self, kernel: ModuleType, quantiser: Quantiser, signs: Tensor, columns: int) -> None:
-        self._kernel, self._quantiser = kernel, quantiser
-        self._signs, numel = signs.view(-1).numpy(), len(signs) * columns
-        self._nibbles, cpu = quantiser.sign == 8, torch.device("cpu")
-        self._codes = scratch("rotated codes", 0 if self._nibbles else numel, torch.uint8, cpu)
-        self._tiles = scratch("rotated tiles", kernel.SIDE * kernel.TILE * len(signs), torch.float32, cpu).numpy()
+    def __init__(
+        self,
+        kernel: ModuleType,
+        quantiser: Quantiser,
+        signs: Tensor,
+        pieces: Sequence[_Piece],
+        whole: Sequence[_Piece],
+    ) -> None:
+        self._kernel, self._quantiser, self._signs = kernel, quantiser, signs.view(-1).numpy()
+        self._nibbles = quantiser.sign == 8
+        self._pieces = whole if self._nibbles else pieces
+        most = 0 if self._nibbles else max((piece.size for piece in pieces), default=0)
+        self._codes = scratch("rotated codes", most, torch.uint8, signs.device)
+        self._tile = scratch("rotated tile", COLUMNS * len(signs), torch.float32, signs.device).numpy()
 
-    def encode(self, part: Tensor, piece: _Piece, key: int, body: Tensor, norms: Tensor) -> None:
+    def encode(self, vector: Tensor, body: Tensor, norms: Tensor, key: int, keep: bool) -> None:
+        """See ``_Slow``."""
         top, shift = self._quantiser.top, np.float32(self._quantiser.shift)
-        state = np.uint64(word_state(key, piece.numbers.start))
-        codes = body[self._bytes(piece)] if self._nibbles else self._codes
-        spread = part.numpy(), self._signs, top, shift, LARGEST, state
-        self._kernel.encode(*spread, codes.numpy(), self._nibbles, norms.numpy(), self._tiles)
-        if not self._nibbles:
-            self._quantiser.planes.write(codes, piece.numbers, body)
+        for piece in self._pieces:
+            codes = body if self._nibbles else self._codes[: piece.size]
+            state = np.uint64(word_state(key, piece.numbers.start))
+            given = vector[piece.elements].numpy(), self._signs, top, shift, LARGEST, state
+            wanted = codes.numpy(), self._nibbles, norms[piece.blocks].numpy()
+            self._kernel.encode(*given, *wanted, self._tile, keep)
+            if not self._nibbles:
+                self._quantiser.planes.write(codes, piece.numbers, body)
 
-    def decode(self, bodies: Tensor, piece: _Piece, steps: Tensor, out: Tensor) -> None:
-        codes = bodies[:, self._bytes(piece)]
-        if not self._nibbles:
-            numel = len(self._codes)
-            codes = scratch("rotated messages", len(bodies) * numel, torch.uint8, out.device).view(len(bodies), numel)
-            for own, body in zip(codes, bodies, strict=True):
-                self._quantiser.planes.read(own, piece.numbers, body)
+    def decode(self, bodies: Tensor, steps: Tensor, out: Tensor, accumulate: bool) -> None:
+        """See ``_Slow``."""
         sign, shift = np.int32(self._quantiser.sign), np.float32(self._quantiser.shift)
-        sent = codes.numpy(), self._nibbles, sign, shift, steps.contiguous().numpy()
-        self._kernel.decode(*sent, self._signs, out.numpy(), self._tiles)
+        for piece in self._pieces:
+            codes = bodies if self._nibbles else self._unpacked(bodies, piece)
+            sent = codes.numpy(), self._nibbles, sign, shift, steps[:, piece.blocks].numpy()
+            self._kernel.decode(*sent, self._signs, out[piece.elements].numpy(), self._tile, accumulate)
 
-    def _bytes(self, piece: _Piece) -> slice:
-        """Where a piece's codes of four bits stand in a message's body."""
-        return slice(piece.numbers.start // 2, piece.numbers.stop // 2)
+    def _unpacked(self, bodies: Tensor, piece: _Piece) -> Tensor:
+        codes = scratch("rotated messages", len(bodies) * piece.size, torch.uint8, bodies.device)
+        codes = codes.view(len(bodies), piece.size)
+        for own, body in zip(codes, bodies, strict=True):
+            self._quantiser.planes.read(own, piece.numbers, body)
+        return codes
 
 
-class _Piece:
-    """A run of blocks: the columns of a matrix that stands row by row in the vector.
-
-    Args:
-        first: its first block.
-        numel: elements of the vector in it; fewer than the matrix has where zeros fill it up.
-        hadamard: transforms its columns.
-        signs: float32 ``[block, 1]``.
-    """
-
-    def __init__(self, first: int, numel: int, hadamard: Hadamard, signs: Tensor) -> None:
-        block, columns = hadamard.matrix.shape
-        self.blocks = slice(first, first + columns)
-        self.elements = slice(first * block, first * block + numel)
-        self.numbers = slice(first * block, (first + columns) * block)
-        self.hadamard = hadamard
-        self.whole = numel == hadamard.matrix.numel()
-        self._signs, self._scaled = signs, signs / block
-
-    def rotate(self, part: Tensor) -> Tensor:
-        """Coefficients of the part's blocks, ``H D x / n``; in scratch."""
-        matrix = self.hadamard.matrix
-        if part.numel() == matrix.numel():
-            torch.mul(part.view(matrix.shape), self._scaled, out=matrix)
-        else:
-            flat = matrix.view(-1)
-            flat[: part.numel()] = part
-            flat[part.numel() :] = 0
-            matrix.mul_(self._scaled)
-        self.hadamard.transform()
-        return matrix
-
-    def add_back(self, part: Tensor, factor: float) -> None:
-        """Add ``factor * D H c`` for the coefficients in the transform's input."""
-        self.hadamard.transform()
-        matrix = self.hadamard.matrix
-        if part.numel() == matrix.numel():
-            part.view(matrix.shape).addcmul_(matrix, self._signs, value=factor)
-        else:
-            part.add_(matrix.mul_(self._signs).view(-1)[: part.numel()], alpha=factor)
+def _cut(blocks: int, block: int) -> list[slice]:
+    """Matrices of equal shape that fit a cache, and a narrower last one."""
+    whole, most = blocks // COLUMNS * COLUMNS, RUN // block
+    parts = [slice(first, min(first + most, whole)) for first in range(0, whole, most)]
+    return parts + [slice(whole, blocks)] * (whole < blocks)
 
 
 def _signs(seed: int, block: int, device: torch.device) -> Tensor:

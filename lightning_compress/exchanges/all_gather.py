@@ -69,7 +69,7 @@ class _Plan(ExchangePlan):
 
     def _gathered(self, vector: Tensor, key: int, flag: Tensor) -> Tensor:
         self._plan.share(key)
-        used = self._plan.encode(vector, self._message, mix(key, self._collective.rank), flag)
+        used = self._plan.encode(vector, self._message, mix(key, self._collective.rank), flag, keep=False)
         width = agree_length(self._plan, used, self._collective, vector.device)
         messages = rows(self._messages, self._collective.size, width)
         self._collective.all_gather(self._message[:width], messages)

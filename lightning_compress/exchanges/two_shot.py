@@ -177,7 +177,8 @@ class _Plan(ExchangePlan):
         for peer, shard in enumerate(self._shards):
             shard.share(mix(key, peer))
             if peer != rank:
-                used = max(used, shard.encode(vector, self._send[peer, : shard.size], mix(key, rank, peer), flag))
+                message = self._send[peer, : shard.size]
+                used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, keep=False))
         width = self._width(used)
         received = rows(self._receive, size, width)
         self._collective.all_to_all(self._send[:, :width].contiguous(), received)
@@ -194,7 +195,8 @@ class _Plan(ExchangePlan):
             flag.fill_(torch.inf)
         if self._adagrad:
             self._adagrad.step(vector)
-        width = self._width(own.encode(vector, self._sum[0, : own.size], mix(key, rank, size), flag))
+        message = self._sum[0, : own.size]
+        width = self._width(own.encode(vector, message, mix(key, rank, size), flag, keep=self._adagrad is not None))
         if self._adagrad:
             self._adagrad.keep(vector)
         received = rows(self._receive, size, width)

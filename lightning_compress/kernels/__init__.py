@@ -15,13 +15,13 @@ TILE = 16
 """Neighbours that are handled as one; lengths that are multiples of it are fast."""
 
 
-_INFINITE = 0x7F800000
+INFINITE = 0x7F800000
 """The bits of infinity; NaNs have more, and numbers fewer."""
 
 
 def sound(largest: int) -> bool:
     """Whether the largest of some magnitudes, as the bits of a float32, is that of finite numbers, not all 0."""
-    return 0 < largest < _INFINITE
+    return 0 < largest < INFINITE
 
 
 def of(device: torch.device) -> ModuleType | None:

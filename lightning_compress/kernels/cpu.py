@@ -7,7 +7,18 @@ from numba import njit
 
 from lightning_compress.kernels import bitmap, lists, momentum, rotation, words
 
-__all__ = ["add", "add_signs", "bitmap", "collect", "lists", "momentum", "rotation", "scale_signs", "split_signs"]
+__all__ = [
+    "add",
+    "add_signs",
+    "bitmap",
+    "collect",
+    "copy",
+    "lists",
+    "momentum",
+    "rotation",
+    "scale_signs",
+    "split_signs",
+]
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy")
 _in_any_order = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
@@ -111,6 +122,16 @@ def add(gradient, bits, residual, out):
     largest = np.int32(0)
     for place in range(len(gradient)):
         out[place] = gradient[place] + residual[place]
+        largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
+    return largest
+
+
+@_kernel
+def copy(gradient, bits, out):
+    """``out = gradient``; otherwise as ``add``."""
+    largest = np.int32(0)
+    for place in range(len(gradient)):
+        out[place] = gradient[place]
         largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
     return largest
 

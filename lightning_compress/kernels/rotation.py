@@ -9,9 +9,7 @@ from lightning_compress.kernels import rows
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy")
 TILE = rows.LANES
-"""Columns of a matrix that are transformed at a time."""
-SIDE = 4
-"""Tiles that are read and written together: memory is slow with shorter runs."""
+"""Blocks that are transformed at a time: the columns of a run."""
 _GAMMA = np.uint64(rows.GAMMA)
 _SMALLEST = np.float32(2.0**-100)
 _LARGEST = np.finfo(np.float32).max
@@ -50,94 +48,156 @@ def _step(norm, top):
 
 
 @_kernel
-def encode(part, signs, top, shift, limit, start, codes, nibbles, norms, tiles):
-    """Move a run of blocks from the vector into codes.
+def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile, keep):
+    """Write codes of blocks.
 
     Args:
-        part: float32 ``[rows * columns]``; a block is a column, and columns are a multiple of ``TILE``.
+        vector: float32, of ``len(norms)`` blocks, or a part of the last ones: zeros are taken for what is missing.
         signs: float32 ``[rows]``, 1 or -1.
         top: the largest number that is sent.
         shift: what is added to a code's level.
         limit: larger norms are sent as 0.
         start: uint64, the state before the first random word.
-        codes: uint8 ``[rows * columns]``, written.
+        codes: uint8 ``[rows * blocks]``, written.
         nibbles: write two codes into a byte, so that ``codes`` has half the length.
-        norms: float32 ``[columns]``, written.
-        tiles: float32 ``[SIDE * rows * TILE]``; scratch.
+        norms: float32 ``[blocks]``, written.
+        tile: float32 ``[rows * TILE]``; scratch.
+        keep: take what is sent out of the vector, which stays as it is otherwise.
     """
     count = len(signs)
-    columns = len(part) // count
     offset = np.float32(0.5 + 0.5 / 65536 - shift)
     largest = np.empty(TILE, np.float32)
     factors = np.empty(TILE, np.float32)
-    size = count * TILE
-    for begin in range(0, columns, SIDE * TILE):
-        side = min(SIDE, columns // TILE - begin // TILE)
-        for row in range(count):
-            for number in range(side):
-                source = row * columns + begin + number * TILE
-                rows.scale(tiles, number * size + row * TILE, part, source, signs[row] / np.float32(count))
-        for number in range(side):
-            tile, first = tiles[number * size : (number + 1) * size], begin + number * TILE
-            _transform(tile, count)
-            largest[:] = 0
+    for block in range(0, len(norms), TILE):
+        columns, first = min(TILE, len(norms) - block), block * count
+        whole = first + count * TILE <= len(vector)
+        if whole:
             for row in range(count):
-                rows.raise_to(largest, 0, tile, row * TILE)
-            for column in range(TILE):
-                norms[first + column], factors[column] = _fit(largest[column], top, limit)
-                largest[column] = _step(norms[first + column], top)
-            for row in range(count):
-                state = start + np.uint64((row * columns + first) // 4) * _GAMMA
+                rows.scale(tile, row * TILE, vector, first + row * TILE, signs[row] / np.float32(count))
+        else:
+            _load(tile, signs, vector, first, columns)
+        _transform(tile, count)
+        largest[:] = 0
+        for row in range(0, count, 4):
+            rows.raise_to(largest, 0, tile, row * TILE, TILE)
+        for column in range(columns):
+            norms[block + column], factors[column] = _fit(largest[column], top, limit)
+            largest[column] = _step(norms[block + column], top)
+        if columns < TILE:
+            _round_rest(tile, factors, offset, start, codes, nibbles, first, columns)
+        else:
+            for row in range(0, count, 2):
+                state = start + np.uint64((first + row * TILE) // 4) * _GAMMA
                 rows.round_levels(tile, row * TILE, factors, 0, offset, state)
+            for row in range(count):
+                place = first + row * TILE
+                rows.fetch(vector, place + count * TILE)
                 if nibbles:
-                    rows.to_nibbles(codes, (row * columns + first) // 2, tile, row * TILE, largest, 0, shift)
+                    rows.to_nibbles(codes, place // 2, tile, row * TILE)
                 else:
-                    rows.to_codes(codes, row * columns + first, tile, row * TILE, largest, 0, shift)
+                    rows.to_codes(codes, place, tile, row * TILE)
+        if keep:
+            for row in range(count):
+                rows.to_numbers(tile, row * TILE, largest, 0, np.float32(shift))
             _transform(tile, count)
-        _add(part, tiles, signs, begin, side, -1)
+            _add(vector, tile, signs, first, columns, whole, np.float32(-1))
 
 
 @_kernel
-def _add(part, tiles, signs, begin, side, factor):
-    """Add tiles that stand side by side to a run of the vector; reading them together is what memory likes."""
-    count = len(signs)
-    columns = len(part) // count
-    for row in range(count):
-        for number in range(side):
-            target = row * columns + begin + number * TILE
-            place = (number * count + row) * TILE
-            rows.add_scaled(part, target, tiles, place, np.float32(factor) * signs[row])
+def _load(tile, signs, vector, first, columns):
+    """The last run, whose rows are shorter than a tile's; what is missing is 0."""
+    tile[:] = 0
+    for place in range(first, len(vector)):
+        row, column = divmod(place - first, columns)
+        tile[row * TILE + column] = vector[place] * (signs[row] / np.float32(len(signs)))
 
 
 @_kernel
-def decode(codes, nibbles, sign, shift, steps, signs, part, tiles):
-    """Add the blocks of several messages to a run of the vector.
+def _round_rest(tile, factors, offset, start, codes, nibbles, first, columns):
+    """``round_levels``, and codes, of the last run."""
+    word = np.uint64(0)
+    for index in range(len(tile) // TILE * columns):
+        row, column = divmod(index, columns)
+        place, at = first + index, row * TILE + column
+        if place % 4 == 0:
+            word = start + np.uint64(place // 4) * _GAMMA
+            word = (word ^ (word >> np.uint64(30))) * np.uint64(rows.FACTORS[0])
+            word = (word ^ (word >> np.uint64(27))) * np.uint64(rows.FACTORS[1])
+            word = word ^ (word >> np.uint64(31))
+        random = np.int16(word & np.uint64(0xFFFF))
+        word >>= np.uint64(16)
+        tile[at] = np.floor(offset + (tile[at] * factors[column] + np.float32(random)) * np.float32(1 / 65536))
+        code = np.uint8(np.int32(tile[at]))
+        if not nibbles:
+            codes[place] = code
+        elif place % 2:
+            codes[place // 2] |= code << 4
+        else:
+            codes[place // 2] = code & 15
+
+
+@_kernel
+def _add(vector, tile, signs, first, columns, whole, factor):
+    """Add a tile, its signs turned back, to a run of the vector."""
+    if whole:
+        for row in range(len(signs)):
+            rows.add_scaled(vector, first + row * TILE, tile, row * TILE, factor * signs[row])
+    else:
+        for place in range(first, len(vector)):
+            row, column = divmod(place - first, columns)
+            vector[place] += factor * signs[row] * tile[row * TILE + column]
+
+
+@_kernel
+def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
+    """Sum the blocks of several messages.
 
     Args:
-        codes: uint8 ``[messages, rows * columns]``, two's complements.
+        codes: uint8 ``[messages, rows * blocks]``, two's complements.
         nibbles: a byte has two of them.
         sign: their highest bit.
         shift: what is added to a level.
-        steps: float32 ``[messages, columns]``.
+        steps: float32 ``[messages, blocks]``.
         signs: float32 ``[rows]``.
-        part: float32 ``[rows * columns]``.
-        tiles: float32 ``[SIDE * rows * TILE]``; scratch.
+        out: float32, of so many blocks, or a part of the last ones.
+        tile: float32 ``[rows * TILE]``; scratch.
+        accumulate: add to what is there.
     """
     count = len(signs)
-    columns = len(part) // count
-    size = count * TILE
-    for begin in range(0, columns, SIDE * TILE):
-        side = min(SIDE, columns // TILE - begin // TILE)
-        tiles[: side * size] = 0
-        for number in range(side):
-            tile, first = tiles[number * size : (number + 1) * size], begin + number * TILE
-            for message in range(len(codes)):
+    for block in range(0, steps.shape[1], TILE):
+        columns, first = min(TILE, steps.shape[1] - block), block * count
+        whole = first + count * TILE <= len(out)
+        tile[:] = 0
+        for message in range(len(codes)):
+            if columns < TILE:
+                _add_rest(tile, codes[message], nibbles, sign, shift, steps[message], block, columns)
+            else:
                 for row in range(count):
-                    place = row * columns + first
+                    place = first + row * TILE
+                    rows.fetch(out, place)
                     if nibbles:
-                        place //= 2
-                        rows.add_nibbles(tile, row * TILE, codes[message], place, steps[message], first, shift, sign)
+                        source = place // 2
+                        rows.add_nibbles(tile, row * TILE, codes[message], source, steps[message], block, shift, sign)
                     else:
-                        rows.add_codes(tile, row * TILE, codes[message], place, steps[message], first, shift, sign)
-            _transform(tile, count)
-        _add(part, tiles, signs, begin, side, 1)
+                        rows.add_codes(tile, row * TILE, codes[message], place, steps[message], block, shift, sign)
+        _transform(tile, count)
+        if accumulate:
+            _add(out, tile, signs, first, columns, whole, np.float32(1))
+        elif whole:
+            for row in range(count):
+                rows.scale(out, first + row * TILE, tile, row * TILE, signs[row])
+        else:
+            out[first:] = 0
+            _add(out, tile, signs, first, columns, whole, np.float32(1))
+
+
+@_kernel
+def _add_rest(tile, codes, nibbles, sign, shift, steps, block, columns):
+    """``add_codes`` or ``add_nibbles`` of the last run."""
+    count = len(tile) // TILE
+    for index in range(count * columns):
+        row, column = divmod(index, columns)
+        place = block * count + index
+        code = np.int32(codes[place // 2] >> (place % 2 * 4)) & 15 if nibbles else np.int32(codes[place])
+        level = np.float32((code ^ sign) - sign)
+        tile[row * TILE + column] += (level + shift) * steps[block + column]

@@ -75,6 +75,19 @@ def test_equal_vectors_and_keys_give_equal_bytes(codec: Codec, vector: torch.Ten
     assert torch.equal(*(message[: used[0]] for message in messages))
 
 
+@every
+@modest
+@given(vector=vectors(), key=st.integers(0, 2**64 - 1))
+def test_sending_writes_the_message_that_encoding_writes(codec: Codec, vector: torch.Tensor, key: int) -> None:
+    plan = codec.plan(layout(len(vector)), CPU)
+    sent, wanted = (torch.full((plan.message_size,), fill, dtype=torch.uint8) for fill in (0x00, 0xFF))
+    plan.send(vector.clone(), sent, key)
+    used = plan.used
+    plan.encode(vector.clone(), wanted, key)
+    assert used == plan.used
+    assert torch.equal(sent[:used], wanted[:used])
+
+
 @pytest.mark.parametrize("codec", VARIABLE, ids=repr)
 @modest
 @given(vector=vectors(), extra=st.integers(0, 64), seed=st.integers(0, 2**32))

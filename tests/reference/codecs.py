@@ -170,7 +170,7 @@ def rotation(block: int, seed: int) -> npt.NDArray[np.float64]:
 
 def rotated_blocks(numel: int, block: int) -> list[list[int]]:
     """The places of every block's elements; those from ``numel`` on are zeros."""
-    total, run, blocks = -(-numel // block) * block, max(2**18 // block, 1), []
+    total, run, blocks = -(-numel // block) * block, 16, []
     for start in range(0, total, run * block):
         columns = min(run, (total - start) // block)
         blocks += [list(range(start + column, start + columns * block, columns)) for column in range(columns)]
