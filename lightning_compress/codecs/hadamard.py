@@ -19,15 +19,17 @@ class Hadamard:
 
     Attributes:
         matrices: float32 of this shape, to be filled by the caller; scratch.
+        rows: the same memory, ``[rows, count * columns]``: the matrices stand side by side, so that runs are long.
     """
 
     def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
         count, rows, columns = shape
         flat = scratch("hadamard", count * rows * columns, torch.float32, device)
-        self.matrices = flat.view(shape)
+        self.rows = flat.view(rows, count * columns)
+        self.matrices = flat.view(rows, count, columns).transpose(0, 1)
         self._steps = []  # views are made once: making them costs as much as a step on a short run
-        run = columns
-        while run < rows * columns:
+        run = count * columns
+        while run < flat.numel():
             pairs = flat.view(-1, 2, run)
             self._steps.append((pairs[:, 0], pairs[:, 1]))
             run *= 2

@@ -88,7 +88,7 @@ class _RotatedPlan(Plan):
         self._blocks = -(-layout.numel // block)
         self._header = 4 * self._blocks
         self._body = aligned(self._header)
-        pieces = [_Piece(blocks, block, layout.numel) for blocks in _cut(self._blocks, block)]
+        pieces = [_Piece(blocks, block, layout.numel) for blocks in _cut(layout.numel, block)]
         most = max((piece.size for piece in pieces), default=0)
         self._quantiser = Quantiser(codec.bits, 0.5, self._blocks * block, most, device)
         self.message_size = self._body + self._quantiser.size
@@ -163,12 +163,13 @@ class _Slow:
                 flat[part.numel() :] = 0
                 matrices.mul_(self._scaled)
             hadamard.transform()
-            largest = torch.maximum(matrices.amax(dim=1, keepdim=True), matrices.amin(dim=1, keepdim=True).neg_())
+            largest = torch.maximum(hadamard.rows.amax(dim=0), hadamard.rows.amin(dim=0).neg_())
             own, factors = self._quantiser.fit(largest.double(), LARGEST)
-            norms[piece.blocks] = own.view(-1)
-            numbers = self._quantiser.encode(matrices, factors, piece.numbers, key, body)
+            norms[piece.blocks] = own
+            count, _, columns = piece.shape
+            numbers = self._quantiser.encode(matrices, factors.view(count, 1, columns), piece.numbers, key, body)
             if keep:
-                torch.mul(numbers, self._quantiser.steps(own), out=matrices)
+                torch.mul(numbers, self._quantiser.steps(own).view(count, 1, columns), out=matrices)
                 self._add_back(hadamard, part, -1.0)
 
     def decode(self, bodies: Tensor, steps: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -247,9 +248,9 @@ class _Fast:
         return codes
 
 
-def _cut(blocks: int, block: int) -> list[slice]:
-    """Matrices of equal shape that fit a cache, and a narrower last one."""
-    whole, most = blocks // COLUMNS * COLUMNS, RUN // block
+def _cut(numel: int, block: int) -> list[slice]:
+    """Whole runs that fit a cache, and the rest."""
+    whole, blocks, most = numel // (block * COLUMNS) * COLUMNS, -(-numel // block), RUN // block
     parts = [slice(first, min(first + most, whole)) for first in range(0, whole, most)]
     return parts + [slice(whole, blocks)] * (whole < blocks)
 
