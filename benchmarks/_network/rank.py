@@ -130,8 +130,8 @@ def counting_bits() -> Iterator[list[int]]:
     counted = [0, 0]
     encode = MessagePlan.encode
 
-    def watched(plan: MessagePlan, *arguments: Any) -> int:
-        used = encode(plan, *arguments)
+    def watched(plan: MessagePlan, *arguments: Any, **named: Any) -> int:
+        used = encode(plan, *arguments, **named)
         counted[0] += used
         counted[1] += sum(stretch.stop - stretch.start for stretch, _ in plan._parts)
         return used

@@ -43,6 +43,8 @@ class _DensePlan(Plan):
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
+        if not accumulate and not len(messages):
+            out.zero_()
         for number, message in enumerate(messages):
             if accumulate or number:
                 out.add_(message.view(torch.float32), alpha=weight)

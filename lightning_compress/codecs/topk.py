@@ -194,7 +194,7 @@ class _FloatsPlan(Plan):
         if fast is None or not len(messages):
             return False
         sections = [self._sections(message) for message in messages]
-        indices = torch.stack([places for places, _ in sections]).numpy()
+        indices = self._inside(torch.stack([places for places, _ in sections])).numpy()  # before anything is written
         values = torch.stack([numbers.float() for _, numbers in sections]).numpy()
         cursors, start = np.empty(len(messages), np.int64), 0
         for out, (part, k) in zip(outs, self._choice.parts, strict=True):
