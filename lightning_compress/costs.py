@@ -65,8 +65,8 @@ class Speeds:
 
 UNKNOWN = Link(1e-4, 1.25e8)
 """Taken where nothing may be measured: 1 Gbit/s, and 100 us, as an Ethernet of our days has."""
-COPIES, CODES = Speeds(0.4e-9, 0.4e-9), Speeds(2e-9, 1e-9)
-"""Likewise: how fast a core copies float32, and how fast good codecs are."""
+COPIES, CODES, LISTS = Speeds(0.4e-9, 0.4e-9), Speeds(2e-9, 1e-9), Speeds(2e-9, 0.1e-9)
+"""Likewise: how fast a core copies float32, and how fast good codecs are; lists decode at once."""
 
 Work = Iterable[tuple[int, Speeds]]
 """Elements, and how fast they are encoded and decoded."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_compress import costs
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
-from lightning_compress.costs import CODES, COPIES, Link, Speeds
+from lightning_compress.costs import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
@@ -193,7 +193,7 @@ class Auto(Exchange):
 
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:
-            return COPIES if isinstance(codec, Dense) else CODES
+            return COPIES if isinstance(codec, Dense) else LISTS if codec.sparse else CODES
         return self._measured.speeds[type(codec).__name__]
 
     def _nodes(self, ranks: int) -> int:

@@ -40,7 +40,7 @@ from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
-WRITES, READS = (8.0, 2.0), (7.0, 2.5)
+WRITES, READS = (8.0, 4.0), (7.0, 4.5)
 """Times that copying takes, to write and to read numbers of which many are 0: by tensor operations, by a kernel."""
 FLAG = 16
 """Bytes in front of a sum: the flag, and padding."""
