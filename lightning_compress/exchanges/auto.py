@@ -37,6 +37,9 @@ GAIN = 0.9
 SPARSE: tuple[Exchange, ...] = (AllGather(), SplitGather())
 """Ways of sparse messages that add up to the same."""
 
+TRUST = 0.75
+"""Likewise of a float32 all-reduce, for compression: predictions may be a quarter off, and doing nothing is safe."""
+
 THROUGH = 2.0
 """Copies that what is encoded costs beside: into a vector with what is owed, and the mean back; see ``Straight``."""
 
@@ -168,8 +171,8 @@ class Auto(Exchange):
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
             best = usual
         best.others = [each for each in (*offers, dense) if each is not best]
-        if self.fallback == "dense" and dense.seconds < GAIN * best.seconds:
-            dense.plan.description += f" of float32, since {best.plan.description} would take longer"
+        if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
+            dense.plan.description += f" of float32, since {best.plan.description} would save too little"
             dense.slow = True
             return dense
         return best
@@ -225,7 +228,7 @@ class _Offer:
     name: str = ""
     others: Sequence[_Offer] = ()
     slow: bool = False
-    """Compression was dropped because it would take longer."""
+    """Compression was dropped because it would save too little."""
 
     def __str__(self) -> str:
         return f"{self.name or self.plan.description} {1e3 * self.seconds:.2f} ms"

@@ -28,6 +28,8 @@ LEAST, MOST = 1 << 16, 1 << 24
 """Bytes with which the link is probed."""
 LONG = 0.02
 """Seconds that a probe of the link takes at least, if so many bytes are allowed: on a slow link few will do."""
+OVER = 4
+"""How many times as long as small messages it takes, at least: ranks that share cores always wait for each other."""
 REPEATS = 3
 TOO_LONG = 0.1
 """Seconds after which a codec is not timed again."""
@@ -51,7 +53,7 @@ def time_link(collective: Collective, device: torch.device) -> Link:
 
     seconds(4 * size)  # connections are made
     start, count = least(4 * size), LEAST
-    while (took := least(count)) < LONG and count < MOST:
+    while (took := least(count)) < max(LONG, OVER * start) and count < MOST:
         count *= 2
     rounds = all_reduce_rounds(size) + all_to_all_rounds(size)
     sent = all_reduce_bytes(count, size) + all_reduce_bytes(count, size) / 2

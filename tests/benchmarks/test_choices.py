@@ -21,7 +21,7 @@ def test_the_best_plan_is_one_that_was_asked_for_by_name():
 
 def test_what_was_chosen_is_read_from_what_auto_says():
     one = "all_gather: 3 bytes a rank for 5 elements, 1 ms by the cost model (split_gather 2 ms)"
-    other = "all_reduce of float32, since all_gather would take longer: 3 bytes a rank for 5 elements"
+    other = "all_reduce of float32, since all_gather would save too little: 3 bytes a rank for 5 elements"
     assert chosen(cell([one, one])) == "all_gather"
     assert chosen(cell([one, other])) == "all_gather + float32"
 
