@@ -22,6 +22,7 @@ from rich.table import Table
 from benchmarks._network.cells import measure
 from benchmarks._network.lab import bits_per_second
 from benchmarks._network.models import MODELS
+from benchmarks._network.plot import draw
 from lightning_compress.collectives.counting import all_reduce_bytes
 
 Cell = dict[str, Any]
@@ -108,6 +109,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=6)
     add("--warm", type=int, default=3, help="steps before those that count")
     add("--patience", type=float, default=4.0, help="seconds that the bytes of a step of DDP may take for it to be run")
+    add("--plot", type=Path, help="draw step time against rate and ranks, a PNG")
     add("--json", type=Path, help="write the cells here, after each, and go on from what is there")
     arguments = parser.parse_args()
     for name, known in (("models", MODELS), ("compressors", COMPRESSORS)):
@@ -143,7 +145,10 @@ def main() -> None:
             print(cells[-1], flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(cells, indent=1))
-    show([cell for cell in cells if tuple(cell[key] for key in keys) in wanted])
+    cells = [cell for cell in cells if tuple(cell[key] for key in keys) in wanted]
+    show(cells)
+    if arguments.plot:
+        draw(cells, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,10 @@ def show(found: dict[str, Any], said: str) -> None:
     kept = [place for place in range(len(columns)) if any(row[place] for row in rows)]
     table = Table(title=said, caption="best hook: of PyTorch's. bits: of a message, per element encoded")
     for place in kept:
-        table.add_column(list(columns)[place], justify="left" if place == 0 else "right", no_wrap=True)
+        if place == 0:  # of which JSON may be long
+            table.add_column(list(columns)[place], max_width=50)
+        else:
+            table.add_column(list(columns)[place], justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*[row[place] for place in kept])
     _print(table)
