@@ -75,12 +75,13 @@ class Measuring:
         with hearing_auto() as said, counting_bits() as bits, recorder.watching() if recorder else nullcontext():
             for step in range(warm + steps):
                 dist.barrier()
+                already = compression.meter.bytes_sent if compression is not None else 0
                 before, start = int(COUNTER.read_text()), time.perf_counter()
                 _step(model, stepper, inputs, recorder if step >= warm else None)
                 if step >= warm:
                     self._times[name].append(time.perf_counter() - start)
                     self._wire[name].append(int(COUNTER.read_text()) - before)
-                    promised += [compression.meter.bytes_sent] if compression is not None else []
+                    promised += [compression.meter.bytes_sent - already] if compression is not None else []
         if compression is not None:
             self._found["formula_bytes"][name] = statistics.median(promised)
             compression.close()
