@@ -49,7 +49,7 @@ def measure_cell(model: str, ranks: int, rate: str, compressor: str, arguments: 
     elements = sum(each.numel() for each in MODELS[model][0]().parameters())
     least_s = all_reduce_bytes(4 * elements, ranks) * 8 / bits_per_second(rate)
     names = [DDP] * (least_s <= arguments.patience) + list(plans.values())
-    found = measure(ranks, rate, model, names, arguments.steps, 1, arguments.warm)
+    found = measure(ranks, rate, model, names, arguments.steps, arguments.rounds, arguments.warm)
     ms = {name: found["ms"][method] for name, method in plans.items()}
     return {
         "model": model,
@@ -68,6 +68,12 @@ def best(cell: Cell) -> str:
     return min(fixed, key=fixed.__getitem__)
 
 
+def over(cell: Cell, plan: str) -> float:
+    """How many times as long as this plan ``auto`` took."""
+    ratio: float = cell["ms"][AUTO] / cell["ms"][plan]
+    return ratio
+
+
 def chosen(cell: Cell) -> str:
     """What ``auto`` took, of its groups each once."""
     kinds = ("all_gather", "split_gather", "two_shot", "all_reduce")
@@ -84,16 +90,16 @@ def show(cells: list[Cell]) -> None:
     for name in names:
         table.add_column(name, no_wrap=name in ("cell", "chosen"))
     for cell in cells:
-        ms, over, against = cell["ms"], cell["ms"][AUTO] / cell["ms"][best(cell)], cell["ms"][AUTO] / cell["ms"][DDP]
+        ms = cell["ms"]
         label = f"{cell['model']}, {cell['rate']}, {cell['ranks']}, {cell['compressor']}"
         dense = f"{'> ' if DDP in cell['bounds'] else ''}{ms[DDP]:.1f}"
         others = [f"{ms[name]:.1f}" if name in ms else "" for name in plans]
-        table.add_row(label, dense, *others, chosen(cell), f"{ms[AUTO]:.1f}", f"{over:.2f}", f"{against:.2f}")
+        ratios = [f"{over(cell, plan):.2f}" for plan in (best(cell), DDP)]
+        table.add_row(label, dense, *others, chosen(cell), f"{ms[AUTO]:.1f}", *ratios)
     Console(width=150).print(table)
-    over = [cell["ms"][AUTO] / cell["ms"][best(cell)] for cell in cells]
-    against = [cell["ms"][AUTO] / cell["ms"][DDP] for cell in cells]
+    near, against = [over(cell, best(cell)) for cell in cells], [over(cell, DDP) for cell in cells]
     winners = sorted({best(cell) for cell in cells})
-    print(f"{len(cells)} cells; {sum(each <= NEAR for each in over)} choices within {NEAR:.2f} x of the best plan")
+    print(f"{len(cells)} cells; {sum(each <= NEAR for each in near)} choices within {NEAR:.2f} x of the best plan")
     print(f"{sum(each <= SLOWER for each in against)} within {SLOWER:.2f} x of DDP, at most {max(against):.2f} x")
     print(f"plans that win somewhere: {', '.join(winners)}")
 
@@ -107,7 +113,8 @@ def parse() -> argparse.Namespace:
     add("--ranks", default="2,4,8")
     add("--compressors", default="topk", help=f"of {', '.join(COMPRESSORS)}, by commas")
     add("--steps", type=int, default=6)
-    add("--warm", type=int, default=3, help="steps before those that count")
+    add("--rounds", type=int, default=2, help="plans take turns so many times, each time another one first")
+    add("--warm", type=int, default=3, help="steps in each round before those that count")
     add("--patience", type=float, default=4.0, help="seconds that the bytes of a step of DDP may take for it to be run")
     add("--plot", type=Path, help="draw step time against rate and ranks, a PNG")
     add("--json", type=Path, help="write the cells here, after each, and go on from what is there")
@@ -116,6 +123,8 @@ def parse() -> argparse.Namespace:
         setattr(arguments, name, getattr(arguments, name).split(","))
         if unknown := [each for each in getattr(arguments, name) if each not in known]:
             parser.error(f"--{name} {unknown[0]} is none of {', '.join(known)}")
+    if arguments.steps < arguments.rounds:
+        parser.error(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
     arguments.rates = arguments.rates.split(",")
     arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
     for rate in arguments.rates:

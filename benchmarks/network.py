@@ -127,6 +127,8 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
     """
     if sum(map(bool, (arguments.record, arguments.replay, arguments.validate))) > 1:
         raise ValueError("--record, --replay and --validate are three tasks; give one")
+    if arguments.steps < arguments.rounds and not arguments.replay:
+        raise ValueError(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
     taking = arguments.record or arguments.validate
     given = arguments.methods or (",".join(REPLAYED) if taking else everything)
     arguments.ranks = [int(each) for each in arguments.ranks.split(",")]

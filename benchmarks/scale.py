@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks._scale.simulated import Call, Cluster, SimulatedCollective, longer
 from lightning_compress.codecs import FP16, Codec, Dense, OneBit, Rotated, TopK
-from lightning_compress.collectives import CountingCollective
+from lightning_compress.collectives import CountingCollective, World
 from lightning_compress.costs import Link, Speeds, device_seconds
 from lightning_compress.exchanges import (
     AllGather,
@@ -110,7 +110,7 @@ def send(way: Way, numel: int, ranks: int, node_size: int) -> tuple[list[Call], 
     """One mean by the exchange's own code: the collectives that it issued, the bytes counted, and its plan."""
     meter, collective = Meter(CPU), SimulatedCollective(ranks, node_size)
     section = Section(way.codec, Layout.of([("weight", (numel // BLOCK, BLOCK))]), 0)
-    plan = way.on(node_size).plan([section], CountingCollective(collective, meter), CPU, meter)
+    plan = way.on(node_size).plan([section], World(CountingCollective(collective, meter), CPU, meter))
     vector = torch.randn(numel, generator=torch.Generator().manual_seed(ranks))
     collective.calls.clear()  # those that found the nodes
     counted = meter.bytes_sent

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.exchanges import Exchange, ExchangePlan
 from lightning_compress.keys import mix
 from lightning_compress.message import Section
-from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer, ReducerPlan
 from lightning_compress.rules import Method, Stretch
 from lightning_compress.state import Declared, States
@@ -48,16 +47,14 @@ def sections_of(stretches: Sequence[Stretch], fed_back: Callable[[Method], bool]
 def plan_group(
     stretches: Sequence[Stretch],
     exchange: Exchange,
-    collective: Collective,
-    device: torch.device,
-    meter: Meter,
+    world: World,
     states: States,
     fed_back: Callable[[Method], bool] = everything,
 ) -> ExchangePlan:
     """Make ready for vectors that consist of these stretches; ``states`` has what ``declared`` names."""
     sections = sections_of(stretches, fed_back)
     if len(sections) == len(stretches):
-        return exchange.plan(sections, collective, device, meter, states_of(EXCHANGE, states))
+        return exchange.plan(sections, world, states_of(EXCHANGE, states))
     dense = all(isinstance(section.codec, Dense) for section in sections)
     carried = 1 + sum(section.layout.numel for section in sections) if dense else 0
     plans: list[tuple[slice, ReducerPlan]] = []
@@ -65,10 +62,10 @@ def plan_group(
         if isinstance(stretch.method, Reducer):
             own = states_of(_keeper(stretch), states)
             weight = 0 if plans else carried
-            plans.append((stretch.place, stretch.method.plan(stretch.layout, weight, collective, device, meter, own)))
+            plans.append((stretch.place, stretch.method.plan(stretch.layout, weight, world, own)))
     if not dense:
-        return _Beside(exchange.plan(sections, collective, device, meter), plans)
-    return _Carrying([slice(section.start, section.stop) for section in sections], plans, carried, collective, device)
+        return _Beside(exchange.plan(sections, world), plans)
+    return _Carrying([slice(section.start, section.stop) for section in sections], plans, carried, world)
 
 
 def _keeper(stretch: Stretch) -> str:
@@ -91,14 +88,13 @@ class _Carrying(ExchangePlan):
         dense: Sequence[slice],
         plans: Sequence[tuple[slice, ReducerPlan]],
         carried: int,
-        collective: Collective,
-        device: torch.device,
+        world: World,
     ) -> None:
         self._dense = dense
         self._plans = plans
-        self._carried = torch.zeros(carried, device=device)
-        self._nothing = torch.zeros(0, device=device)
-        self._weight = 1 / collective.size
+        self._carried = torch.zeros(carried, device=world.device)
+        self._nothing = torch.zeros(0, device=world.device)
+        self._weight = 1 / world.collective.size
         self.bytes_sent = sum(plan.bytes_sent for _, plan in plans)
         self.rounds = sum(plan.rounds for _, plan in plans)
 

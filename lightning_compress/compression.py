@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_compress import checks, failures, snapshot
-from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective
+from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.courses import Progress
 from lightning_compress.drift import DriftGuard
@@ -71,7 +71,7 @@ class Compression:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self.groups = Groups(self._names, self._shapes, self._collective, self.device, self.meter)
+        self.groups = Groups(self._names, self._shapes, World(self._collective, self.device, self.meter))
         self._soundness = Soundness(self.device, settings.guards)
         self._reduced: set[int] = set()
         self._last_state: snapshot.Snapshot | None = None

@@ -11,7 +11,7 @@ from lightning_compress import bridge
 from lightning_compress.absent import Absent
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.bfloat16 import StochasticRounding
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
@@ -19,7 +19,6 @@ from lightning_compress.feedback import add_gradients, copy_gradients
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
-from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer
 from lightning_compress.rules import Shape
 from lightning_compress.scratch import Scratch
@@ -35,9 +34,7 @@ class Group:
     Args:
         parameters: names and shapes, in the bucket's order.
         settings: what the user chose.
-        collective: the ranks to average over.
-        device: where gradients are.
-        meter: counts.
+        world: the ranks to average over.
         scratch: shared with other groups.
 
     Attributes:
@@ -53,11 +50,10 @@ class Group:
         self,
         parameters: Sequence[tuple[str, Shape]],
         settings: Settings,
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
+        world: World,
         scratch: Scratch,
     ) -> None:
+        collective, device, meter = world
         self.given = tuple(name for name, _ in parameters)
         self.order, stretches = settings.rules.stretches(parameters)
         self.layout = Layout.of(parameters[place] for place in self.order)
@@ -65,9 +61,7 @@ class Group:
         self._segments = [segment for segment in self.layout.segments if segment.numel]
         self.nonfinite: list[str] = []
         self.settings = settings
-        self._collective = collective
-        self._device = device
-        self._meter = meter
+        self._world, self._collective, self._device, self._meter = world, collective, device, meter
         self._scratch = scratch
         self._key = mix(settings.seed, name_key(self.names))
         coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
@@ -92,9 +86,7 @@ class Group:
         if self._correction and self._correction.idle:
             self._correction = None
         fed_back = bridge.everything if self._correction else settings.feeds_back
-        self._exchange = bridge.plan_group(
-            stretches, settings.exchange, collective, device, meter, self.states, fed_back
-        )
+        self._exchange = bridge.plan_group(stretches, settings.exchange, self._world, self.states, fed_back)
         self._dense: ExchangePlan | None = None
         self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
@@ -125,10 +117,9 @@ class Group:
             return self._exchange
         if self._dense is None:
             whole = [Section(Dense(), self.layout, 0)]
-            world = (self._collective, self._device, self._meter)
             kept = bridge.states_of(bridge.EXCHANGE, self.states)
-            special = self.settings.exchange.plan_dense(self._sections, *world, kept)
-            self._dense = special or AllReduce().plan(whole, *world)
+            special = self.settings.exchange.plan_dense(self._sections, self._world, kept)
+            self._dense = special or AllReduce().plan(whole, self._world)
         return self._dense
 
     def adopted(self) -> None:
@@ -148,11 +139,10 @@ class Group:
         """
         slices = [gradients[place].view(-1) for place in self.order]
         pieces = [each for each in slices if each.numel()]
-        if self._goes_straight(pieces, step, scale):
-            flag = self._straight(pieces, step)
-        elif scale is None and self._plain and self._fed(pieces):
+        flag = self._straight(pieces, step) if self._goes_straight(pieces, step, scale) else None
+        if flag is None and scale is None and self._plain and self._fed(pieces):
             flag = self._in_place(pieces, step)
-        else:
+        elif flag is None:
             flag, mean = self._long_way(slices, step, scale)
             torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
         if not self._known_zero(flag):
@@ -168,12 +158,15 @@ class Group:
         plain = usual and self.plan(step).straight and all(each.dtype == torch.float32 for each in slices)
         return bool(plain) and (self.residual is None or self.residual.empty)
 
-    def _straight(self, slices: list[Tensor], step: int) -> Tensor:
-        """Average where the gradients are; returns the flag."""
+    def _straight(self, slices: list[Tensor], step: int) -> Tensor | None:
+        """Average where the gradients are; returns the flag, or None where a number would have to be cut off."""
         straight = self.plan(step).straight
         assert straight is not None
         ends = [torch.stack(torch.aminmax(each)) for each in slices]
-        flag = (torch.cat(ends) * 0.0).sum()
+        extremes = torch.cat(ends)
+        flag = (extremes * 0.0).sum()
+        if float(extremes.abs().max()) > self._limit:
+            return None
         spoilt = zip(self._segments, ends, strict=True) if not self._known_zero(flag) else ()
         self.nonfinite = [segment.name for segment, each in spoilt if not each.isfinite().all()]
         straight.mean(slices, flag)

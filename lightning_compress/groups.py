@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_compress import snapshot
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.group import Group
-from lightning_compress.meter import Meter
 from lightning_compress.rules import Shape
 from lightning_compress.scratch import Scratch
 from lightning_compress.settings import Settings
@@ -26,25 +24,19 @@ class Groups:
     Args:
         names: of the parameters, by their ``id``.
         shapes: of the parameters, by their names.
-        collective: the ranks to average over.
-        device: where gradients are.
-        meter: counts.
+        world: the ranks to average over.
     """
 
     def __init__(
         self,
         names: Mapping[int, str],
         shapes: Mapping[str, Shape],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
+        world: World,
     ) -> None:
         self._names = names
         self._shapes = shapes
-        self._collective = collective
-        self._device = device
-        self._meter = meter
-        self._scratch = Scratch(device)
+        self._world = world
+        self._scratch = Scratch(world.device)
         self._groups: list[Group] = []
         self._owner: dict[str, Group] = {}
         self._by_bucket: dict[tuple[int, ...], Parts] = {}
@@ -76,7 +68,7 @@ class Groups:
         """A new group, with the state that its parameters have so far; groups that have none left go."""
         shaped = [(name, self._shapes[name]) for name in names]
         self._scratch.clear()
-        group = Group(shaped, settings, self._collective, self._device, self._meter, self._scratch)
+        group = Group(shaped, settings, self._world, self._scratch)
         for old in self._groups:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():

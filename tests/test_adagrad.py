@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
 from lightning_compress.codecs import OneBit
+from lightning_compress.collectives import World
 from lightning_compress.group import Group, Scratch
 from lightning_compress.meter import Meter
 from lightning_compress.settings import Settings, build_exchange
@@ -109,7 +110,7 @@ def test_history_and_residual_follow_the_shards():
 
     def program(collective):
         def made(parameters):
-            return Group(parameters, settings, collective, CPU, Meter(CPU), Scratch(CPU))
+            return Group(parameters, settings, World(collective, CPU, Meter(CPU)), Scratch(CPU))
 
         old = made(PARAMETERS)
         for step in range(3):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, RandomK, TopK
-from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, run_threads
+from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
 from lightning_compress.costs import COPIES, UNKNOWN, Link, Speeds
 from lightning_compress.exchanges import Auto, Hierarchical, probe
 from lightning_compress.layout import Layout
@@ -28,7 +28,7 @@ def plan(exchange, collective, *codecs, numel=1 << 18):
     """For sections of one codec each."""
     layouts = [Layout.of([(f"p{number}", (numel // 64, 64))]) for number in range(len(codecs))]
     sections = [Section(codec, layouts[number], numel * number) for number, codec in enumerate(codecs)]
-    return exchange.plan(sections, collective, CPU, Meter(CPU))
+    return exchange.plan(sections, World(collective, CPU, Meter(CPU)))
 
 
 def chosen(ranks, exchange, *codecs, **more):

@@ -8,7 +8,7 @@ import torch
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import RandomK, TopK
-from lightning_compress.collectives import CountingCollective, run_threads
+from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.exchanges import Butterfly
 from lightning_compress.exchanges.degrees import PACKET, chosen, factorings
 from lightning_compress.layout import Layout
@@ -33,7 +33,7 @@ def walk(size, degrees, gradients, codec, spoil=None):
     def program(ranks):
         meter, told = Meter(CPU), []
         liar = Liar(ranks, None) if spoil is None else spoil(ranks)
-        plan = Butterfly(degrees).plan([Section(codec, LAYOUT, 0)], CountingCollective(liar, meter), CPU, meter)
+        plan = Butterfly(degrees).plan([Section(codec, LAYOUT, 0)], World(CountingCollective(liar, meter), CPU, meter))
         for step, each in enumerate(gradients):
             vector = each(ranks.rank).clone()
             before, out, counted = vector.clone(), torch.full_like(vector, 7.0), meter.bytes_sent

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, Rotated, TopK
-from lightning_compress.collectives import CountingCollective, TorchCollective, run_threads
+from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.exchanges import (
     AllGather,
     AllReduce,
@@ -43,7 +43,7 @@ def kept(exchange):
 def mean(collective, exchange, codec, seed=0, flag=0.0):
     """Before, after, mean, flag and plan of one mean of different data on every rank."""
     sections = [Section(Dense(), LAYOUT.cut(0, 100), 0), Section(codec, LAYOUT.cut(100, LAYOUT.numel), 100)]
-    plan = exchange.plan(sections, collective, CPU, Meter(CPU), kept(exchange))
+    plan = exchange.plan(sections, World(collective, CPU, Meter(CPU)), kept(exchange))
     before = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + collective.rank))
     after, out, flags = before.clone(), torch.full_like(before, 7.0), torch.tensor(flag)
     plan.mean(after, out, 5, flags)
@@ -95,7 +95,7 @@ def test_all_of_it_is_the_dense_mean(exchange, size):
 def partly(collective, exchange, empty):
     """A mean in which some ranks have nothing."""
     section = Section(TopK(0.05), LAYOUT, 7)  # the vector has elements that are no section's
-    plan = exchange.plan([section], collective, CPU, Meter(CPU), kept(exchange))
+    plan = exchange.plan([section], World(collective, CPU, Meter(CPU)), kept(exchange))
     vector = torch.randn(LAYOUT.numel + 9, generator=torch.Generator().manual_seed(collective.rank))
     if collective.rank in empty:
         vector.zero_()
@@ -193,7 +193,7 @@ def test_ranks_of_a_node_share_what_crosses():
     """Between nodes, a rank of a node of 4 sends a quarter of what a rank alone would."""
 
     def between(collective, node):
-        plan = Hierarchical("all_gather", node).plan([Section(OneBit(), LAYOUT, 0)], collective, CPU, Meter(CPU))
+        plan = Hierarchical("all_gather", node).plan([Section(OneBit(), LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
         return plan.bytes_sent - (2 * (node - 1) * 4 * (-(-LAYOUT.numel // node)) if node > 1 else 0)
 
     alone = run_threads(2, lambda collective: between(collective, 1))[0]
@@ -314,7 +314,7 @@ def _in_parts(codec, bad=None):
             Section(codec, layout.cut(0, numel - 37), 0),
             Section(Dense(), layout.cut(numel - 37, numel), numel - 37),
         ]
-        plan = AllReduce().plan(sections, CountingCollective(collective, meter), device, meter)
+        plan = AllReduce().plan(sections, World(CountingCollective(collective, meter), device, meter))
         vector = torch.randn(numel, generator=torch.Generator().manual_seed(collective.rank))
         before, out = vector.clone(), torch.empty(numel)
         flag = torch.tensor(torch.nan if collective.rank == bad else 0.0)
@@ -358,7 +358,7 @@ def _fed_back_or_not(collective, exchange, codec, sampling):
     for fed_back in (True, False):
         section, meter = Section(codec, LAYOUT, 0, fed_back), Meter(CPU)
         meter.sampling = sampling and not fed_back
-        plan = exchange.plan([section], collective, CPU, meter, kept(exchange))
+        plan = exchange.plan([section], World(collective, CPU, meter), kept(exchange))
         rest = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(collective.rank))
         out = torch.full_like(rest, 7.0)
         plan.mean(rest, out, 5, torch.tensor(0.0))

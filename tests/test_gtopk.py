@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import Dense, TopK
-from lightning_compress.collectives import CountingCollective, run_threads
+from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.exchanges import GTopK
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -21,7 +21,7 @@ def run(size, sections, vectors):
 
     def program(ranks):
         meter = Meter(CPU)
-        plan = GTopK().plan(sections, CountingCollective(ranks, meter), CPU, meter)
+        plan = GTopK().plan(sections, World(CountingCollective(ranks, meter), CPU, meter))
         vector = vectors[ranks.rank].clone()
         out = torch.full_like(vector, 7.0)
         plan.mean(vector, out, 3, torch.tensor(0.0))

@@ -213,7 +213,7 @@ def test_resync_copies_rank_0(pools, size):
     ranks = pools[size].run(_resync)
     assert all(np.array_equal(ranks[0][0], weights) for weights, _, _ in ranks)
     assert all(np.array_equal(a, b) for _, momenta, _ in ranks for a, b in zip(ranks[0][1], momenta, strict=True))
-    assert "after step 4" in ranks[0][2][0]
+    assert ["after step 4" in said for said in ranks[0][2]].count(True) == 1
     assert ranks[0][1]
     assert not ranks[1][2]
 

@@ -6,7 +6,7 @@ import torch
 
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
-from lightning_compress.collectives import run_threads
+from lightning_compress.collectives import World, run_threads
 from lightning_compress.exchanges import nonzeros
 from lightning_compress.feedback import add_gradients, copy_gradients
 from lightning_compress.group import Group
@@ -128,7 +128,7 @@ def test_velocities(nesterov, clip, both):
     def rank(collective):
         settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
         shapes = [(each.name, each.shape) for each in LAYOUT.segments]
-        group = Group(shapes, settings, collective, CPU, Meter(CPU), Scratch(CPU))
+        group = Group(shapes, settings, World(collective, CPU, Meter(CPU)), Scratch(CPU))
         generator, found, long_way = torch.Generator().manual_seed(collective.rank), [], group._long_way
         for step in range(4):
             gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]

@@ -9,7 +9,7 @@ import torch
 
 from lightning_compress import bridge
 from lightning_compress.codecs import ATOMO, CODECS, QSGD, Codec, Dense, Natural, RandomK, Rotated, TernGrad
-from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, run_threads
+from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
 from lightning_compress.exchanges import EXCHANGES, Hierarchical
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -45,7 +45,7 @@ def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
         name: State(each.layout, CPU, each.initial, each.holder)
         for name, each in {**bridge.declared(stretches), **kept}.items()
     }
-    return bridge.plan_group(stretches, PATTERNS[exchange], collective, CPU, meter, states)
+    return bridge.plan_group(stretches, PATTERNS[exchange], World(collective, CPU, meter), states)
 
 
 def vector(rank, seed=0):
@@ -235,7 +235,7 @@ def test_auto_never_sends_more_than_dense(case):
 @pytest.mark.parametrize("codec", [QSGD(), Rotated(), Natural(), TernGrad(None)], ids=repr)
 def test_private_noise_averages_out(codec):
     def error(collective):
-        plan = EXCHANGES["all_gather"]().plan([Section(codec, LARGE, 0)], collective, CPU, Meter(CPU))
+        plan = EXCHANGES["all_gather"]().plan([Section(codec, LARGE, 0)], World(collective, CPU, Meter(CPU)))
         same = torch.randn(LARGE.numel, generator=torch.Generator().manual_seed(3))
         own, mean = same.clone(), torch.empty_like(same)
         plan.mean(own, mean, 5, torch.tensor(0.0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, TopK
-from lightning_compress.collectives import CountingCollective, TorchCollective, run_threads
+from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.costs import Link, wire_seconds
 from lightning_compress.exchanges import Binomial, Butterfly, Hierarchical, chain
 from lightning_compress.layout import Layout
@@ -58,7 +58,7 @@ def test_it_is_the_slow_one(size):
     plan.decode(encoded(held[0]), expected, 1 / size, accumulate=False)
 
     def program(collective):
-        made = Binomial().plan([Section(codec, LAYOUT, 0)], collective, CPU, Meter(CPU))
+        made = Binomial().plan([Section(codec, LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
         own, out = vectors[collective.rank].clone(), torch.empty(LAYOUT.numel)
         made.mean(own, out, key, torch.tensor(0.0))
         return own, out
@@ -199,7 +199,7 @@ def test_sums_that_overflow_are_a_flag():
     section = Section(OneBit(), Layout.of([("weight", (1000,))]), 0)
 
     def program(collective, exchange):
-        plan = exchange.plan([section], collective, CPU, Meter(CPU))
+        plan = exchange.plan([section], World(collective, CPU, Meter(CPU)))
         vector, out, flag = torch.full((1000,), 3e38), torch.empty(1000), torch.tensor(0.0)
         plan.mean(vector, out, 5, flag)
         return flag

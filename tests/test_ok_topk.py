@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import Dense, TopK
-from lightning_compress.collectives import CountingCollective, run_threads
+from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.exchanges import OkTopK
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -35,7 +35,7 @@ def steps(size, exchange, codec, count, layout=LAYOUT, dense=0, make=gradient, f
         meter = Meter(CPU)
         sections = [Section(Dense(), layout.cut(0, dense), 0), Section(codec, layout.cut(dense, layout.numel), dense)]
         states = {name: State(each.layout, CPU, holder=each.holder) for name, each in exchange.state(layout).items()}
-        plan = exchange.plan(sections, CountingCollective(ranks, meter), CPU, meter, states)
+        plan = exchange.plan(sections, World(CountingCollective(ranks, meter), CPU, meter), states)
         residual, told = torch.zeros(layout.numel), []
         for step in range(count):
             vector = make(ranks.rank, step, layout) + residual

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress.codecs import Dense
-from lightning_compress.collectives import CountingCollective, run_threads
+from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.exchanges import RunLength, runs
 from lightning_compress.exchanges.sums import SparseSum
 from lightning_compress.layout import Layout
@@ -90,7 +90,7 @@ def test_rows_of_zeros_take_nothing():
 
     def program(ranks):
         meter = Meter(CPU)
-        plan = RunLength().plan([Section(Dense(), layout, 0)], CountingCollective(ranks, meter), CPU, meter)
+        plan = RunLength().plan([Section(Dense(), layout, 0)], World(CountingCollective(ranks, meter), CPU, meter))
         generator = torch.Generator().manual_seed(ranks.rank)
         vector = torch.zeros(1000, 64)
         vector[torch.randperm(1000, generator=generator)[:20]] = torch.randn(20, 64, generator=generator)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_compress.collectives import CountingCollective, TorchCollective, run_threads
+from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.group import Group
 from lightning_compress.meter import Meter
 from lightning_compress.scratch import Scratch
@@ -13,6 +13,7 @@ CPU, SOUND = torch.device("cpu"), torch.tensor(False)
 PARAMETERS = [("small", (37,)), ("large", (1500, 1001)), ("nothing", (0,)), ("bias", (1001,)), ("larger", (1001, 1300))]
 """Large enough to travel in several messages; small ones come first in the vector."""
 WARM = {"compressor": "topk", "warmup_steps": 9}
+CAST = {"compressor": "bf16", "exchange": "all_reduce"}
 SLOW = {"compressor": "qsgd", "exchange": {"name": "auto", "link": {"latency_s": 1e-7, "bytes_per_s": 1e12}}}
 
 
@@ -21,10 +22,12 @@ def gradients(rank, step):
     return [torch.randn(shape, generator=generator) for _, shape in PARAMETERS]
 
 
-def averaged(collective, settings, straight, owed=(), steps=2, spoilt=()):
+def averaged(collective, settings, straight, owed=(), steps=2, spoilt=(), spoiling=torch.inf, scale=None):
     """Gradients of all steps, the flags, the bytes, and who took the short way."""
     meter = Meter(CPU)
-    group = Group(PARAMETERS, Settings.of(**settings), CountingCollective(collective, meter), CPU, meter, Scratch(CPU))
+    group = Group(
+        PARAMETERS, Settings.of(**settings), World(CountingCollective(collective, meter), CPU, meter), Scratch(CPU)
+    )
     if collective.rank in owed:
         group.residual.committed.fill_(0.25)
     ways, goes = [], group._goes_straight
@@ -38,8 +41,8 @@ def averaged(collective, settings, straight, owed=(), steps=2, spoilt=()):
     for step in range(steps):
         parts = gradients(collective.rank, step)
         if collective.rank in spoilt:
-            parts[1][7, 7] = torch.inf
-        flags.append(group.reduce(parts, step, None))
+            parts[1][7, 7] = spoiling
+        flags.append(group.reduce(parts, step, scale))
         found += parts
         for state in group.states.values():
             state.commit(SOUND, [name for name, _ in PARAMETERS])
@@ -56,7 +59,7 @@ def alike(one, other):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("settings", [WARM, SLOW], ids=["warming up", "nothing pays"])
+@pytest.mark.parametrize("settings", [WARM, SLOW, CAST], ids=["warming up", "nothing pays", "cast"])
 def test_the_same_bits_and_bytes(settings, size):
     short = run_threads(size, lambda collective: averaged(collective, settings, True))
     long = run_threads(size, lambda collective: averaged(collective, settings, False))
@@ -66,7 +69,7 @@ def test_the_same_bits_and_bytes(settings, size):
         assert ways == [True, True]
 
 
-@pytest.mark.parametrize("settings", [WARM, SLOW], ids=["warming up", "nothing pays"])
+@pytest.mark.parametrize("settings", [WARM, SLOW, CAST], ids=["warming up", "nothing pays", "cast"])
 def test_the_same_bits_over_sockets(pools, settings):
     long = pools[3].run(over_gloo, settings, False)
     for (found, ways), (expected, _) in zip(pools[3].run(over_gloo, settings, True), long, strict=True):
@@ -92,8 +95,34 @@ def test_news_of_what_is_not_finite_reach_everybody():
     assert [nonfinite for *_, nonfinite in ranks] == [[], [], ["large"]]
 
 
+@pytest.mark.parametrize("spoiling", [6e4, torch.inf, torch.nan])
+@pytest.mark.parametrize("scale", [None, torch.tensor(8.0)], ids=["", "scaled"])
+def test_who_has_more_than_a_cast_can_hold_goes_the_long_way_and_meets_the_others(scale, spoiling):
+    settings, unusual = {"compressor": "fp16", "exchange": "all_reduce"}, {"spoilt": (1,), "spoiling": spoiling}
+    short = run_threads(3, lambda collective: averaged(collective, settings, True, **unusual, scale=scale))
+    long = run_threads(3, lambda collective: averaged(collective, settings, False, **unusual, scale=scale))
+    for (found, flags, _, _, nonfinite), (expected, heard, *_, named) in zip(short, long, strict=True):
+        assert [flag.isnan() for flag in flags] == [flag.isnan() for flag in heard]
+        assert nonfinite == named
+        assert all(
+            torch.equal(a, b) or (a.isnan().all() and b.isnan().all()) for a, b in zip(found, expected, strict=True)
+        )
+    whole = [parts[1][7, 7] for parts in (gradients(rank, 0) for rank in (0, 2))]
+    saturated = (65504 / 3 + sum(whole)) / 3
+    assert short[0][1][0].isnan() == (scale is not None or spoiling != 6e4)
+    if not short[0][1][0].isnan():
+        assert short[0][0][1][7, 7] == pytest.approx(float(saturated), rel=1e-2)
+
+
+def test_what_is_fed_back_is_not_cast_and_forgotten():
+    ranks = run_threads(2, lambda collective: averaged(collective, CAST | {"error_feedback": True}, True))
+    assert all(not any(ways) for *_, ways, _ in ranks)
+
+
 def test_a_residual_is_looked_at_again_once_it_was_written():
-    group = Group(PARAMETERS, Settings.of("topk"), run_threads(1, lambda each: each)[0], CPU, Meter(CPU), Scratch(CPU))
+    group = Group(
+        PARAMETERS, Settings.of("topk"), World(run_threads(1, lambda each: each)[0], CPU, Meter(CPU)), Scratch(CPU)
+    )
     residual = group.residual
     assert residual.empty
     residual.pending[5] = 1.0

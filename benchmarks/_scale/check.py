@@ -20,6 +20,7 @@ from benchmarks._network.lab import Lab
 from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import SimulatedCollective
 from lightning_compress.codecs import Dense
+from lightning_compress.collectives import World
 from lightning_compress.costs import Link, Speeds, backward_seconds, device_seconds, wire_seconds
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.layout import Layout
@@ -92,12 +93,12 @@ def predict(
         numel = Layout.of(part).numel
         backward_s = computing_s * BACKWARD * numel / total
         if settings is None or choice is None:
-            plan = AllReduce().plan([Section(Dense(), Layout.of(part), 0)], collective, cpu, Meter(cpu))
+            plan = AllReduce().plan([Section(Dense(), Layout.of(part), 0)], World(collective, cpu, Meter(cpu)))
             costs.append((backward_s, 0.0, wire_seconds(plan, link)))  # it sends its buckets as they are
             continue
         _, stretches = settings.rules.stretches(part)
         sections = [Section(each.method, each.layout, each.start) for each in stretches]  # type: ignore[arg-type]
-        plan = settings.exchange.plan(sections, collective, cpu, Meter(cpu))
+        plan = settings.exchange.plan(sections, World(collective, cpu, Meter(cpu)))
         given = str(choice["compressor"])
         work = [(each.layout.numel, speeds["none" if isinstance(each.codec, Dense) else given]) for each in sections]
         device_s = device_seconds(plan, work, copy_s) + HOOK * copy_s * numel

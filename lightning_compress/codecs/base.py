@@ -115,6 +115,7 @@ class Codec(ABC):
         repeatable: what was decoded may be encoded again, as an owner does with the sum of others' messages.
         sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
             the decodes), or None where they may not.
+        casts: a message is the elements in ``sum_dtype``, no more, as far as they are within the limit.
         block: shards are cut at multiples of this many elements.
     """
 
@@ -123,6 +124,7 @@ class Codec(ABC):
     elementwise: ClassVar[bool] = False
     repeatable: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = None
+    casts: ClassVar[bool] = False
     block: int = 1
 
     @property

@@ -26,6 +26,7 @@ class Cast(Codec):
     sum_dtype: ClassVar[torch.dtype]
     digits: ClassVar[int]
     elementwise: ClassVar[bool] = True
+    casts: ClassVar[bool] = True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
@@ -92,7 +93,10 @@ class _CastPlan(Plan):
         rows = [message.view(self._dtype) for message in messages]
         for piece in pieces(self.layout.numel, self._size):
             part, floats = out[piece], self._scratch[: piece.stop - piece.start]
-            if not accumulate:
+            if not accumulate and not rows:
                 part.zero_()
-            for row in rows:
-                part.add_(floats.copy_(row[piece]), alpha=weight)
+            for number, row in enumerate(rows):
+                if accumulate or number:
+                    part.add_(floats.copy_(row[piece]), alpha=weight)
+                else:
+                    part.copy_(row[piece]).mul_(weight)

@@ -22,6 +22,7 @@ class Dense(Codec):
     """
 
     elementwise: ClassVar[bool] = True
+    casts: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = torch.float32
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:

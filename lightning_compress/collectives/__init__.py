@@ -6,5 +6,14 @@ from lightning_compress.collectives.local import LocalCollective
 from lightning_compress.collectives.ordered import OrderedCollective
 from lightning_compress.collectives.threads import run_threads
 from lightning_compress.collectives.torch import TorchCollective
+from lightning_compress.collectives.world import World
 
-__all__ = ["Collective", "CountingCollective", "LocalCollective", "OrderedCollective", "TorchCollective", "run_threads"]
+__all__ = [
+    "Collective",
+    "CountingCollective",
+    "LocalCollective",
+    "OrderedCollective",
+    "TorchCollective",
+    "World",
+    "run_threads",
+]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.exchanges.base import (
     Exchange,
@@ -21,7 +21,6 @@ from lightning_compress.exchanges.base import (
 )
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 
@@ -32,16 +31,9 @@ class AllGather(Exchange):
     Encodes once, so nothing is lost twice; right up to three ranks, and for sparse messages.
     """
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return _Plan(MessagePlan(sections, device, meter), collective, device)
+        return _Plan(MessagePlan(sections, world.device, world.meter), world.collective, world.device)
 
 
 class _Plan(ExchangePlan):

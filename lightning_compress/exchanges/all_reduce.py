@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.straight import Straight
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section, SumRun
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 PART = 1 << 20
@@ -40,15 +39,9 @@ class AllReduce(Exchange):
                 "use exchange='auto', 'all_gather' or 'two_shot'"
             )
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
+        collective, device, meter = world
         parts = _parts(sections, device, collective.size)
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_compress import costs
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
 from lightning_compress.costs import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
@@ -23,7 +23,6 @@ from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
 from lightning_compress.message import Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,6 @@ THROUGH = 2.0
 INSIDE = 10
 """How many times as fast links within a node are, at least, where that is not measured."""
 
-World = tuple[Collective, torch.device, Meter]
 Fallback = Literal["dense", "never"]
 
 
@@ -123,19 +121,12 @@ class Auto(Exchange):
         if self.link is None and collective.size > 1:
             self._measured.look(codecs, collective, world, device, self.node_size)
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
+        collective = world.collective
         if collective.size == 1:
-            return _dense(sections, collective, device, meter)
-        world = (collective, device, meter)
-        self.measure([section.codec for section in sections], collective, collective, device)
+            return _dense(sections, world)
+        self.measure([section.codec for section in sections], collective, collective, world.device)
         choice = self._together(sections, world)
         ways: dict[str, list[Section]] = {}
         for section in sections:
@@ -150,9 +141,9 @@ class Auto(Exchange):
 
     def _together(self, sections: Sequence[Section], world: World) -> _Offer:
         """One message for all of them, the best way; dense where that is less."""
-        codecs, ranks = [section.codec for section in sections], world[0].size
+        codecs, ranks = [section.codec for section in sections], world.collective.size
         offers = [self._offer(way, sections, world) for way in _ways(codecs, ranks)]
-        dense = self._price(_dense(sections, *world), [replace(each, codec=Dense()) for each in sections], ranks)
+        dense = self._price(_dense(sections, world), [replace(each, codec=Dense()) for each in sections], ranks)
         usual = min(offers, key=lambda offer: offer.outward)
         node = self._nodes(ranks)
         if node > 1:
@@ -178,7 +169,7 @@ class Auto(Exchange):
         return best
 
     def _offer(self, way: Exchange, sections: Sequence[Section], world: World) -> _Offer:
-        return self._price(way.plan(sections, *world), sections, world[0].size)
+        return self._price(way.plan(sections, world), sections, world.collective.size)
 
     def _price(self, plan: ExchangePlan, sections: Sequence[Section], ranks: int) -> _Offer:
         """What it costs alone, with no backward to hide behind: on a CPU the hook waits for its messages."""
@@ -265,8 +256,8 @@ def _ways(codecs: Sequence[Codec], ranks: int) -> tuple[Exchange, ...]:
     return SPARSE if selective else (AllGather(),)
 
 
-def _dense(sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter) -> ExchangePlan:
-    return AllReduce().plan([replace(each, codec=Dense()) for each in sections], collective, device, meter)
+def _dense(sections: Sequence[Section], world: World) -> ExchangePlan:
+    return AllReduce().plan([replace(each, codec=Dense()) for each in sections], world)
 
 
 class _Apart(ExchangePlan):

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import ALIGNMENT
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.exchanges.straight import Straight
 from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import Declared, States
 
 
@@ -139,31 +138,17 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """Make ready for vectors that consist of these sections, whose codecs passed ``check``.
 
         Args:
             sections: what the vectors consist of.
-            collective: the ranks.
-            device: where vectors are.
-            meter: gets times and bytes.
+            world: the ranks.
             states: what ``state`` declared.
         """
 
     def plan_dense(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
+        self, sections: Sequence[Section], world: World, states: States | None = None
     ) -> ExchangePlan | None:
         """The same for steps in which everything is sent as it is; None where an all-reduce will do."""
         return None

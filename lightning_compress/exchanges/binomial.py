@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.rounds import HEADER, Rounds, seal
 from lightning_compress.exchanges.trees import levels_of, links
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 
@@ -47,29 +45,22 @@ class Binomial(Exchange):
                 "use exchange='auto', 'all_reduce' or 'all_gather'"
             )
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return _Plan(MessagePlan(sections, device, meter), collective, device, meter)
+        return _Plan(MessagePlan(sections, world.device, world.meter), world)
 
 
 class _Plan(ExchangePlan):
     description = "binomial"
 
-    def __init__(self, plan: MessagePlan, collective: Collective, device: torch.device, meter: Meter) -> None:
+    def __init__(self, plan: MessagePlan, world: World) -> None:
         self._plan = plan
-        self._collective = collective
-        rank, size = collective.rank, collective.size
+        self._collective = world.collective
+        rank, size = world.collective.rank, world.collective.size
         self._levels = levels_of(rank, size)
-        self._rounds = Rounds(collective, 1, device, meter)
+        self._rounds = Rounds(world, 1)
         self._most = HEADER + plan.size
-        self._send, self._receive = new_messages(2, self._most, device)
+        self._send, self._receive = new_messages(2, self._most, world.device)
         levels, sent = len(self._levels), links(self._levels)
         tables = (levels + 2 if plan.variable else 1) if levels else 0
         message = HEADER + plan.expected_size

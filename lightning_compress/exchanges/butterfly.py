@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import aligned
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.exchanges import nonzeros
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.compact import Compact, check_selective, expected_count
@@ -24,7 +24,6 @@ from lightning_compress.exchanges.lists import Listed
 from lightning_compress.exchanges.rounds import HEADER, Rounds
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 BAD, AGAIN = 1, 2
@@ -66,14 +65,7 @@ class Butterfly(Exchange):
         """See ``Exchange.check``."""
         check_selective("butterfly", codec)
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``.
 
         Raises:
@@ -84,9 +76,9 @@ class Butterfly(Exchange):
         def volume(merged: int) -> float:
             return nonzeros.used_bytes(expected_count(sections, merged) / merged, -(-numel // merged))
 
-        degrees = chosen(collective.size, volume) if self.degrees is None else self.degrees
-        check_degrees(degrees, collective.size)
-        return _Plan(sections, degrees, collective, device, meter)
+        degrees = chosen(world.collective.size, volume) if self.degrees is None else self.degrees
+        check_degrees(degrees, world.collective.size)
+        return _Plan(sections, degrees, world)
 
 
 class _Plan(ExchangePlan):
@@ -94,18 +86,17 @@ class _Plan(ExchangePlan):
         self,
         sections: Sequence[Section],
         degrees: Sequence[int],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
+        world: World,
     ) -> None:
         self.description = f"butterfly of {' x '.join(map(str, degrees)) or '1'}"
+        collective, device, meter = world
         self._collective = collective
         self._meter = meter
         self._plan = MessagePlan(sections, device, meter)
         self._compact = Compact(sections, device)
         self._layers = layers_of(collective.rank, degrees, self._compact.numel)
-        self._rounds = Rounds(collective, max(degrees, default=1), device, meter)
-        self._network = Network(self._layers, collective, self._rounds, device, meter)
+        self._rounds = Rounds(world, max(degrees, default=1))
+        self._network = Network(self._layers, world, self._rounds)
         self._own = new_messages(1, self._plan.size, device)
         self._known: Configuration | None = None
         self.rounds = 4 * len(degrees) + 2 if degrees else 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import aligned
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.exchanges import nonzeros
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.compact import Compact, check_fed_back, check_selective, expected_count, keeps_all
@@ -25,7 +25,6 @@ from lightning_compress.exchanges.rounds import HEADER, Rounds, seal
 from lightning_compress.exchanges.trees import levels_of, links
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 
@@ -49,22 +48,16 @@ class GTopK(Exchange):
         check_selective("gtopk", codec)
         check_fed_back("gtopk", codec)
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return _Plan(sections, collective, device, meter)
+        return _Plan(sections, world)
 
 
 class _Plan(ExchangePlan):
     description = "gtopk"
 
-    def __init__(self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter) -> None:
+    def __init__(self, sections: Sequence[Section], world: World) -> None:
+        collective, device, meter = world
         self._collective = collective
         self._meter = meter
         self._plan = MessagePlan(sections, device, meter)
@@ -73,7 +66,7 @@ class _Plan(ExchangePlan):
         self._cuts = torch.tensor(ends, device=device)
         self._whole = [keeps_all(section.codec) for section in sections]
         self._levels = levels_of(collective.rank, collective.size)
-        self._rounds = Rounds(collective, 1, device, meter)
+        self._rounds = Rounds(world, 1)
         self._own = new_messages(1, self._plan.size, device)
         numel = self._compact.numel
         most = HEADER + aligned(nonzeros.HEADER + nonzeros.bitmap_bytes(numel) + 4 * numel)

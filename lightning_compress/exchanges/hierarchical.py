@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
@@ -34,7 +34,6 @@ from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
-from lightning_compress.meter import Meter
 from lightning_compress.registry import build
 from lightning_compress.state import States
 
@@ -120,33 +119,26 @@ class Hierarchical(Exchange):
         assert isinstance(self.outer, Exchange)
         return self.outer
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``.
 
         Raises:
             ValueError: nodes are of several sizes and there is no chain, or it is no fit; on every rank.
         """
-        chain = self.inner == "chain"
+        chain, (collective, device, _) = self.inner == "chain", world
         nodes = nodes_of(collective.uncounted, self.node_size, device, one_size=not chain)
         if len(nodes) == 1 or len(nodes) == collective.size:
-            return self._outer.plan(sections, collective, device, meter)
+            return self._outer.plan(sections, world)
         inside = collective.part(nodes)
         if chain:
             leading = collective.part([[node[0] for node in nodes], [rank for node in nodes for rank in node[1:]]])
-            led = None if inside.rank else lambda: self._outer.plan(_moved(sections), leading, device, meter)
+            led = None if inside.rank else lambda: self._outer.plan(_moved(sections), world.among(leading))
             outer = agreed(led, collective.uncounted, device)
             return LeadersPlan(sections, outer, inside, len(nodes) / collective.size, device)
         between = collective.part(list(zip(*nodes, strict=True)))
         parts = [[section.shard(place, inside.size) for section in sections] for place in range(inside.size)]
         self._outer.measure([section.codec for section in sections], between, collective, device)
-        outer = self._outer.plan(_moved(parts[inside.rank]), between, device, meter)
+        outer = self._outer.plan(_moved(parts[inside.rank]), world.among(between))
         return _Plan(parts, outer, inside, device)
 
 

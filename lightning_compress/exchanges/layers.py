@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import aligned
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.exchanges import nonzeros
 from lightning_compress.exchanges.base import new_messages
 from lightning_compress.exchanges.lists import Listed, added, joined, united
 from lightning_compress.exchanges.rounds import HEADER, Rounds, seal
-from lightning_compress.meter import Meter
 
 T = TypeVar("T")
 
@@ -80,21 +79,17 @@ class Network:
 
     Args:
         layers: from the first on.
-        collective: the ranks.
+        world: the ranks.
         rounds: in which lengths are told.
-        device: where messages are.
-        meter: gets the time of writing.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], collective: Collective, rounds: Rounds, device: torch.device, meter: Meter
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], world: World, rounds: Rounds) -> None:
         self._layers = layers
-        self._rank = collective.rank
+        self._rank = world.collective.rank
         self._rounds = rounds
-        self._meter = meter
+        self._meter = world.meter
         most = max((len(layer.ranks) * layer.most for layer in layers), default=0)
-        self._send, self._receive = new_messages(2, most, device)
+        self._send, self._receive = new_messages(2, most, world.device)
 
     def configure(self, held: Listed) -> tuple[Listed, Configuration]:
         """Add up over the ranks, and remember the ways; what is wrong with a message is told in the next round."""

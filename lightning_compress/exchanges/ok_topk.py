@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.compact import check_fed_back, check_selective
@@ -20,7 +19,6 @@ from lightning_compress.exchanges.owners import OwnersPlan
 from lightning_compress.exchanges.regions import Memory, declared
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import Declared, States
 
 
@@ -68,32 +66,20 @@ class OkTopK(Exchange):
         """Thresholds, counts and clocks."""
         return declared(layout)
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         assert states is not None
-        memory = Memory(sections, states, device)
+        memory = Memory(sections, states, world.device)
         periods = (self.evaluate_every, self.rebalance_every)
-        return OwnersPlan(sections, memory, periods, collective, device, meter)
+        return OwnersPlan(sections, memory, periods, world)
 
     def plan_dense(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
+        self, sections: Sequence[Section], world: World, states: States | None = None
     ) -> ExchangePlan | None:
         """An all-reduce that remembers."""
         assert states is not None
         dense = [replace(section, codec=Dense()) for section in sections]
-        return _Remembering(AllReduce().plan(dense, collective, device, meter), Memory(sections, states, device))
+        return _Remembering(AllReduce().plan(dense, world), Memory(sections, states, world.device))
 
 
 class _Remembering(ExchangePlan):

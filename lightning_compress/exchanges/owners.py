@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import ALIGNMENT, aligned
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.exchanges import nonzeros
 from lightning_compress.exchanges.base import ExchangePlan, longest, new_messages, rows
@@ -19,7 +19,6 @@ from lightning_compress.exchanges.lists import Listed, joined
 from lightning_compress.exchanges.regions import Memory
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 
 FLAG = 16
 """Bytes in front of a list: the flag, and padding."""
@@ -37,9 +36,7 @@ class OwnersPlan(ExchangePlan):
         sections: side by side.
         memory: of thresholds, loads and the clock.
         periods: steps between exact thresholds, and between choices of regions.
-        collective: the ranks.
-        device: where vectors are.
-        meter: gets times.
+        world: the ranks.
     """
 
     description = "ok_topk"
@@ -51,12 +48,11 @@ class OwnersPlan(ExchangePlan):
         sections: Sequence[Section],
         memory: Memory,
         periods: tuple[int, int],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
+        world: World,
     ) -> None:
         self._memory = memory
         self._evaluate, self._rebalance = periods
+        collective, device, meter = world
         self._collective = collective
         self._meter = meter
         self._plan = MessagePlan(sections, device, meter)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import aligned
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.exchanges import nonzeros
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.compact import Compact, check_selective, expected_count
@@ -22,7 +22,6 @@ from lightning_compress.exchanges.rounds import HEADER, Rounds, seal
 from lightning_compress.exchanges.sums import Coding, SparseSum
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 
@@ -40,21 +39,14 @@ class RecursiveDoubling(Exchange):
         """See ``Exchange.check``."""
         check_selective("recursive_doubling", codec)
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         numel = sum(section.layout.numel for section in sections)
 
         def used(ranks: int) -> float:
             return nonzeros.used_bytes(expected_count(sections, ranks), numel)
 
-        return DoublingPlan("recursive_doubling", nonzeros, used, sections, collective, device, meter)
+        return DoublingPlan("recursive_doubling", nonzeros, used, sections, world)
 
 
 @dataclass(frozen=True)
@@ -87,9 +79,7 @@ class DoublingPlan(ExchangePlan):
         coding: how sums are written.
         used: bytes of a sum over so many ranks, as expected.
         sections: what the vectors consist of.
-        collective: the ranks.
-        device: where vectors are.
-        meter: gets times.
+        world: the ranks.
     """
 
     def __init__(
@@ -98,18 +88,17 @@ class DoublingPlan(ExchangePlan):
         coding: Coding,
         used: Callable[[int], float],
         sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
+        world: World,
     ) -> None:
         self.description = description
         self._coding = coding
+        collective, device, meter = world
         self._collective = collective
         self._meter = meter
         self._plan = MessagePlan(sections, device, meter)
         self._compact = Compact(sections, device)
         self._hops = hops(collective.rank, collective.size)
-        self._rounds = Rounds(collective, 1, device, meter)
+        self._rounds = Rounds(world, 1)
         self._own = new_messages(1, self._plan.size, device)
         most = HEADER + aligned(coding.most_bytes(self._compact.numel))
         self._send, self._receive = new_messages(2, most, device)

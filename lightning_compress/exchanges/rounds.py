@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import ALIGNMENT, aligned
-from lightning_compress.collectives import Collective
-from lightning_compress.meter import Meter
+from lightning_compress.collectives import World
 
 HEADER = 16
 TROUBLE = -1
@@ -30,18 +29,16 @@ class Rounds:
     """The rounds of one exchange on one rank.
 
     Args:
-        collective: the ranks.
+        world: the ranks.
         messages: what a rank sends in a round, at most.
-        device: where messages are.
-        meter: gets the time of reading.
     """
 
-    def __init__(self, collective: Collective, messages: int, device: torch.device, meter: Meter) -> None:
-        self._collective = collective
-        self._meter = meter
-        self._table = torch.zeros(collective.size, 1 + messages, dtype=torch.int32, device=device)
+    def __init__(self, world: World, messages: int) -> None:
+        self._collective, device, self._meter = world
+        size = self._collective.size
+        self._table = torch.zeros(size, 1 + messages, dtype=torch.int32, device=device)
         self._problem: ValueError | None = None
-        self.table_bytes = (collective.size - 1) * 4 * (1 + messages)
+        self.table_bytes = (size - 1) * 4 * (1 + messages)
 
     def begin(self) -> None:
         """Forget the troubles of a step before."""

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.exchanges import runs
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.compact import expected_count
 from lightning_compress.exchanges.recursive_doubling import DoublingPlan
 from lightning_compress.message import Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 
@@ -29,14 +26,7 @@ class RunLength(Exchange):
     ``none`` too. Sums are exact, and nothing is lost twice.
     """
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         sizes = [section.layout.numel for section in sections]
 
@@ -45,4 +35,4 @@ class RunLength(Exchange):
             parts = [runs.expected_bytes(numel, share) for numel, share in zip(sizes, shares, strict=True)]
             return runs.HEADER + 8 * any(share == 1 for share in shares) + sum(parts)
 
-        return DoublingPlan("run_length", runs, used, sections, collective, device, meter)
+        return DoublingPlan("run_length", runs, used, sections, world)

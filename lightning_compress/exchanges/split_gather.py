@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.base import aligned
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import (
     all_gather_rounds,
     all_reduce_bytes,
@@ -37,7 +37,6 @@ from lightning_compress.exchanges.base import (
 )
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import States
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
@@ -63,22 +62,16 @@ class SplitGather(Exchange):
                 f"{codec} sends all of them: use exchange='auto' or 'two_shot'"
             )
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return _Plan(sections, collective, device, meter)
+        return _Plan(sections, world)
 
 
 class _Plan(ExchangePlan):
     description = "split_gather"
 
-    def __init__(self, sections: Sequence[Section], collective: Collective, device: torch.device, meter: Meter) -> None:
+    def __init__(self, sections: Sequence[Section], world: World) -> None:
+        collective, device, meter = world
         size = collective.size
         parts = [[section.shard(rank, size) for section in sections] for rank in range(size)]
         self._shards = [MessagePlan(part, device, meter) for part in parts]

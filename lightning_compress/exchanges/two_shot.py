@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.exchanges.adagrad import OwnerAdaGrad
 from lightning_compress.exchanges.base import (
@@ -29,7 +29,6 @@ from lightning_compress.exchanges.base import (
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
 from lightning_compress.state import Declared, States
 
 
@@ -99,43 +98,30 @@ class TwoShot(Exchange):
         """The owners' history and residual."""
         return {} if self.adagrad is None else OwnerAdaGrad.state(layout)
 
-    def plan(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
-    ) -> ExchangePlan:
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return self._plan(_shards(sections, collective.size), collective, device, meter, states)
+        return self._plan(_shards(sections, world.collective.size), world, states)
 
     def plan_dense(
-        self,
-        sections: Sequence[Section],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        states: States | None = None,
+        self, sections: Sequence[Section], world: World, states: States | None = None
     ) -> ExchangePlan | None:
         """With AdaGrad the same owners of the same shards, else None."""
         if self.adagrad is None:
             return None
         shards = [
-            [replace(section, codec=Dense()) for section in shard] for shard in _shards(sections, collective.size)
+            [replace(section, codec=Dense()) for section in shard] for shard in _shards(sections, world.collective.size)
         ]
-        plan = self._plan(shards, collective, device, meter, states)
+        plan = self._plan(shards, world, states)
         plan.dense_places = [slice(section.start, section.stop) for section in sections]
         return plan
 
     def _plan(
         self,
         shards: list[list[Section]],
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
+        world: World,
         states: States | None,
     ) -> ExchangePlan:
+        collective, device, meter = world
         adagrad = None
         if self.adagrad is not None:
             assert states is not None

@@ -15,12 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
 from lightning_compress.state import Declared, States
 
 
@@ -73,17 +71,13 @@ class Reducer(ABC):
         return {}
 
     @abstractmethod
-    def plan(
-        self, layout: Layout, carried: int, collective: Collective, device: torch.device, meter: Meter, states: States
-    ) -> ReducerPlan:
+    def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout.
 
         Args:
             layout: what the vectors are made of.
             carried: float32 numbers to be added up along the way.
-            collective: the ranks.
-            device: where vectors are.
-            meter: times encoding and decoding: ``with meter.span("encode")``.
+            world: the ranks; encoding and decoding are timed: ``with world.meter.span("encode")``.
             states: what ``state`` declared, by the same names.
 
         Raises:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.randomness import RandomBits
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout, Segment
-from lightning_compress.meter import Meter
 from lightning_compress.reducers.base import Reducer, ReducerPlan
 from lightning_compress.state import Declared, State, States
 
@@ -90,11 +89,9 @@ class PowerSGD(Reducer):
     def _first(self, segment: Segment) -> Tensor:
         return normal(mix(self.seed, name_key((segment.name,))), segment.numel, torch.device("cpu"))
 
-    def plan(
-        self, layout: Layout, carried: int, collective: Collective, device: torch.device, meter: Meter, states: States
-    ) -> ReducerPlan:
+    def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout."""
-        return _PowerSGDPlan(layout, carried, collective, device, meter, states.get("q"), self)
+        return _PowerSGDPlan(layout, carried, world, states.get("q"), self)
 
 
 @dataclass(frozen=True)
@@ -126,16 +123,8 @@ class _Stack:
 class _PowerSGDPlan(ReducerPlan):
     """Factors are kept transposed, ``[count, r, n]`` and ``[count, r, m]``: products along rows are twice as fast."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        carried: int,
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        state: State | None,
-        reducer: PowerSGD,
-    ) -> None:
+    def __init__(self, layout: Layout, carried: int, world: World, state: State | None, reducer: PowerSGD) -> None:
+        collective, device, meter = world
         self._collective, self._meter, self._state = collective, meter, state
         self._stacks = _stacks(layout, reducer)
         self._dense = [slice(s.offset, s.end) for s in layout.segments if not reducer.factors(s)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_compress.codecs.bits import pack, packed_size, unpack
 from lightning_compress.codecs.buffers import chunk_size, pieces, scratch
 from lightning_compress.codecs.randomness import RandomBits
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import (
     all_gather_rounds,
     all_reduce_bytes,
@@ -23,7 +23,6 @@ from lightning_compress.collectives.counting import (
 )
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
 from lightning_compress.reducers.base import Reducer, ReducerPlan
 from lightning_compress.reducers.tally import Tally
 from lightning_compress.state import Declared, State, States
@@ -92,11 +91,9 @@ class SignSGD(Reducer):
         """The momentum, if there is any."""
         return {MOMENTUM: Declared(layout)} if self.momentum else {}
 
-    def plan(
-        self, layout: Layout, carried: int, collective: Collective, device: torch.device, meter: Meter, states: States
-    ) -> ReducerPlan:
+    def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout; see the base class."""
-        return _SignSGDPlan(layout.numel, carried, collective, device, meter, self, states.get(MOMENTUM))
+        return _SignSGDPlan(layout.numel, carried, world, self, states.get(MOMENTUM))
 
 
 def _is_number(value: object) -> bool:
@@ -104,19 +101,10 @@ def _is_number(value: object) -> bool:
 
 
 class _SignSGDPlan(ReducerPlan):
-    def __init__(
-        self,
-        numel: int,
-        carried: int,
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        method: SignSGD,
-        momentum: State | None,
-    ) -> None:
+    def __init__(self, numel: int, carried: int, world: World, method: SignSGD, momentum: State | None) -> None:
+        collective, device, self._meter = world
         size = collective.size
         self._collective = collective
-        self._meter = meter
         self._method = method
         self._momentum = momentum
         self._pieces = list(pieces(numel, chunk_size(device)))

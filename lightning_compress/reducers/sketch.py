@@ -15,11 +15,10 @@ from torch import Tensor
 from lightning_compress.codecs.buffers import pieces, scratch
 from lightning_compress.codecs.randomness import hash_torch
 from lightning_compress.codecs.selection import CpuSelector, SortSelector
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
 from lightning_compress.reducers.base import Reducer, ReducerPlan
 from lightning_compress.state import States
 
@@ -77,11 +76,9 @@ class Sketch(Reducer):
         if not _is_number(self.candidates) or not 1 <= self.candidates < math.inf:
             raise ValueError(f"Sketch(candidates={self.candidates!r}): candidates must be a number, at least 1; try 4")
 
-    def plan(
-        self, layout: Layout, carried: int, collective: Collective, device: torch.device, meter: Meter, states: States
-    ) -> ReducerPlan:
+    def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout."""
-        return _SketchPlan(layout.numel, carried, collective, device, meter, self)
+        return _SketchPlan(layout.numel, carried, world, self)
 
 
 class CountSketch:
@@ -180,15 +177,14 @@ class CountSketch:
 
 
 class _SketchPlan(ReducerPlan):
-    def __init__(
-        self, numel: int, carried: int, collective: Collective, device: torch.device, meter: Meter, reducer: Sketch
-    ) -> None:
+    def __init__(self, numel: int, carried: int, world: World, reducer: Sketch) -> None:
         if numel >= 2**31:
             raise ValueError(
                 f"Sketch: the vector has {numel} elements, but int32 indices end at 2^31 - 1; "
                 "use smaller buckets (bucket_cap_mb)"
             )
-        self._collective, self._meter = collective, meter
+        collective, device, self._meter = world
+        self._collective = collective
         applied = max(1, math.ceil(reducer.density * numel))
         fetched = math.ceil(reducer.candidates * applied)
         columns = math.ceil(reducer.width * applied / 8) * 8

@@ -10,11 +10,10 @@ from torch import Tensor
 from lightning_compress.codecs.quantise import UNIT, fit
 from lightning_compress.codecs.ternary import Ternary, pack_digits, unpack_digits
 from lightning_compress.codecs.terngrad import check_clip
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
 from lightning_compress.reducers.base import Reducer, ReducerPlan
 from lightning_compress.state import States
 
@@ -60,11 +59,9 @@ class TernGradShared(Reducer):
         """Not known to be: rounding is coarse, and Adam divides by the size of what it sees."""
         return False
 
-    def plan(
-        self, layout: Layout, carried: int, collective: Collective, device: torch.device, meter: Meter, states: States
-    ) -> ReducerPlan:
+    def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout; see the base class."""
-        return _TernGradSharedPlan(layout, carried, collective, device, meter, self.clip)
+        return _TernGradSharedPlan(layout, carried, world, self.clip)
 
 
 def digits_of(ranks: int) -> int:
@@ -85,17 +82,9 @@ def digits_of(ranks: int) -> int:
 
 
 class _TernGradSharedPlan(ReducerPlan):
-    def __init__(
-        self,
-        layout: Layout,
-        carried: int,
-        collective: Collective,
-        device: torch.device,
-        meter: Meter,
-        clip: float | None,
-    ) -> None:
+    def __init__(self, layout: Layout, carried: int, world: World, clip: float | None) -> None:
+        collective, device, self._meter = world
         self._collective = collective
-        self._meter = meter
         self._clips = clip is not None
         self._digits = digits_of(collective.size)
         self._ternary = Ternary(layout, device, clip)

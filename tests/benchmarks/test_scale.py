@@ -9,7 +9,7 @@ import torch
 from benchmarks import scale
 from benchmarks._scale.simulated import Call, Cluster, longer
 from lightning_compress.codecs import OneBit, TopK
-from lightning_compress.collectives import CountingCollective, run_threads
+from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.costs import COPIES, Link
 from lightning_compress.exchanges import AllGather
 from lightning_compress.layout import Layout
@@ -27,7 +27,7 @@ def really_sent(way, numel, ranks, node_size):
     def rank(collective):
         meter = Meter(CPU)
         section = Section(way.codec, Layout.of([("weight", (numel // 1024, 1024))]), 0)
-        plan = way.on(node_size).plan([section], CountingCollective(collective, meter), CPU, meter)
+        plan = way.on(node_size).plan([section], World(CountingCollective(collective, meter), CPU, meter))
         before = meter.bytes_sent
         vector = torch.randn(numel, generator=torch.Generator().manual_seed(collective.rank))
         plan.mean(vector, torch.empty(numel), 1, torch.zeros(()))

@@ -8,7 +8,7 @@ import torch
 
 from lightning_compress.codecs import ATOMO
 from lightning_compress.codecs.atomo import sample
-from lightning_compress.collectives import Collective, run_threads
+from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.exchanges import AllGather
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
@@ -91,7 +91,7 @@ def test_noise_of_several_ranks_averages_out() -> None:
     vector = make("normal", 480)
 
     def error(collective: Collective) -> float:
-        plan = AllGather().plan([Section(ATOMO(2), layout, 0)], collective, CPU, Meter(CPU))
+        plan = AllGather().plan([Section(ATOMO(2), layout, 0)], World(collective, CPU, Meter(CPU)))
         mean, squares = torch.empty(480), 0.0
         for key in range(draws):
             plan.mean(vector.clone(), mean, key, torch.tensor(0.0))

@@ -9,7 +9,7 @@ import torch
 
 from lightning_compress.codecs import RandomK
 from lightning_compress.codecs.base import Plan
-from lightning_compress.collectives import Collective, run_threads
+from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.exchanges import EXCHANGES, TwoShot
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -98,7 +98,7 @@ def test_all_ranks_draw_alike(exchange: str, size: int) -> None:
     whole = Layout.of([("a", (40, 100))])
 
     def program(collective: Collective) -> list[torch.Tensor]:
-        plan = EXCHANGES[exchange]().plan([Section(RandomK(0.05), whole, 0)], collective, CPU, Meter(CPU))
+        plan = EXCHANGES[exchange]().plan([Section(RandomK(0.05), whole, 0)], World(collective, CPU, Meter(CPU)))
         means = []
         for key in (1, 2):
             vector, mean = torch.full((4000,), 1.0 + collective.rank), torch.empty(4000)

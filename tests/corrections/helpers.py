@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_compress.collectives import LocalCollective, run_threads
+from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.group import Group, Scratch
 from lightning_compress.meter import Meter
 from lightning_compress.settings import Settings
@@ -39,7 +39,7 @@ class Walker:
     def __init__(self, collective, compressor, **settings):
         settings = Settings.of(compressor, **settings)
         self.meter = Meter(CPU)
-        self.group = Group(PARAMETERS, settings, collective, CPU, self.meter, Scratch(CPU))
+        self.group = Group(PARAMETERS, settings, World(collective, CPU, self.meter), Scratch(CPU))
 
     def reduce(self, values, step, scale=None):
         """What the optimizer is given for a flat gradient, as a flat vector."""

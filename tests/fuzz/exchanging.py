@@ -7,7 +7,7 @@ import torch
 
 from lightning_compress import bridge
 from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, RandomK, TopK
-from lightning_compress.collectives import Collective, run_threads
+from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.exchanges import EXCHANGES, Hierarchical
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
@@ -123,7 +123,7 @@ def plan_of(way, collective):
     kept = {f"exchange.{name}": each for name, each in PATTERNS[exchange].state(layout).items()}
     declared = {**bridge.declared(stretches), **kept}
     states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in declared.items()}
-    plan = bridge.plan_group(stretches, PATTERNS[exchange], collective, CPU, Meter(CPU), states)
+    plan = bridge.plan_group(stretches, PATTERNS[exchange], World(collective, CPU, Meter(CPU)), states)
     return plan, states
 
 

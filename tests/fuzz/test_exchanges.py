@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import QSGD, Dense, TopK
-from lightning_compress.collectives import run_threads
+from lightning_compress.collectives import World, run_threads
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -45,7 +45,7 @@ def one_shard_is_spoilt(method, word):
 
     def program(ranks):
         dense = Section(Dense(), Layout.of([("bias", (120,))]), LARGE.numel)
-        plan = TwoShot().plan([dense, section], Misleading(ranks, word), CPU, Meter(CPU))
+        plan = TwoShot().plan([dense, section], World(Misleading(ranks, word), CPU, Meter(CPU)))
         vector = torch.randn(LARGE.numel + 120, generator=torch.Generator().manual_seed(ranks.rank))
         out, flag = torch.zeros_like(vector), torch.zeros(())
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, run_threads
+from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, World, run_threads
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer
@@ -36,7 +36,7 @@ def trips(
     def program(collective: Collective) -> list[Trip]:
         meter = Meter(CPU)
         states = {n: State(each.layout, CPU, each.initial, each.holder) for n, each in reducer.state(layout).items()}
-        plan = reducer.plan(layout, carried, CountingCollective(collective, meter), CPU, meter, states)
+        plan = reducer.plan(layout, carried, World(CountingCollective(collective, meter), CPU, meter), states)
         done: list[Trip] = []
         for key, before in enumerate(vectors(collective.rank)):
             after, mean = before.clone(), torch.full_like(before, torch.nan)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, run_threads
+from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, World, run_threads
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer
@@ -61,7 +61,7 @@ def train(
         seen.states = {
             name: State(each.layout, CPU, each.initial, each.holder) for name, each in reducer.state(layout).items()
         }
-        plan = reducer.plan(layout, CARRIED, counted, CPU, meter, seen.states)
+        plan = reducer.plan(layout, CARRIED, World(counted, CPU, meter), seen.states)
         residual, none = torch.zeros(layout.numel), torch.tensor(False)
         for step in range(steps):
             vector = residual + (gradients or (lambda *at: gradient(layout, *at)))(collective.rank, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_compress.collectives import LocalCollective
+from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers import Reducer, SignSGD, TernGradShared
@@ -19,7 +19,7 @@ LAYOUT = Layout.of([("a", (1 << 10, 1 << 10)), ("b", ((1 << 20) + 1234,))])
 @pytest.mark.parametrize("reducer", [TernGradShared(), SignSGD(), SignSGD("tally", 0.0)], ids=repr)
 def test_no_large_allocations(reducer: Reducer) -> None:
     states = {name: State(each.layout, CPU) for name, each in reducer.state(LAYOUT).items()}
-    plan = reducer.plan(LAYOUT, 1, LocalCollective(), CPU, Meter(CPU), states)
+    plan = reducer.plan(LAYOUT, 1, World(LocalCollective(), CPU, Meter(CPU)), states)
     vector, out, carried = torch.randn(LAYOUT.numel), torch.zeros(LAYOUT.numel), torch.zeros(1)
 
     def step() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_compress.collectives import LocalCollective
+from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers.powersgd import PowerSGD, normal
@@ -143,7 +143,7 @@ def test_left_factors_are_orthonormal(rank: int, scale: float) -> None:
     plan_of = PowerSGD(rank).plan
     layout = Layout.of([("a", (40, 64)), ("b", (40, 64)), ("c", (40, 50))])
     states = {name: State(each.layout, CPU, each.initial) for name, each in PowerSGD(rank).state(layout).items()}
-    plan = plan_of(layout, 0, LocalCollective(), CPU, Meter(CPU), states)
+    plan = plan_of(layout, 0, World(LocalCollective(), CPU, Meter(CPU)), states)
     vector = gradient(layout, 0, 0) * scale
     vector[: 40 * 64] = vector[:64].repeat(40)  # all rows alike: of rank 1
     out = torch.full_like(vector, torch.nan)
@@ -206,7 +206,7 @@ def test_a_cold_start_draws_anew() -> None:
 def test_steady_state_allocates_nothing_large() -> None:
     layout = Layout.of([("a", (1024, 1024)), ("b", (1024, 1024)), ("c", (9, 2**17))])
     states = {name: State(each.layout, CPU, each.initial) for name, each in PowerSGD().state(layout).items()}
-    plan = PowerSGD().plan(layout, 10, LocalCollective(), CPU, Meter(CPU), states)
+    plan = PowerSGD().plan(layout, 10, World(LocalCollective(), CPU, Meter(CPU)), states)
     vector, out = gradient(layout, 0, 0), torch.zeros(layout.numel)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         plan.mean(vector, out, torch.zeros(10), 1)

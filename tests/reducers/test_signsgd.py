@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.collectives import Collective, LocalCollective, run_threads
+from lightning_compress.collectives import Collective, LocalCollective, World, run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.group import Group, Scratch
 from lightning_compress.layout import Layout
@@ -94,7 +94,7 @@ def test_momentum_is_in_the_state_and_a_second_backward_goes_on() -> None:
     assert declared["momentum"].holder == "rank"
     assert not SignSGD(momentum=0.0).state(LAYOUT)
     state = State(LAYOUT, CPU)
-    plan = method.plan(LAYOUT, 0, LocalCollective(), CPU, Meter(CPU), {"momentum": state})
+    plan = method.plan(LAYOUT, 0, World(LocalCollective(), CPU, Meter(CPU)), {"momentum": state})
     out, none = torch.empty(LAYOUT.numel), torch.zeros(0)
     plan.mean(torch.full((LAYOUT.numel,), -4.0), out, none, 0)
     assert (state.pending == -1).all()
@@ -112,7 +112,7 @@ def test_momentum_is_in_the_state_and_a_second_backward_goes_on() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_loss_scale_does_not_reach_the_optimizer(momentum: float) -> None:
     settings = Settings.of({"name": "signsgd", "momentum": momentum})
-    group = Group([("a", (4, 5))], settings, LocalCollective(), CPU, Meter(CPU), Scratch(CPU))
+    group = Group([("a", (4, 5))], settings, World(LocalCollective(), CPU, Meter(CPU)), Scratch(CPU))
     gradient = torch.tensor([1.0, -2.0]).repeat(10).view(4, 5) * 1024
     group.reduce([gradient], 0, torch.tensor(1024.0))
     assert torch.equal(gradient / 1024, torch.tensor([1.0, -1.0]).repeat(10).view(4, 5))
@@ -136,7 +136,7 @@ def test_fewer_than_half_cannot_turn_the_vote(momentum: float, liars: int, arriv
     def program(collective: Collective) -> float:
         generator = torch.Generator().manual_seed(collective.rank)
         states = {name: State(each.layout, CPU) for name, each in method.state(LAYOUT).items()}
-        plan = method.plan(LAYOUT, 0, collective, CPU, Meter(CPU), states)
+        plan = method.plan(LAYOUT, 0, World(collective, CPU, Meter(CPU)), states)
         weights, out = torch.zeros(LAYOUT.numel), torch.empty(LAYOUT.numel)
         for step in range(300):
             gradient = weights - target + 0.5 * torch.randn(LAYOUT.numel, generator=generator)

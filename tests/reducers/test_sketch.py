@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_compress.collectives import LocalCollective
+from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 from lightning_compress.reducers.sketch import RUN, CountSketch, Sketch
@@ -185,7 +185,7 @@ def test_extreme_values(scale: float) -> None:
 
 def test_steady_state_allocates_nothing_large() -> None:
     layout = Layout.of([("w", (1024, 2048))])
-    plan = Sketch().plan(layout, 10, LocalCollective(), CPU, Meter(CPU), {})
+    plan = Sketch().plan(layout, 10, World(LocalCollective(), CPU, Meter(CPU)), {})
     vector, out = gradient(layout, 0, 0), torch.zeros(layout.numel)
     plan.mean(vector, out, torch.zeros(10), 1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
