@@ -148,7 +148,7 @@ def sweep(numel: int, ranks: Sequence[int], cluster: Cluster, faster: float) -> 
     speeds = speeds_of([way.codec for way in WAYS.values()], faster)
     found: dict[str, dict[int, Figures]] = {}
     for name, way in WAYS.items():
-        of = (speeds[way.codec], speeds[Dense()].encode_s)
+        of = (speeds[way.codec], speeds[Dense()].decode_s)
         fitting = [count for count in ranks if way.fits(count, cluster.node_size)]
         found[name] = {count: predict(way, numel, count, cluster, *of) for count in fitting}
     return found

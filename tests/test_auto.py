@@ -266,6 +266,20 @@ def _measure():
     return link, time_codec(OneBit(), CPU), torch.initial_seed(), torch.get_rng_state().sum()
 
 
+def test_what_a_kernel_takes_to_be_compiled_does_not_count(monkeypatch):
+    seen = []
+
+    def timed(codec, numel, device):
+        seen.append(numel)
+        return (1.0, 1.0) if len(seen) == 1 else (1e-9 * numel, 2e-9 * numel)
+
+    monkeypatch.setattr(probe, "_time_codec", timed)
+    speeds = pretended.REAL[1](OneBit(), CPU)
+    assert speeds.encode_s == pytest.approx(1e-9)
+    assert speeds.decode_s == pytest.approx(2e-9)
+    assert speeds.start_s == pytest.approx(0, abs=1e-9)
+
+
 def test_a_real_probe(pools):
     ranks = pools[2].run(_measure)
     for link, speeds, *_ in ranks:

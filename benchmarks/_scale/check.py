@@ -19,10 +19,12 @@ from benchmarks._network.cells import measure
 from benchmarks._network.lab import Lab
 from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import SimulatedCollective
+from lightning_compress.bridge import sections_of
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.costs import Link, Speeds, backward_seconds, device_seconds, wire_seconds
 from lightning_compress.exchanges import AllReduce
+from lightning_compress.exchanges.auto import THROUGH
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
@@ -39,8 +41,6 @@ CHOICES: list[dict[str, Any]] = [
 ]
 FIRST, LATER = 1 << 20, 25 << 20
 """Bytes of DistributedDataParallel's first bucket, and of the others."""
-HOOK = 4.0
-"""How many times over a hook copies a bucket: into a vector, looking at it, adding what is left, and back."""
 BACKWARD = 2 / 3
 """Of a step's computation."""
 
@@ -84,7 +84,7 @@ def predict(
 ) -> float:
     """Seconds of a step; of plain DistributedDataParallel without a choice."""
     cpu, collective = torch.device("cpu"), SimulatedCollective(ranks)
-    copy_s = speeds["none"].encode_s
+    copy_s = speeds["none"].decode_s
     parts = buckets(model)
     total = sum(Layout.of(part).numel for part in parts)
     settings = Settings.of(**choice) if choice else None
@@ -97,11 +97,11 @@ def predict(
             costs.append((backward_s, 0.0, wire_seconds(plan, link)))  # it sends its buckets as they are
             continue
         _, stretches = settings.rules.stretches(part)
-        sections = [Section(each.method, each.layout, each.start) for each in stretches]  # type: ignore[arg-type]
+        sections = sections_of(stretches, settings.feeds_back)
         plan = settings.exchange.plan(sections, World(collective, cpu, Meter(cpu)))
         given = str(choice["compressor"])
         work = [(each.layout.numel, speeds["none" if isinstance(each.codec, Dense) else given]) for each in sections]
-        device_s = device_seconds(plan, work, copy_s) + HOOK * copy_s * numel
+        device_s = device_seconds(plan, work, copy_s) + (0 if plan.straight else THROUGH * copy_s * numel)
         costs.append((backward_s, device_s, wire_seconds(plan, link)))
     return computing_s * (1 - BACKWARD) + backward_seconds(costs, overlaps=settings is None)
 

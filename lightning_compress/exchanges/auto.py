@@ -174,7 +174,7 @@ class Auto(Exchange):
     def _price(self, plan: ExchangePlan, sections: Sequence[Section], ranks: int) -> _Offer:
         """What it costs alone, with no backward to hide behind: on a CPU the hook waits for its messages."""
         work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
-        node, copy_s = self._nodes(ranks), self._speeds(Dense()).encode_s
+        node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
             price = costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s)
