@@ -25,6 +25,11 @@ METHODS = [
     {"name": "rotated"},
     {"name": "rotated", "bits": 5},
     {"name": "rotated", "block": 64},
+    {"name": "qsgd"},
+    {"name": "qsgd", "bucket": 72},
+    {"name": "qsgd", "bits": 2, "bucket": 1024},
+    {"name": "qsgd", "bits": 8, "bucket": 64},
+    {"name": "qsgd", "norm": "l2"},
     {"name": "topk", "density": 0.02},
     {"name": "topk", "density": 0.02, "selection": "sampled"},
 ]

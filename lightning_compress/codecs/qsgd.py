@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buckets import Buckets, Norm
-from lightning_compress.codecs.buffers import check
+from lightning_compress.codecs.buffers import check, scratch
 from lightning_compress.codecs.qsgd_elias import EliasPlan
-from lightning_compress.codecs.quantise import Quantiser
+from lightning_compress.codecs.quantise import LARGEST, Quantiser
+from lightning_compress.codecs.randomness import word_state
 from lightning_compress.layout import Layout
 
 Coding = Literal["packed", "elias"]
+WIDTH = 64
+"""Buckets of a multiple of so many elements are a kernel's work."""
 LONGEST = 4096
 """Elements of a bucket whose Elias codes have a length of 16 bits."""
 
@@ -107,25 +113,86 @@ class _QSGDPlan(Plan):
         self._quantiser = Quantiser(codec.bits, 0.0, layout.numel, self._buckets.most, device)
         self.message_size = self._body + self._quantiser.size
         self._norms = torch.empty(self._buckets.count, dtype=torch.float32, device=device)
+        fast, slow = kernels.of(device), _Slow(self._buckets, self._quantiser)
+        quick = _Fast(fast.levels, self._quantiser) if fast and codec.norm == "max" else slow
+        self._ways: list[tuple[slice, slice, _Slow | _Fast]] = []
+        for buckets, elements in self._buckets.pieces:
+            width = (elements.stop - elements.start) // (buckets.stop - buckets.start)
+            self._ways.append((buckets, elements, slow if width % WIDTH else quick))
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, message, key, keep=True)
+
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, message, key, keep=False)
+
+    def _encode(self, vector: Tensor, message: Tensor, key: int, keep: bool) -> None:
         check(vector, message, self.layout.numel, self.message_size)
-        for buckets, elements in self._buckets.pieces:
+        for buckets, elements, way in self._ways:
             rows = vector[elements].view(buckets.stop - buckets.start, -1)
-            norms, factors = self._quantiser.fit(self._buckets.norms(rows))
-            self._norms[buckets] = norms
-            levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, key, message[self._body :])
-            rows.addcmul_(levels, self._quantiser.steps(norms).unsqueeze(1), value=-1)
+            way.encode(rows, message[self._body :], elements, self._norms[buckets], key, keep)
         message[: self._header] = self._norms.view(torch.uint8)
         message[self._header : self._body] = 0
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         check(out, messages, self.layout.numel, self.message_size)
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
-        steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms), 1)
-        for buckets, elements in self._buckets.pieces:
+        steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
+        for buckets, elements, way in self._ways:
             rows = out[elements].view(buckets.stop - buckets.start, -1)
-            if not accumulate:
-                rows.zero_()
-            for message, step in zip(messages, steps[:, buckets], strict=True):
-                rows.addcmul_(self._quantiser.decode(message[self._body :], elements, rows.shape), step)
+            way.decode(messages[:, self._body :], elements, steps[:, buckets], rows, accumulate)
+
+
+class _Slow:
+    """A piece of buckets of one width by tensor operations."""
+
+    def __init__(self, buckets: Buckets, quantiser: Quantiser) -> None:
+        self._buckets, self._quantiser = buckets, quantiser
+
+    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, key: int, keep: bool) -> None:
+        """Write codes and norms; take what they stand for out of the rows, or leave those as they are."""
+        own, factors = self._quantiser.fit(self._buckets.norms(rows))
+        norms.copy_(own)
+        levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, key, body)
+        if keep:
+            rows.sub_(levels.mul_(self._quantiser.steps(own).unsqueeze(1)))  # rounded twice, whatever the processor
+
+    def decode(self, bodies: Tensor, elements: slice, steps: Tensor, rows: Tensor, accumulate: bool) -> None:
+        """Write, or add, the sum of what codes stand for."""
+        if not accumulate:
+            rows.zero_()
+        for body, step in zip(bodies, steps.unsqueeze(2), strict=True):
+            rows.add_(self._quantiser.decode(body, elements, rows.shape).mul_(step))
+
+
+class _Fast:
+    """The same by a kernel, which touches each number in memory once; codes of four bits it packs by itself."""
+
+    def __init__(self, kernel: ModuleType, quantiser: Quantiser) -> None:
+        self._kernel, self._quantiser = kernel, quantiser
+        self._nibbles = quantiser.sign == 8
+
+    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, key: int, keep: bool) -> None:
+        """See ``_Slow``."""
+        codes = self._room(body[None], elements)[0]
+        state = np.uint64(word_state(key, elements.start))
+        given = rows.view(-1).numpy(), rows.shape[1], self._quantiser.top, LARGEST, state
+        self._kernel.encode(*given, codes.numpy(), self._nibbles, norms.numpy(), keep)
+        if not self._nibbles:
+            self._quantiser.planes.write(codes, elements, body)
+
+    def decode(self, bodies: Tensor, elements: slice, steps: Tensor, rows: Tensor, accumulate: bool) -> None:
+        """See ``_Slow``."""
+        codes = self._room(bodies, elements)
+        if not self._nibbles:
+            for own, body in zip(codes, bodies, strict=True):
+                self._quantiser.planes.read(own, elements, body)
+        sent = codes.numpy(), self._nibbles, np.int32(self._quantiser.sign), steps.numpy()
+        self._kernel.decode(*sent, rows.shape[1], rows.view(-1).numpy(), accumulate)
+
+    def _room(self, bodies: Tensor, elements: slice) -> Tensor:
+        """Where the kernel finds the codes of a piece, or puts them; a row for each message."""
+        if self._nibbles:
+            return bodies[:, elements.start // 2 : elements.stop // 2]
+        numel = elements.stop - elements.start
+        return scratch("qsgd codes", len(bodies) * numel, torch.uint8, bodies.device).view(len(bodies), numel)

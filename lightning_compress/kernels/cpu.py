@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from lightning_compress.kernels import bitmap, lists, momentum, rotation, words
+from lightning_compress.kernels import bitmap, levels, lists, momentum, rotation, words
 
 __all__ = [
     "add",
@@ -13,6 +13,7 @@ __all__ = [
     "bitmap",
     "collect",
     "copy",
+    "levels",
     "lists",
     "momentum",
     "rotation",

@@ -30,7 +30,7 @@ def _transform(tile, count):
 
 
 @_kernel
-def _fit(largest, top, limit):
+def fit(largest, top, limit):
     """Norm to send, and factor to multiply with; see ``codecs/quantise.py``."""
     norm = min(largest, _LARGEST)
     if norm < _SMALLEST or norm > limit:
@@ -43,7 +43,8 @@ def _fit(largest, top, limit):
 
 
 @_kernel
-def _step(norm, top):
+def step(norm, top):
+    """The distance between two numbers; see ``codecs/quantise.py``."""
     return min(norm / np.float32(top), np.float32(_LARGEST / top * (1 - 2.0**-22)))
 
 
@@ -81,8 +82,8 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
         for row in range(0, count, 4):
             rows.raise_to(largest, 0, tile, row * TILE, TILE)
         for column in range(columns):
-            norms[block + column], factors[column] = _fit(largest[column], top, limit)
-            largest[column] = _step(norms[block + column], top)
+            norms[block + column], factors[column] = fit(largest[column], top, limit)
+            largest[column] = step(norms[block + column], top)
         if columns < TILE:
             _round_rest(tile, factors, offset, start, codes, nibbles, first, columns)
         else:
