@@ -1,7 +1,11 @@
 """Gradient compression for PyTorch Lightning: ``Trainer(strategy=CompressedDDPStrategy(compressor="topk"))``."""
 
-import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from wrapt import when_imported
 
 from lightning_compress.codecs import Codec
 from lightning_compress.compare import Comparison, compare
@@ -9,13 +13,33 @@ from lightning_compress.compression import Compression
 from lightning_compress.entry import attach
 from lightning_compress.exchanges import Exchange
 from lightning_compress.failures import ExchangeError
-from lightning_compress.monitor import CommunicationMonitor
-from lightning_compress.recovery import ThetaRecovery
-from lightning_compress.strategy import CompressedDDPStrategy
 
-# The other class tree has a registry of its own. It is not imported unasked: that would redirect Lightning's log.
-if "pytorch_lightning" in sys.modules:
-    import lightning_compress.pytorch_lightning  # noqa: F401
+if TYPE_CHECKING:
+    from lightning_compress.monitor import CommunicationMonitor
+    from lightning_compress.recovery import ThetaRecovery
+    from lightning_compress.strategy import CompressedDDPStrategy
+
+_LIGHTNING = {"CommunicationMonitor": "monitor", "CompressedDDPStrategy": "strategy", "ThetaRecovery": "recovery"}
+
+
+def __getattr__(name: str) -> object:
+    """Import what wants Lightning when it is asked for: that takes seconds, which ``attach`` does without."""
+    if name not in _LIGHTNING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LIGHTNING[name]}"), name)
+
+
+@when_imported("lightning.pytorch")
+def _register(_: ModuleType) -> None:
+    """Tell Lightning the names of our strategies, whichever of the two is imported first."""
+    import_module("lightning_compress.strategy")
+
+
+@when_imported("pytorch_lightning")
+def _register_there(_: ModuleType) -> None:
+    """The other class tree has a registry of its own."""
+    import_module("lightning_compress.pytorch_lightning")
+
 
 try:
     __version__ = version("lightning-compress")

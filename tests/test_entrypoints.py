@@ -26,6 +26,18 @@ def test_registered(name, variant):
         assert strategy._ddp_kwargs["find_unused_parameters"] is True
 
 
+def test_attach_does_without_lightning_and_names_are_known_whichever_is_imported_first():
+    script = """
+import sys
+import lightning_compress
+assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & set(sys.modules)
+from lightning.pytorch import Trainer
+strategy = Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
+assert type(strategy) is lightning_compress.CompressedDDPStrategy
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
 def test_registering_twice_changes_nothing():
     before = len(StrategyRegistry)
     CompressedDDPStrategy.register_strategies(StrategyRegistry)
