@@ -84,11 +84,7 @@ class _Carrying(ExchangePlan):
     description = "reducer"
 
     def __init__(
-        self,
-        dense: Sequence[slice],
-        plans: Sequence[tuple[slice, ReducerPlan]],
-        carried: int,
-        world: World,
+        self, dense: Sequence[slice], plans: Sequence[tuple[slice, ReducerPlan]], carried: int, world: World
     ) -> None:
         self._dense = dense
         self._plans = plans

@@ -47,11 +47,7 @@ class Group:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[tuple[str, Shape]],
-        settings: Settings,
-        world: World,
-        scratch: Scratch,
+        self, parameters: Sequence[tuple[str, Shape]], settings: Settings, world: World, scratch: Scratch
     ) -> None:
         collective, device, meter = world
         self.given = tuple(name for name, _ in parameters)

@@ -27,12 +27,7 @@ class Groups:
         world: the ranks to average over.
     """
 
-    def __init__(
-        self,
-        names: Mapping[int, str],
-        shapes: Mapping[str, Shape],
-        world: World,
-    ) -> None:
+    def __init__(self, names: Mapping[int, str], shapes: Mapping[str, Shape], world: World) -> None:
         self._names = names
         self._shapes = shapes
         self._world = world

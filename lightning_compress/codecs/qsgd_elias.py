@@ -94,7 +94,7 @@ class EliasPlan(VariablePlan):
                 codes, sizes = codes[:kept], sizes[:kept]
             end = elias.append(self._words, end, codes, sizes)
             self._norms[buckets] = norms
-            rows.addcmul_(levels, self._quantiser.steps(norms).unsqueeze(1), value=-1)
+            rows.sub_(levels.mul_(self._quantiser.steps(norms).unsqueeze(1)))
         self._used = self._body + -(-end // 8)
         header = np.concatenate([self._norms.cpu().numpy().view(np.uint8), self._lengths.view(np.uint8)])
         message[: self._body] = torch.from_numpy(header)

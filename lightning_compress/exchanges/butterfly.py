@@ -82,12 +82,7 @@ class Butterfly(Exchange):
 
 
 class _Plan(ExchangePlan):
-    def __init__(
-        self,
-        sections: Sequence[Section],
-        degrees: Sequence[int],
-        world: World,
-    ) -> None:
+    def __init__(self, sections: Sequence[Section], degrees: Sequence[int], world: World) -> None:
         self.description = f"butterfly of {' x '.join(map(str, degrees)) or '1'}"
         collective, device, meter = world
         self._collective = collective

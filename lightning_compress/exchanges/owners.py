@@ -43,13 +43,7 @@ class OwnersPlan(ExchangePlan):
     rounds = 4
     decodes = 3.0
 
-    def __init__(
-        self,
-        sections: Sequence[Section],
-        memory: Memory,
-        periods: tuple[int, int],
-        world: World,
-    ) -> None:
+    def __init__(self, sections: Sequence[Section], memory: Memory, periods: tuple[int, int], world: World) -> None:
         self._memory = memory
         self._evaluate, self._rebalance = periods
         collective, device, meter = world

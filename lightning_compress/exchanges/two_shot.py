@@ -115,12 +115,7 @@ class TwoShot(Exchange):
         plan.dense_places = [slice(section.start, section.stop) for section in sections]
         return plan
 
-    def _plan(
-        self,
-        shards: list[list[Section]],
-        world: World,
-        states: States | None,
-    ) -> ExchangePlan:
+    def _plan(self, shards: list[list[Section]], world: World, states: States | None) -> ExchangePlan:
         collective, device, meter = world
         adagrad = None
         if self.adagrad is not None:

@@ -29,7 +29,7 @@ def test_what_was_chosen_is_read_from_what_auto_says():
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
 def test_a_cell_is_measured_once(tmp_path):
     path = tmp_path / "choices.json"
-    words = "--models resnet20 --rates 1gbit --ranks 2 --steps 2 --warm 2 --json"
+    words = "--models resnet20 --rates 1gbit --ranks 2 --steps 2 --rounds 1 --warm 2 --json"
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.choices", *words.split(), str(path)]
     first = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (found,) = json.loads(path.read_text())
