@@ -22,7 +22,7 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest -m "not thorough and not alone" --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m "not thorough and not alone" --numprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not thorough"
 
 test: lint types unit
