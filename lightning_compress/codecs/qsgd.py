@@ -20,8 +20,6 @@ from lightning_compress.codecs.randomness import word_state
 from lightning_compress.layout import Layout
 
 Coding = Literal["packed", "elias"]
-WIDTH = 64
-"""Buckets of a multiple of so many elements are a kernel's work."""
 LONGEST = 4096
 """Elements of a bucket whose Elias codes have a length of 16 bits."""
 
@@ -113,12 +111,14 @@ class _QSGDPlan(Plan):
         self._quantiser = Quantiser(codec.bits, 0.0, layout.numel, self._buckets.most, device)
         self.message_size = self._body + self._quantiser.size
         self._norms = torch.empty(self._buckets.count, dtype=torch.float32, device=device)
-        fast, slow = kernels.of(device), _Slow(self._buckets, self._quantiser)
-        quick = _Fast(fast.levels, self._quantiser) if fast and codec.norm == "max" else slow
+        fast = kernels.of(device) if codec.norm == "max" else None
         self._ways: list[tuple[slice, slice, _Slow | _Fast]] = []
         for buckets, elements in self._buckets.pieces:
             width = (elements.stop - elements.start) // (buckets.stop - buckets.start)
-            self._ways.append((buckets, elements, slow if width % WIDTH else quick))
+            way: _Slow | _Fast = _Slow(self._buckets, self._quantiser)
+            if fast and width % fast.levels.WIDTH == 0:
+                way = _Fast(fast.levels, self._quantiser)
+            self._ways.append((buckets, elements, way))
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         self._encode(vector, message, key, keep=True)
