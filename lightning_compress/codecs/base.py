@@ -86,6 +86,14 @@ class Plan(ABC):
         """Write the same message where nobody asks for what stays: the vector may hold anything afterwards."""
         self.encode(vector, message, key)
 
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        """``encode`` of ``gradient + residual``, float32 ``[numel]`` each; the vector gets what the message does not.
+
+        Kernels of accelerators do it in one pass.
+        """
+        torch.add(gradient, residual, out=vector)
+        self.encode(vector, message, key)
+
     @abstractmethod
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write ``weight`` times the sum of the decoded messages, summed in the order of the rows.

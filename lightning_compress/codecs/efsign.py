@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.signs import SignPiece, SignPlan
+from lightning_compress.codecs.signs import FusedSigns, SignPiece, SignPlan
 from lightning_compress.layout import Layout
 
 
@@ -45,6 +46,9 @@ class EFSign(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        fused = kernels.fused(device)
+        if fused and self.block <= fused.signs.LONGEST:
+            return FusedSigns(fused.signs, layout, self.block, values=1)
         return _EFSignPlan(layout, device, self.block, values=1)
 
 

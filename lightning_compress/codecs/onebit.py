@@ -10,9 +10,10 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.columns import ColumnPlan
-from lightning_compress.codecs.signs import SignPiece, SignPlan
+from lightning_compress.codecs.signs import FusedSigns, SignPiece, SignPlan
 from lightning_compress.layout import Layout
 
 Scope = Literal["block", "column"]
@@ -66,6 +67,9 @@ class OneBit(Codec):
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         if self.scope == "column":
             return ColumnPlan(layout, device, self.min_column)
+        fused = kernels.fused(device)
+        if fused and self.block <= fused.signs.LONGEST:
+            return FusedSigns(fused.signs, layout, self.block, values=2)
         return _OneBitPlan(layout, device, self.block, values=2)
 
 

@@ -17,7 +17,7 @@ from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
 from lightning_compress.layout import Layout
 
 
-class SignPlan(Plan):
+class Signs(Plan):
     """``v >= 0`` as one bit, and some float32 values for each block of consecutive elements.
 
     A message is every block's first value, then every block's second one and so on, zeros up to a multiple of 16
@@ -25,19 +25,54 @@ class SignPlan(Plan):
 
     Args:
         layout: what the vector is made of.
-        device: where it is.
         block: elements that share the values; a multiple of 8, and no more than a short vector has.
         values: how many values a block has.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, block: int, values: int) -> None:
+    def __init__(self, layout: Layout, block: int, values: int) -> None:
         super().__init__(layout)
-        block = min(block, 8 * packed_size(max(1, layout.numel)))
-        whole, rest = divmod(layout.numel, block)
-        self._blocks = whole + bool(rest)
+        self._block = min(block, 8 * packed_size(max(1, layout.numel)))
+        self._blocks = -(-layout.numel // self._block)
         self._header = 4 * values * self._blocks
         self._bits = aligned(self._header)
         self.message_size = self._bits + packed_size(layout.numel)
+
+
+class FusedSigns(Signs):
+    """The same by a kernel of an accelerator; blocks of up to ``LONGEST`` elements."""
+
+    def __init__(self, kernel: ModuleType, layout: Layout, block: int, values: int) -> None:
+        super().__init__(layout, block, values)
+        self._kernel, self._shape = kernel, (self._block, values, self._bits)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        """See the base class."""
+        check(vector, message, self.layout.numel, self.message_size)
+        self._kernel.encode(vector, None, message, *self._shape)
+
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        """See the base class."""
+        check(vector, message, self.layout.numel, self.message_size)
+        self._kernel.encode(vector, (gradient, residual), message, *self._shape)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See the base class."""
+        check(out, messages, self.layout.numel, self.message_size)
+        self._kernel.decode(messages, out, weight, accumulate, *self._shape)
+
+
+class SignPlan(Signs):
+    """The same by tensor operations, and by the kernels of a CPU.
+
+    Args:
+        layout, block, values: see ``Signs``.
+        device: where vectors are.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, block: int, values: int) -> None:
+        super().__init__(layout, block, values)
+        block = self._block
+        whole, rest = divmod(layout.numel, block)
         self._values = torch.empty(values, self._blocks, dtype=torch.float32, device=device)
         rows = max(1, min(chunk_size(device) // block, self._blocks))
         buffers = _Buffers(rows * block, rows, device)

@@ -1,0 +1,145 @@
+"""What the compiler makes of the kernels for GPUs: registers, spills, widths of loads and stores. Needs no GPU.
+
+python -m benchmarks.kernels --codecs onebit,rotated --capability 90
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_compress import kernels
+from lightning_compress.codecs import CODECS
+from lightning_compress.codecs.base import aligned
+from lightning_compress.layout import Layout
+
+LAYOUT = Layout.of([("weight", (1 << 16,)), ("bias", (100,))])
+
+
+def report(codecs: Sequence[str], capability: int) -> list[dict[str, Any]]:
+    """Compile all kernels that codecs launch to encode, send and decode.
+
+    Args:
+        codecs: names, with default settings.
+        capability: of the GPU to compile for, times ten: 80, 90.
+
+    Returns:
+        for each kernel its codec, name, registers and bytes of stack (spills) of a thread, bytes of shared memory,
+        fused multiply-adds of float32 that PTX has, and the bits that a load or a store moves at most.
+    """
+    rows = []
+    with _compiling(capability) as made:
+        for name in codecs:
+            made.clear()
+            _launch(name)
+            rows += [{"codec": name, **_read(kernel)} for kernel in made.values()]
+    return rows
+
+
+@contextmanager
+def _compiling(capability: int) -> Iterator[dict[str, Any]]:
+    """Compile in place of launching, for a GPU that need not be there."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    made: dict[str, Any] = {}
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int | None = None) -> int:
+            return 0
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = run(self, *arguments, grid=grid, warmup=True, **options)
+        made[compiled.hash] = compiled
+        return compiled
+
+    from lightning_compress.kernels import triton as room
+
+    run, fused = JITFunction.run, kernels.fused
+    driver.set_active(Driver())
+    JITFunction.run, kernels.fused = compile_only, lambda device: room
+    try:
+        yield made
+    finally:
+        JITFunction.run, kernels.fused = run, fused
+
+
+def _launch(name: str) -> None:
+    plan = CODECS[name]().plan(LAYOUT, torch.device("cpu"))
+    vector = torch.zeros(LAYOUT.numel)
+    messages = torch.zeros(2, aligned(plan.message_size), dtype=torch.uint8)[:, : plan.message_size]
+    plan.share(1)
+    plan.encode_sum(vector, vector, vector.clone(), messages[0], 1)
+    plan.send(vector.clone(), messages[0], 1)
+    for accumulate in (False, True):
+        plan.decode(messages, vector, 0.5, accumulate)
+
+
+def _read(kernel: Any) -> dict[str, Any]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = [
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        ]
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said[0]).groups()  # type: ignore[union-attr]
+    moves = {"load": r"\bLDG\.E(\.\w+)*", "store": r"\bSTG\.E(\.\w+)*"}
+    widths = {move: [_bits(found[0]) for found in re.finditer(form, said[1])] for move, form in moves.items()}
+    return {
+        "kernel": kernel.name,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": kernel.metadata.shared,
+        "fma": kernel.asm["ptx"].count("fma.rn.f32"),
+        **{move: max(found, default=0) for move, found in widths.items()},
+    }
+
+
+def _bits(instruction: str) -> int:
+    found = re.search(r"\.U?(8|16|64|128)\b", instruction)
+    return int(found[1]) if found else 32
+
+
+def main() -> None:
+    """Compile and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--codecs", default="onebit,efsign", help="which ones, by commas (default: %(default)s)")
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU, times ten (default: %(default)s)")
+    args = parser.parse_args()
+    names = args.codecs.split(",")
+    if unknown := [name for name in names if name not in CODECS]:
+        parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CODECS)}")
+    rows = report(names, args.capability)
+    table = Table(title=f"compute capability {args.capability / 10}")
+    for column in rows[0] if rows else ():
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What all kernels are launched with, and the pieces that several are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
+"""Products and sums are rounded one by one, as everywhere else."""
+
+Summands = tuple[Tensor, Tensor] | None
+"""A gradient and a residual, float32, whose sum is meant in place of what a vector holds; or None."""
+
+
+def sources(vector: Tensor, summands: Summands) -> tuple[Tensor, Tensor, bool]:
+    """What ``load`` takes: two tensors, and whether they are to be added up."""
+    return (vector, vector, False) if summands is None else (*summands, True)
+
+
+def width_of(count: int) -> int:
+    """The next power of two, which is what a tile can have."""
+    return triton.next_power_of_2(max(1, count))
+
+
+def float_view(message: Tensor, start: int, count: int) -> Tensor:
+    """``count`` float32 numbers of a message (uint8), or of each row of messages, from the byte ``start`` on."""
+    return message[..., start : start + 4 * count].view(torch.float32)
+
+
+@triton.jit
+def read(numbers, place, inside, WHOLE: tl.constexpr):
+    """What is there, and 0 outside. Only without a mask (``WHOLE``) does the compiler read 16 bytes at a time."""
+    if WHOLE:
+        found = tl.load(numbers + place)
+    else:
+        found = tl.load(numbers + place, mask=inside, other=0)
+    return found
+
+
+@triton.jit
+def write(numbers, place, values, inside, WHOLE: tl.constexpr):
+    """Write what is inside; see ``read``."""
+    if WHOLE:
+        tl.store(numbers + place, values)
+    else:
+        tl.store(numbers + place, values, mask=inside)
+
+
+@triton.jit
+def read_sum(first, second, place, inside, SUM: tl.constexpr, WHOLE: tl.constexpr):
+    """The vector's numbers: those of ``first``, or sums of both; see ``sources`` and ``read``."""
+    numbers = read(first, place, inside, WHOLE)
+    if SUM:
+        numbers += read(second, place, inside, WHOLE)
+    return numbers
+
+
+@triton.jit
+def pack(codes, WIDTH: tl.constexpr):
+    """Pack codes of ``WIDTH`` bits (1, 2 or 4), int32 ``[ROWS, n]``, the first one lowest, into uint8 ``[ROWS, m]``."""
+    EACH: tl.constexpr = 8 // WIDTH
+    parts = tl.reshape(codes, [codes.shape[0], codes.shape[1] // EACH, EACH])
+    return tl.sum(parts << (tl.arange(0, EACH) * WIDTH)[None, None, :], axis=2).to(tl.uint8)
+
+
+@triton.jit
+def unpack(packed, WIDTH: tl.constexpr):
+    """The codes again, int32 ``[ROWS, n]``, of uint8 ``[ROWS, m]``."""
+    EACH: tl.constexpr = 8 // WIDTH
+    parts = packed.to(tl.int32)[:, :, None] >> (tl.arange(0, EACH) * WIDTH)[None, None, :]
+    return tl.reshape(parts & (2**WIDTH - 1), [packed.shape[0], packed.shape[1] * EACH])
