@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -76,3 +77,63 @@ class Absent:
                     vector[each.place].addcmul_(numbers, 1 - each.mask)
                 else:
                     state.pending[each.place].mul_(each.mask).addcmul_(numbers, 1 - each.mask)
+
+
+def plan(
+    fused: ModuleType | None,
+    layout: Layout,
+    states: Sequence[State],
+    residual: State | None,
+    shares: bool,
+    device: torch.device,
+) -> Absent:
+    """By the kernels of an accelerator, where there are any; see ``Absent``."""
+    given = layout, states, residual, shares, device
+    return FusedAbsent(fused.segments, *given) if fused and states else Absent(*given)
+
+
+class FusedAbsent(Absent):
+    """The same on an accelerator: a launch for all parameters at once, which leaves alone what is present.
+
+    Args:
+        kernel: ``kernels/triton/segments.py``.
+        layout, states, residual, shares, device: see ``Absent``.
+    """
+
+    def __init__(
+        self,
+        kernel: ModuleType,
+        layout: Layout,
+        states: Sequence[State],
+        residual: State | None,
+        shares: bool,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layout, states, residual, shares, device)
+        self._kernel = kernel
+        self._tiles = kernel.table([place_of(segment) for segment in self._segments], device)
+        self._used = torch.zeros(len(self._segments), dtype=torch.int32, device=device)
+
+    def find(self, gradient: Tensor) -> list[Held]:
+        """See the base class; one that stands for all parameters."""
+        if not self._states:
+            return []
+        self._kernel.find_used(self._tiles, gradient, self._used.zero_())
+        kept = [state.base().clone() if state.touched else state.base() for state in self._states]
+        return [Held(slice(0, len(gradient)), self._used, kept)]
+
+    def leave_out(self, held: Sequence[Held], gradient: Tensor, vector: Tensor, decay: float) -> None:
+        """See the base class."""
+        for each in held:
+            if self._shares:
+                self._kernel.restore_unused(self._tiles, each.mask, vector, gradient, add=False)
+            else:
+                self._kernel.zero_unused(self._tiles, each.mask, vector)
+
+    def put_back(self, held: Sequence[Held], vector: Tensor) -> None:
+        """See the base class."""
+        for each in held:
+            for state, numbers in zip(self._states, each.kept, strict=True):
+                ours = state is self._residual
+                target = vector if ours else state.pending
+                self._kernel.restore_unused(self._tiles, each.mask, target, numbers, add=ours)

@@ -41,6 +41,7 @@ class Compression:
         collective: the ranks to average over.
         scale: returns what the loss is multiplied by (a GradScaler's scale), or None.
         ignored: names of parameters that are not averaged.
+        unused: parameters may be without a gradient in a step; see ``Group``.
 
     Attributes:
         active: it does the averaging; otherwise DistributedDataParallel does.
@@ -57,26 +58,25 @@ class Compression:
         collective: Collective,
         scale: ScaleSource = lambda: None,
         ignored: Collection[str] = (),
+        unused: bool = True,
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
         self._tuning = Tuning(settings.bound(kinds_of(module)))
         self.family = settings.family
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
-        self.step = 0
-        self.epoch = 0
+        self.step = self.epoch = 0
         collective = OrderedCollective(collective) if settings.deterministic else collective
         self._collective = CountingCollective(collective, self.meter)
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self.groups = Groups(self._names, self._shapes, World(self._collective, self.device, self.meter))
+        self.groups = Groups(self._names, self._shapes, World(self._collective, self.device, self.meter), unused)
         self._soundness = Soundness(self.device, settings.guards)
         self._reduced: set[int] = set()
         self._last_state: snapshot.Snapshot | None = None
-        self._stepped = True
-        self.active = False
+        self._stepped, self.active = True, False
         self._at_close: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
         self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
@@ -133,9 +133,9 @@ class Compression:
         """Forget a backward that was not finite, which a GradScaler skipped."""
         rejected = self._soundness.settle()
         self._soundness.begin_step()
+        self._reduced.clear()
         for state in self.groups.states():
             state.reject(rejected)
-        self._reduced.clear()
 
     def state_dict(self) -> snapshot.Snapshot:
         """What the optimizer steps have made true so far, on this rank: tensors and primitives.
@@ -199,8 +199,7 @@ class Compression:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
-        names = self._optimizers.owned(optimizer)
-        if not names or self._soundness.refused:
+        if not (names := self._optimizers.owned(optimizer)) or self._soundness.refused:
             return
         rejected = self._soundness.rejected(optimizer)
         follows = self.settings.residual_follows_lr
@@ -239,9 +238,9 @@ class Compression:
     def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
         """Compress otherwise from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
 
-        Must be called on all ranks, in the same step, with the same arguments: ranks that disagree cannot read each
-        other's messages. Residuals and other states stay; a residual that the new method needs not is sent with the
-        next gradient. On one rank, where nothing is compressed, only the settings change.
+        All ranks must come, in the same step, with the same arguments: else they cannot read each other's messages.
+        States stay; a residual that the new method needs not is sent with the next gradient. On one rank only the
+        settings change.
 
         Args:
             compressor: as in ``attach``; None: the one that runs.

@@ -72,7 +72,8 @@ def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSourc
     own = None
     if not idle and next(ddp.module.parameters()).device.type == "cpu":  # Gloo goes by order; see hook.ThreadHook
         own = collective.apart()
-    compression = Compression(ddp.module, settings, own or collective, scale, ddp.parameters_to_ignore)
+    unused = ddp.find_unused_parameters or ddp.static_graph
+    compression = Compression(ddp.module, settings, own or collective, scale, ddp.parameters_to_ignore, unused)
     if idle:
         hook.leave_to(compression, ddp, collective.size)
     else:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress import bridge
-from lightning_compress.absent import Absent
+from lightning_compress import absent, bridge, kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.bfloat16 import StochasticRounding
 from lightning_compress.collectives import World
@@ -16,9 +15,10 @@ from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.feedback import add_gradients, copy_gradients
+from lightning_compress.finite import clean, spoil
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout
-from lightning_compress.message import Section
+from lightning_compress.message import Section, Summands
 from lightning_compress.reducers import Reducer
 from lightning_compress.rules import Shape
 from lightning_compress.scratch import Scratch
@@ -36,6 +36,7 @@ class Group:
         settings: what the user chose.
         world: the ranks to average over.
         scratch: shared with other groups.
+        unused: parameters may be without a gradient in a step, and have zeros there.
 
     Attributes:
         settings: what the user chose.
@@ -47,7 +48,12 @@ class Group:
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Shape]], settings: Settings, world: World, scratch: Scratch
+        self,
+        parameters: Sequence[tuple[str, Shape]],
+        settings: Settings,
+        world: World,
+        scratch: Scratch,
+        unused: bool = True,
     ) -> None:
         collective, device, meter = world
         self.given = tuple(name for name, _ in parameters)
@@ -75,7 +81,10 @@ class Group:
         held = [state for state in self._always if state.holder == "rank"]
         # what a correction makes of a gradient of zero is the others' too, if it comes from what all have
         shares = bool(corrected) and all(self.states[name].holder == "shared" for name in corrected)
-        self._absent = Absent(self.layout, held, self.residual, shares, device)
+        self._kernels = kernels.fused(device)
+        if not unused and (self._kernels or device.type != "cpu"):  # looking would cost a pass
+            held = []
+        self._absent = absent.plan(self._kernels, self.layout, held, self.residual, shares, device)
         self._correction = settings.correction and settings.correction.plan(
             self.layout, self._compressed, collective.size, device, {name: self.states[name] for name in corrected}
         )
@@ -94,7 +103,8 @@ class Group:
         self._sections = bridge.sections_of(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
-        self._plain = self.residual is not None and not special and device.type == "cpu"
+        self._plain = self.residual is not None and not special and device.type == "cpu" and not self._kernels
+        self._fuses = self._kernels is not None and not halved
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
@@ -140,7 +150,9 @@ class Group:
             flag = self._in_place(pieces, step)
         elif flag is None:
             flag, mean = self._long_way(slices, step, scale)
+            spoil(mean, flag)
             torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
+            return flag
         if not self._known_zero(flag):
             for each in pieces:
                 each.add_(flag)
@@ -158,13 +170,10 @@ class Group:
         """Average where the gradients are; returns the flag, or None where a number would have to be cut off."""
         straight = self.plan(step).straight
         assert straight is not None
-        ends = [torch.stack(torch.aminmax(each)) for each in slices]
-        extremes = torch.cat(ends)
-        flag = (extremes * 0.0).sum()
+        extremes = torch.cat([torch.stack(torch.aminmax(each)) for each in slices])
         if float(extremes.abs().max()) > self._limit:
             return None
-        spoilt = zip(self._segments, ends, strict=True) if not self._known_zero(flag) else ()
-        self.nonfinite = [segment.name for segment, each in spoilt if not each.isfinite().all()]
+        flag = self._note((extremes * 0.0).sum(), slices)
         straight.mean(slices, flag)
         return flag
 
@@ -205,7 +214,9 @@ class Group:
         if scale is None and copy_gradients(slices, gradient):
             self.nonfinite, flag = [], torch.zeros((), device=self._device)
         else:
-            flag = self._flag(torch.cat(slices, out=gradient), scale)
+            # where the message saturates, the scaler has to hear of it
+            limit = torch.inf if scale is None or self._unscales else self._limit
+            flag = self._note(clean(torch.cat(slices, out=gradient), limit), slices)
         if scale is not None and self._unscales:
             gradient.mul_(1.0 / scale)
         if self.settings.local_clip_norm is not None:
@@ -216,18 +227,11 @@ class Group:
             mean.mul_(scale)
         return flag, mean
 
-    def _flag(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
-        """0.0, or NaN where a gradient is not finite: codecs are given zeros then, and the flag carries the news."""
-        lowest, highest = torch.aminmax(gradient)
-        flag = (lowest + highest) * 0.0
-        if scale is not None and not self._unscales:  # where the message saturates, the scaler has to hear of it
-            flag.masked_fill_(torch.maximum(-lowest, highest) > self._limit, torch.nan)
-        self.nonfinite = []
-        if self._known_zero(flag):
-            return flag
-        if self._device.type == "cpu":
-            self.nonfinite = [each.name for each in self._segments if not gradient[place_of(each)].isfinite().all()]
-        gradient.masked_fill_(flag.isnan(), 0.0)
+    def _note(self, flag: Tensor, slices: Sequence[Tensor]) -> Tensor:
+        """Remember whose gradients are not finite; nobody waits for a device to tell. Returns the flag."""
+        looks = self._device.type == "cpu" and not self._known_zero(flag)
+        pieces = zip(self._segments, (each for each in slices if each.numel()), strict=True)
+        self.nonfinite = [segment.name for segment, each in pieces if looks and not each.isfinite().all()]
         return flag
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
@@ -238,13 +242,16 @@ class Group:
             self._correction.before(gradient, compressed, step)
         again = self.residual is not None and bool(self.residual.touched)
         decay = 1.0 if again else self.settings.residual_decay  # once a step
-        if self.residual is None:
+        summands: Summands = None
+        if self._fuses and self.residual is not None and not (held or again or self._meter.sampling) and decay == 1:
+            vector, mean, summands = self.residual.pending, gradient, (gradient, self.residual.committed)
+        elif self.residual is None:
             vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
         else:
             out = self._scratch.take("mean", self.layout.numel) if self._rounding else self.residual.pending
             vector, mean = torch.add(gradient, self.residual.base(), alpha=decay, out=out), gradient
         self._absent.leave_out(held, gradient, vector, decay)
-        self._exchanged(vector, mean, step, flag)
+        self._exchanged(vector, mean, step, flag, summands)
         if self._correction:
             self._correction.after(mean, vector, compressed, step)
         self._absent.put_back(held, vector)
@@ -253,10 +260,17 @@ class Group:
         self._touch(step)
         return mean
 
-    def _exchanged(self, vector: Tensor, mean: Tensor | list[Tensor], step: int, flag: Tensor) -> None:
-        """Write the mean of all ranks' vectors, in one tensor or in pieces; what is owed stays in ``vector``."""
+    def _exchanged(
+        self, vector: Tensor, mean: Tensor | list[Tensor], step: int, flag: Tensor, summands: Summands = None
+    ) -> None:
+        """Write the mean of all ranks' vectors, in one tensor or in pieces; what is owed stays in ``vector``.
+
+        ``summands``, if any, are what the vector is the sum of, which an accelerator's codecs add up by themselves.
+        """
         before = vector.norm() if self._meter.sampling else None
-        if isinstance(mean, Tensor):
+        if summands is not None and isinstance(mean, Tensor):
+            self.plan(step).mean_of_sum(*summands, vector, mean, mix(self._key, step), flag)
+        elif isinstance(mean, Tensor):
             self.plan(step).mean(vector, mean, mix(self._key, step), flag)
         else:
             self.plan(step).mean_pieces(vector, mean, mix(self._key, step), flag)

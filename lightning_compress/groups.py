@@ -25,9 +25,13 @@ class Groups:
         names: of the parameters, by their ``id``.
         shapes: of the parameters, by their names.
         world: the ranks to average over.
+        unused: see ``Group``.
     """
 
-    def __init__(self, names: Mapping[int, str], shapes: Mapping[str, Shape], world: World) -> None:
+    def __init__(
+        self, names: Mapping[int, str], shapes: Mapping[str, Shape], world: World, unused: bool = True
+    ) -> None:
+        self._unused = unused
         self._names = names
         self._shapes = shapes
         self._world = world
@@ -63,7 +67,7 @@ class Groups:
         """A new group, with the state that its parameters have so far; groups that have none left go."""
         shaped = [(name, self._shapes[name]) for name in names]
         self._scratch.clear()
-        group = Group(shaped, settings, self._world, self._scratch)
+        group = Group(shaped, settings, self._world, self._scratch, self._unused)
         for old in self._groups:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():

@@ -21,6 +21,8 @@ from lightning_compress.meter import Meter
 
 FLAG = 4
 """Bytes of the flag."""
+Summands = tuple[Tensor, Tensor] | None
+"""Two vectors that are added up to another one, or None where that was done."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,19 @@ class MessagePlan:
             start = end
         return tuple(runs) or (SumRun(torch.float32, 0, ALIGNMENT),)
 
+    @property
+    def stretches(self) -> list[slice]:
+        """Where in the vector its sections are."""
+        return [stretch for stretch, _ in self._parts]
+
     def share(self, key: int) -> None:
         """Draw what all ranks must have in common; before ``encode`` and ``decode``, with the same key on all ranks."""
         for _, plan in self._parts:
             plan.share(key)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True) -> int:
+    def encode(
+        self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True, summands: Summands = None
+    ) -> int:
         """Move the stretches into ``message``, uint8 ``[size]``, whose padding the caller made zero once.
 
         Args:
@@ -118,6 +127,7 @@ class MessagePlan:
             key: where randomness comes from.
             flag: float32 scalar, 0.0 or NaN.
             keep: the exchange asks for what stays, also in stretches that are not fed back.
+            summands: gradient and residual, each as long as the vector, whose sum the vector becomes first.
 
         Returns:
             bytes of the message that are to be sent.
@@ -127,8 +137,11 @@ class MessagePlan:
             end, lengths = self._header, []
             keep = keep or self._meter.sampling  # which measures what stays
             for (stretch, plan), fed_back in zip(self._parts, self._fed_back, strict=True):
-                encode = plan.encode if keep or fed_back else plan.send
-                encode(vector[stretch], message[end : end + plan.message_size], key)
+                part = message[end : end + plan.message_size]
+                if summands is not None:
+                    plan.encode_sum(summands[0][stretch], summands[1][stretch], vector[stretch], part, key)
+                else:
+                    (plan.encode if keep or fed_back else plan.send)(vector[stretch], part, key)
                 lengths.append(plan.used)
                 if self.variable:  # what an earlier, longer message left there
                     message[end + plan.used : end + aligned(plan.used)] = 0

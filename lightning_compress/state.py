@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.layout import Layout, Segment
 
 Initial = Callable[[Segment], Tensor]
@@ -119,7 +120,9 @@ class State:
 
     def reject(self, rejected: Tensor) -> None:
         """Roll back if the bool scalar ``rejected`` says so; on an accelerator without a wait for it."""
-        if rejected.device.type != "cpu":
+        if fused := kernels.fused(rejected.device):
+            fused.vectors.replace(rejected, self.pending, self.committed)
+        elif rejected.device.type != "cpu":
             torch.where(rejected, self.committed, self.pending, out=self.pending)
         elif rejected:
             self.roll_back()

@@ -21,7 +21,7 @@ LAYERS = [
     ("exchanges", "reducers", "corrections"),
     ("rules", "kinds", "courses", "guards"),
     ("schedule",),
-    ("settings", "bridge", "feedback", "absent"),
+    ("settings", "bridge", "feedback", "absent", "finite"),
     ("group", "checks", "optimizers", "tuning", "drift", "soundness"),
     ("groups",),
     ("compression",),

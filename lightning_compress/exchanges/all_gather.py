@@ -20,7 +20,7 @@ from lightning_compress.exchanges.base import (
     rows,
 )
 from lightning_compress.keys import mix
-from lightning_compress.message import MessagePlan, Section
+from lightning_compress.message import MessagePlan, Section, Summands
 from lightning_compress.state import States
 
 
@@ -55,13 +55,20 @@ class _Plan(ExchangePlan):
         messages = self._gathered(vector, key, flag)
         self._plan.decode(messages, out, 1 / self._collective.size, accumulate=False)
 
+    def mean_of_sum(
+        self, gradient: Tensor, residual: Tensor, vector: Tensor, out: Tensor, key: int, flag: Tensor
+    ) -> None:
+        messages = self._gathered(vector, key, flag, (gradient, residual))
+        self._plan.decode(messages, out, 1 / self._collective.size, accumulate=False)
+
     def mean_pieces(self, vector: Tensor, outs: Sequence[Tensor], key: int, flag: Tensor) -> None:
         messages = self._gathered(vector, key, flag)
         self._plan.decode_pieces(messages, outs, 1 / self._collective.size)
 
-    def _gathered(self, vector: Tensor, key: int, flag: Tensor) -> Tensor:
+    def _gathered(self, vector: Tensor, key: int, flag: Tensor, summands: Summands = None) -> Tensor:
         self._plan.share(key)
-        used = self._plan.encode(vector, self._message, mix(key, self._collective.rank), flag, keep=False)
+        own = mix(key, self._collective.rank)
+        used = self._plan.encode(vector, self._message, own, flag, keep=False, summands=summands)
         width = agree_length(self._plan, used, self._collective, vector.device)
         messages = rows(self._messages, self._collective.size, width)
         self._collective.all_gather(self._message[:width], messages)

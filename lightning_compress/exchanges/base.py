@@ -76,6 +76,16 @@ class ExchangePlan(ABC):
             flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
         """
 
+    def mean_of_sum(
+        self, gradient: Tensor, residual: Tensor, vector: Tensor, out: Tensor, key: int, flag: Tensor
+    ) -> None:
+        """``mean`` of ``vector = gradient + residual``, added up while it is encoded where a codec's kernel can.
+
+        ``out`` may be ``gradient``; the other arguments are those of ``mean``.
+        """
+        torch.add(gradient, residual, out=vector)
+        self.mean(vector, out, key, flag)
+
     def mean_pieces(self, vector: Tensor, outs: Sequence[Tensor], key: int, flag: Tensor) -> None:
         """``mean`` into a tensor for each segment that is not empty, in the vector's order, in place of one."""
         raise NotImplementedError

@@ -28,7 +28,7 @@ from lightning_compress.exchanges.base import (
 )
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
-from lightning_compress.message import MessagePlan, Section
+from lightning_compress.message import MessagePlan, Section, Summands
 from lightning_compress.state import Declared, States
 
 
@@ -151,7 +151,17 @@ class _Plan(ExchangePlan):
         self.decodes = 2.0 - 1 / size  # the others' parts of the own shard, then all shards
         self.calls = 2 * size + 2
 
+    def mean_of_sum(
+        self, gradient: Tensor, residual: Tensor, vector: Tensor, out: Tensor, key: int, flag: Tensor
+    ) -> None:
+        for place in self._shards[self._collective.rank].stretches:  # which is not encoded until the others' are added
+            torch.add(gradient[place], residual[place], out=vector[place])
+        self._mean(vector, out, key, flag, (gradient, residual))
+
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        self._mean(vector, out, key, flag, None)
+
+    def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor, summands: Summands) -> None:
         rank, size = self._collective.rank, self._collective.size
         own = self._shards[rank]
         used = 0
@@ -159,7 +169,7 @@ class _Plan(ExchangePlan):
             shard.share(mix(key, peer))
             if peer != rank:
                 message = self._send[peer, : shard.size]
-                used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, keep=False))
+                used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, summands))
         width = self._width(used)
         received = rows(self._receive, size, width)
         self._collective.all_to_all(self._send[:, :width].contiguous(), received)

@@ -1,0 +1,78 @@
+"""What is done to the parameters of a vector one by one, all of them in one launch.
+
+A table says which elements each program has: its parameter, its first element and one past its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.kernels.triton.launch import OPTIONS
+
+TILE = 4096
+"""Elements that a program handles, at most."""
+
+
+def table(parts: Sequence[slice], device: torch.device) -> Tensor:
+    """Cut parts of a vector into tiles: int64 ``[tiles, 3]`` of part, start and stop."""
+    rows = [
+        (number, start, min(start + TILE, part.stop))
+        for number, part in enumerate(parts)
+        for start in range(part.start, part.stop, TILE)
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
+
+
+def find_used(tiles: Tensor, vector: Tensor, used: Tensor) -> None:
+    """Set int32 ``used [parts]``, zeros, to 1 where a part of float32 ``vector [n]`` has an element that is not 0."""
+    if len(tiles):
+        _find_used[(len(tiles),)](tiles, vector, used, TILE, **OPTIONS)
+
+
+def zero_unused(tiles: Tensor, used: Tensor, vector: Tensor) -> None:
+    """Zero the parts of ``vector`` that are not used, and read nothing of the others."""
+    if len(tiles):
+        _zero_unused[(len(tiles),)](tiles, used, vector, TILE, **OPTIONS)
+
+
+def restore_unused(tiles: Tensor, used: Tensor, vector: Tensor, kept: Tensor, add: bool) -> None:
+    """Put back what was kept of the parts of ``vector`` that are not used; or add it to what is there now."""
+    if len(tiles):
+        _restore_unused[(len(tiles),)](tiles, used, vector, kept, add, TILE, **OPTIONS)
+
+
+@triton.jit
+def _tile(tiles, SIZE: tl.constexpr):
+    row = tiles + tl.program_id(0).to(tl.int64) * 3
+    place = tl.load(row + 1) + tl.arange(0, SIZE)
+    return tl.load(row), place, place < tl.load(row + 2)
+
+
+@triton.jit
+def _find_used(tiles, vector, used, SIZE: tl.constexpr):
+    part, place, inside = _tile(tiles, SIZE)
+    numbers = tl.load(vector + place, mask=inside, other=0.0)
+    if tl.max((numbers != 0).to(tl.int32), axis=0) != 0:  # every program writes the same
+        tl.store(used + part, 1)
+
+
+@triton.jit
+def _zero_unused(tiles, used, vector, SIZE: tl.constexpr):
+    part, place, inside = _tile(tiles, SIZE)
+    if tl.load(used + part) == 0:
+        tl.store(vector + place, tl.zeros([SIZE], tl.float32), mask=inside)
+
+
+@triton.jit
+def _restore_unused(tiles, used, vector, kept, ADD: tl.constexpr, SIZE: tl.constexpr):
+    part, place, inside = _tile(tiles, SIZE)
+    if tl.load(used + part) == 0:
+        numbers = tl.load(kept + place, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            numbers += tl.load(vector + place, mask=inside, other=0.0)
+        tl.store(vector + place, numbers, mask=inside)
