@@ -29,6 +29,12 @@ class StreamHook:
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
         buffer = bucket.buffer()
+        if torch.cuda.is_current_stream_capturing():  # a replay would send the same random bits, and keep no state
+            raise RuntimeError(
+                "the backward pass is captured in a CUDA graph, which cannot hold the compression of gradients: it "
+                "changes from step to step; capture the model alone (torch.compile(mode='reduce-overhead'), "
+                "torch.cuda.make_graphed_callables), or use compressor='none'"
+            )
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._compression.reduce(bucket.parameters(), bucket.gradients())

@@ -35,17 +35,17 @@ CPU = torch.device("cpu")
 LAYOUT = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 347))])
 
 
-def kept(exchange):
+def kept(exchange, device=CPU):
     """State as before the first step."""
-    return {name: State(each.layout, CPU, each.initial) for name, each in exchange.state(LAYOUT).items()}
+    return {name: State(each.layout, device, each.initial) for name, each in exchange.state(LAYOUT).items()}
 
 
-def mean(collective, exchange, codec, seed=0, flag=0.0):
+def mean(collective, exchange, codec, seed=0, flag=0.0, device=CPU):
     """Before, after, mean, flag and plan of one mean of different data on every rank."""
     sections = [Section(Dense(), LAYOUT.cut(0, 100), 0), Section(codec, LAYOUT.cut(100, LAYOUT.numel), 100)]
-    plan = exchange.plan(sections, World(collective, CPU, Meter(CPU)), kept(exchange))
-    before = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + collective.rank))
-    after, out, flags = before.clone(), torch.full_like(before, 7.0), torch.tensor(flag)
+    plan = exchange.plan(sections, World(collective, device, Meter(device)), kept(exchange, device))
+    before = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + collective.rank)).to(device)
+    after, out, flags = before.clone(), torch.full_like(before, 7.0), torch.tensor(flag, device=device)
     plan.mean(after, out, 5, flags)
     return before, after, out, flags, plan
 

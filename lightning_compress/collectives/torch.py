@@ -27,6 +27,7 @@ class TorchCollective(Collective):
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._met = dist.get_backend(group) != "nccl"
+        self._gloo = dist.get_backend(group) == "gloo"
 
     @property
     def _whole(self) -> dist.ProcessGroup:
@@ -57,7 +58,16 @@ class TorchCollective(Collective):
         dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Everything at once, so that no order can lock: asynchronous on Gloo, one group call on NCCL."""
+        """Everything at once, so that no order can lock: asynchronous on Gloo, one group call on NCCL.
+
+        From an accelerator Gloo sends nothing from rank to rank by itself: there it goes by the host.
+        """
+        if self._gloo and any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):
+            arriving = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
+            self.swap({peer: tensor.cpu() for peer, tensor in sends.items()}, arriving)
+            for peer, tensor in receives.items():
+                tensor.copy_(arriving[peer])
+            return
         if not self._met:  # NCCL wants all ranks in a group's first call
             dist.barrier(self.group)
             self._met = True

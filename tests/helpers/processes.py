@@ -1,4 +1,4 @@
-"""Lasting pools of Gloo ranks, to which tests send functions."""
+"""Lasting pools of ranks, mostly of Gloo, to which tests send functions."""
 
 import multiprocessing
 import os
@@ -14,7 +14,9 @@ class RankError(AssertionError):
     """A rank raised; carries its traceback."""
 
 
-def _serve(rank: int, size: int, store: str, pipe) -> None:
+def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
+    if backend == "nccl":  # ranks that share a GPU pass for other hosts, and talk over sockets
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
     import torch
     import torch.distributed as dist
 
@@ -24,7 +26,7 @@ def _serve(rank: int, size: int, store: str, pipe) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     while (job := pipe.recv()) is not None:
         function, arguments = job
@@ -36,9 +38,9 @@ def _serve(rank: int, size: int, store: str, pipe) -> None:
 
 
 class Pool:
-    """``size`` processes in one Gloo group."""
+    """``size`` processes in one group, of Gloo or, all on one GPU, of NCCL."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
@@ -46,7 +48,7 @@ class Pool:
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, theirs, backend), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -1,4 +1,4 @@
-"""A group whose kernels are an accelerator's does what one on a CPU does, to the bit; exchanges add up while encoding."""
+"""A group with the kernels of an accelerator does what one on a CPU does, and adds up while it encodes."""
 
 import threading
 
