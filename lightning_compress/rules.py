@@ -77,7 +77,7 @@ class Rules:
 
     @property
     def methods(self) -> list[Method]:
-        """All methods, in the order of their stretches; what stays dense comes first."""
+        """All methods, the one for what stays dense first."""
         return [Dense(), *(rule.method for rule in self.rules), self.method]
 
     def method_of(self, name: str, shape: Shape) -> Method:
@@ -104,7 +104,8 @@ class Rules:
         chosen = [self.method_of(*parameter) for parameter in parameters]
         order: list[int] = []
         stretches: list[Stretch] = []
-        for method in dict.fromkeys(self.methods):
+        dense, *others = self.methods
+        for method in dict.fromkeys([*others, dense]):  # compressed ones begin where 16 bytes can be read at once
             number = self.methods.index(method)
             places = [place for place, each in enumerate(chosen) if each == method]
             if places:
