@@ -24,14 +24,18 @@ from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.base import aligned
 from lightning_compress.layout import Layout
 
-LAYOUT = Layout.of([("weight", (1 << 16,)), ("bias", (100,))])
+LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]
+"""A long one; and one whose lengths are 1, which the compiler takes for constants."""
+
+GROUP = "group"
+"""Stands among the codecs for what is done to a group's vectors beside encoding."""
 
 
 def report(codecs: Sequence[str], capability: int) -> list[dict[str, Any]]:
     """Compile all kernels that codecs launch to encode, send and decode.
 
     Args:
-        codecs: names, with default settings.
+        codecs: names, with default settings; or "group".
         capability: of the GPU to compile for, times ten: 80, 90.
 
     Returns:
@@ -42,7 +46,8 @@ def report(codecs: Sequence[str], capability: int) -> list[dict[str, Any]]:
     with _compiling(capability) as made:
         for name in codecs:
             made.clear()
-            _launch(name)
+            for layout in LAYOUTS:
+                _launch_group(layout) if name == GROUP else _launch(name, layout)
             rows += [{"codec": name, **_read(kernel)} for kernel in made.values()]
     return rows
 
@@ -83,15 +88,30 @@ def _compiling(capability: int) -> Iterator[dict[str, Any]]:
         JITFunction.run, kernels.fused = run, fused
 
 
-def _launch(name: str) -> None:
-    plan = CODECS[name]().plan(LAYOUT, torch.device("cpu"))
-    vector = torch.zeros(LAYOUT.numel)
+def _launch(name: str, layout: Layout) -> None:
+    plan = CODECS[name]().plan(layout, torch.device("cpu"))
+    vector = torch.zeros(layout.numel)
     messages = torch.zeros(2, aligned(plan.message_size), dtype=torch.uint8)[:, : plan.message_size]
     plan.share(1)
     plan.encode_sum(vector, vector, vector.clone(), messages[0], 1)
     plan.send(vector.clone(), messages[0], 1)
     for accumulate in (False, True):
         plan.decode(messages, vector, 0.5, accumulate)
+
+
+def _launch_group(layout: Layout) -> None:
+    vector, scalar = torch.zeros(layout.numel), torch.zeros(())
+    room = kernels.fused(vector.device)
+    assert room
+    room.vectors.clean(vector, 1.0, scalar)
+    room.vectors.replace(scalar > 0, vector, vector)
+    room.vectors.add_flag(scalar, vector)
+    tiles = room.segments.table([slice(0, layout.numel)], vector.device)
+    used = torch.zeros(1, dtype=torch.int32)
+    room.segments.find_used(tiles, vector, used)
+    room.segments.zero_unused(tiles, used, vector)
+    for add in (False, True):
+        room.segments.restore_unused(tiles, used, vector, vector, add)
 
 
 def _read(kernel: Any) -> dict[str, Any]:
@@ -126,11 +146,11 @@ def _bits(instruction: str) -> int:
 def main() -> None:
     """Compile and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--codecs", default="onebit,efsign", help="which ones, by commas (default: %(default)s)")
+    parser.add_argument("--codecs", default="onebit,efsign,group", help="which ones, by commas (default: %(default)s)")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU, times ten (default: %(default)s)")
     args = parser.parse_args()
     names = args.codecs.split(",")
-    if unknown := [name for name in names if name not in CODECS]:
+    if unknown := [name for name in names if name not in {*CODECS, GROUP}]:
         parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CODECS)}")
     rows = report(names, args.capability)
     table = Table(title=f"compute capability {args.capability / 10}")

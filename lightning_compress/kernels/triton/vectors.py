@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_compress.kernels.triton.launch import OPTIONS, read
 
-_TILE = 4096
+_TILE = 2048
 """Elements that a program handles."""
 
 
