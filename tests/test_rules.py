@@ -100,13 +100,13 @@ def test_a_stretch_for_every_method_and_none_twice():
     rules = [{"match": "a*", "compressor": "onebit"}, {"match": "b*", "compressor": "topk"}]
     parameters = [("b", (64, 64)), ("a", (32, 64)), ("c", (64, 32)), ("small", (5,)), ("a2", (64, 64))]
     order, stretches = Settings.of("topk", rules=rules).rules.stretches(parameters)
-    assert order == (3, 1, 4, 0, 2)
+    assert order == (1, 4, 0, 2, 3)
     assert [(each.method, each.layout.names, each.number) for each in stretches] == [
-        (Dense(), ("small",), 0),
         (OneBit(), ("a", "a2"), 1),
         (TopK(), ("b", "c"), 2),
+        (Dense(), ("small",), 0),
     ]
-    assert [each.start for each in stretches] == [0, 5, 5 + 6144]
+    assert [each.start for each in stretches] == [0, 6144, 2 * 6144]
 
 
 @pytest.mark.parametrize(

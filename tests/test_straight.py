@@ -11,7 +11,7 @@ from lightning_compress.settings import Settings
 
 CPU, SOUND = torch.device("cpu"), torch.tensor(False)
 PARAMETERS = [("small", (37,)), ("large", (1500, 1001)), ("nothing", (0,)), ("bias", (1001,)), ("larger", (1001, 1300))]
-"""Large enough to travel in several messages; small ones come first in the vector."""
+"""Large enough to travel in several messages; small ones come last in the vector."""
 WARM = {"compressor": "topk", "warmup_steps": 9}
 CAST = {"compressor": "bf16", "exchange": "all_reduce"}
 SLOW = {"compressor": "qsgd", "exchange": {"name": "auto", "link": {"latency_s": 1e-7, "bytes_per_s": 1e12}}}
