@@ -112,6 +112,11 @@ def decode(codes: Tensor, formats: Formats) -> Tensor:
     return one * other
 
 
+def most_mantissa(bits: int) -> int:
+    """The most bits of mantissa that are tried for codes of so many bits."""
+    return min(bits - 2, 23)
+
+
 def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest: bool) -> Tensor:
     """The bits of mantissa, 0 to ``bits - 2``, with the least squared error on ``values``: an int64 scalar.
 
@@ -125,8 +130,8 @@ def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest:
         nearest: how they would be rounded.
     """
     if bits == 32:
-        return torch.tensor(23, device=values.device)  # loses nothing
-    tried = min(bits - 2, 23) + 1  # all at once, each with its own copy of the rows
+        return torch.full((), 23, device=values.device)  # loses nothing
+    tried = most_mantissa(bits) + 1  # all at once, each with its own copy of the rows
     mantissas = torch.arange(tried, device=values.device).view(-1, 1).expand(-1, len(values)).reshape(-1, 1)
     formats = build(bits, mantissas, low.repeat(tried), high.repeat(tried), nearest)
     copies = torch.clamp(values.repeat(tried, 1), formats.lowest, formats.highest)

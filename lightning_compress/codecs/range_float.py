@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check, chunk_size, pieces
 from lightning_compress.codecs.formats import Formats, build, check_settings
-from lightning_compress.codecs.minifloat import Workspace, best_mantissa
+from lightning_compress.codecs.minifloat import Workspace, best_mantissa, most_mantissa
 from lightning_compress.codecs.planes import Planes
 from lightning_compress.layout import Layout
 
@@ -80,20 +82,72 @@ class RangeFloat(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        fused = kernels.fused(device)
+        if fused and self.block <= fused.range_float.LONGEST:
+            return _FusedPlan(fused.range_float, layout, device, self)
         return _RangeFloatPlan(layout, device, self)
 
 
-class _RangeFloatPlan(Plan):
-    def __init__(self, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
+class _Ranges(Plan):
+    """What a message looks like."""
+
+    def __init__(self, layout: Layout, codec: RangeFloat) -> None:
         super().__init__(layout)
         self._codec, self._nearest = codec, codec.rounding == "nearest"
-        whole, rest = divmod(layout.numel, codec.block)
-        self._blocks = whole + bool(rest)
+        self._whole, self._rest = divmod(layout.numel, codec.block)
+        self._blocks = self._whole + bool(self._rest)
         self._ranges = slice(16, 16 + 8 * self._blocks) if layout.numel else slice(0, 0)
         self._codes = aligned(self._ranges.stop)
         self._planes = Planes(codec.bits, layout.numel)
         self._used = self._codes + self._planes.size
         self.message_size = aligned(self._used)
+
+    def _sample(self) -> range:
+        """The blocks that the mantissa is chosen on."""
+        whole = self._whole or 1
+        return range(0, whole, -(-whole // SAMPLE))
+
+
+class _FusedPlan(_Ranges):
+    """By the kernels of an accelerator."""
+
+    def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
+        super().__init__(layout, codec)
+        self._kernel, blocks = kernel, self._sample()
+        length = codec.block if self._whole else self._rest
+        self._tried = length, blocks.step * codec.block, -(-length // SAMPLE_NUMEL) or 1
+        mantissa = 23 if codec.mantissa == "auto" and codec.bits == 32 else codec.mantissa  # loses nothing
+        given = -1 if mantissa == "auto" else mantissa
+        candidates = most_mantissa(codec.bits) + 1 if given < 0 else 1
+        self._errors = torch.zeros(len(blocks), candidates, dtype=torch.float64, device=device)
+        self._shape = kernel.Shape(codec.block, codec.bits, self._nearest, given, self._codes, self._used)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, None, message)
+
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, (gradient, residual), message)
+
+    def _encode(self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        if not self.layout.numel:
+            return
+        if self._shape.mantissa < 0:
+            self._kernel.measure(vector, summands, self._errors, self._tried, self._shape)
+        self._kernel.encode(vector, summands, message, self._errors, self._shape)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        if self.layout.numel:
+            self._kernel.decode(messages, out, weight, accumulate, self._shape)
+
+
+class _RangeFloatPlan(_Ranges):
+    """By tensor operations."""
+
+    def __init__(self, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
+        super().__init__(layout, codec)
+        whole, rest = self._whole, self._rest
         run = RUN if device.type == "cpu" else chunk_size(device)
         rows = max(1, min(run // codec.block, whole))
         self._sizes = [part.stop - part.start for part in pieces(whole, rows)] + [1] * bool(rest)
@@ -103,6 +157,8 @@ class _RangeFloatPlan(Plan):
         self._work = Workspace(codec.bits, min(layout.numel, rows * codec.block), device)
         self._low, self._high = torch.empty(2, self._blocks, device=device)
         self._ends = list(zip(self._low.split(self._sizes), self._high.split(self._sizes), strict=True))
+        given = 0 if codec.mantissa == "auto" else codec.mantissa
+        self._given = torch.tensor(given, device=device)  # made in every step, it would wait for a device
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         check(vector, message, self.layout.numel, self.message_size)
@@ -112,8 +168,8 @@ class _RangeFloatPlan(Plan):
         for rows, (low, high) in zip(cut, self._ends, strict=True):
             torch.amin(rows, dim=1, out=low)
             torch.amax(rows, dim=1, out=high)
-        self._low.clamp_(max=0)
-        self._high.clamp_(min=0)
+        self._low.clamp_(max=0).add_(0.0)  # so that no range ends at -0.0
+        self._high.clamp_(min=0).add_(0.0)
         mantissa = self._mantissa(cut)
         formats = build(self._codec.bits, mantissa, self._low, self._high, self._nearest)
         edge = vector.device.type != "cpu" or bool(self._high.max() > EDGE or self._low.min() < -EDGE)
@@ -144,12 +200,11 @@ class _RangeFloatPlan(Plan):
 
     def _mantissa(self, cut: list[Tensor]) -> Tensor:
         if self._codec.mantissa != "auto":
-            return torch.tensor(self._codec.mantissa, device=self._low.device)
-        whole = self.layout.numel // self._codec.block or 1
-        blocks = range(0, whole, -(-whole // SAMPLE))
+            return self._given
+        blocks = self._sample()
         each, stride = self._sizes[0], -(-cut[0].shape[1] // SAMPLE_NUMEL)
         sample = torch.stack([cut[block // each][block % each, ::stride] for block in blocks])
-        chosen = slice(0, whole, blocks.step)
+        chosen = slice(0, blocks.stop, blocks.step)
         return best_mantissa(sample, self._codec.bits, self._low[chosen], self._high[chosen], self._nearest)
 
     def _cut(self, vector: Tensor) -> list[Tensor]:

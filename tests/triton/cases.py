@@ -7,6 +7,13 @@ METHODS = [
     {"name": "onebit", "block": 4096},
     {"name": "efsign"},
     {"name": "efsign", "block": 264},
+    {"name": "range_float"},
+    {"name": "range_float", "bits": 7, "mantissa": 2, "block": 1032, "rounding": "truncate"},
+    {"name": "range_float", "bits": 10, "block": 64, "mantissa": 3},
+    {"name": "range_float", "bits": 4, "block": 2048},
+    {"name": "range_float", "bits": 13, "mantissa": 6},
+    {"name": "range_float", "bits": 16, "mantissa": 9},
+    {"name": "range_float", "bits": 32, "block": 1024},
 ]
 EXACT = sorted({method["name"] for method in METHODS})
 """What a CPU writes and decodes, these do to the bit."""

@@ -60,6 +60,14 @@ def read_sum(first, second, place, inside, SUM: tl.constexpr, WHOLE: tl.constexp
 
 
 @triton.jit
+def places(number, numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the elements of blocks stand, ``[ROWS, WIDTH]``, and whether they are any."""
+    column = tl.arange(0, WIDTH)
+    place = number[:, None] * BLOCK + column[None, :]
+    return place, (column < BLOCK)[None, :] & (place < numel)
+
+
+@triton.jit
 def pack(codes, WIDTH: tl.constexpr):
     """Pack codes of ``WIDTH`` bits (1, 2 or 4), int32 ``[ROWS, n]``, the first one lowest, into uint8 ``[ROWS, m]``."""
     EACH: tl.constexpr = 8 // WIDTH

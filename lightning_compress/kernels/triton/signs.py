@@ -11,6 +11,7 @@ from lightning_compress.kernels.triton.launch import (
     Summands,
     float_view,
     pack,
+    places,
     read,
     read_sum,
     sources,
@@ -42,9 +43,9 @@ def encode(vector: Tensor, summands: Summands, message: Tensor, block: int, valu
     width, rows = _tile(block)
     first, second, both = sources(vector, summands)
     header = float_view(message, 0, values * count)
-    places = header, message[4 * values * count :], bits - 4 * values * count, message[bits:]
+    parts = header, message[4 * values * count :], bits - 4 * values * count, message[bits:]
     shape = block, width, rows, values == 2
-    _encode[(triton.cdiv(count, rows),)](first, second, vector, *places, len(vector), count, *shape, both, **OPTIONS)
+    _encode[(triton.cdiv(count, rows),)](first, second, vector, *parts, len(vector), count, *shape, both, **OPTIONS)
 
 
 def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, block: int, values: int, bits: int) -> None:
@@ -54,9 +55,9 @@ def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, block
         return
     width, rows = _tile(block)
     header, body = float_view(messages, 0, values * count), messages[:, bits:]
-    places = header, header.stride(0), body, body.stride(0)
+    parts = header, header.stride(0), body, body.stride(0)
     shape = block, width, rows, values == 2, accumulate, len(messages)
-    _decode[(triton.cdiv(count, rows),)](*places, out, weight, len(out), count, *shape, **OPTIONS)
+    _decode[(triton.cdiv(count, rows),)](*parts, out, weight, len(out), count, *shape, **OPTIONS)
 
 
 def _tile(block: int) -> tuple[int, int]:
@@ -87,7 +88,7 @@ def _encode_tile(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = _places(number, numel, BLOCK, WIDTH)
+    place, inside = places(number, numel, BLOCK, WIDTH)
     numbers = read_sum(first, second, place, inside, SUM, WHOLE)
     length = tl.minimum(numel - number * BLOCK, BLOCK).to(tl.int32)
     above = numbers >= 0
@@ -104,16 +105,8 @@ def _encode_tile(
         low = -high
     tl.store(header + number, high, mask=number < count)
     write(vector, place, numbers - tl.where(above, high[:, None], low[:, None]), inside, WHOLE)
-    place, inside = _places(number, (numel + 7) // 8, BLOCK // 8, WIDTH // 8)
+    place, inside = places(number, (numel + 7) // 8, BLOCK // 8, WIDTH // 8)
     write(bits, place, pack(signs, 1), inside, WHOLE)
-
-
-@triton.jit
-def _places(number, numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the elements of blocks stand, ``[ROWS, WIDTH]``, and whether they are any."""
-    column = tl.arange(0, WIDTH)
-    place = number[:, None] * BLOCK + column[None, :]
-    return place, (column < BLOCK)[None, :] & (place < numel)
 
 
 @triton.jit
@@ -136,8 +129,8 @@ def _decode_tile(
     MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = _places(number, numel, BLOCK, WIDTH)
-    eighth, some = _places(number, (numel + 7) // 8, BLOCK // 8, WIDTH // 8)
+    place, inside = places(number, numel, BLOCK, WIDTH)
+    eighth, some = places(number, (numel + 7) // 8, BLOCK // 8, WIDTH // 8)
     total = read(out, place, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
     for message in range(MESSAGES):
         row = header + message * step
