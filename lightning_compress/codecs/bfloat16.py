@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.buffers import chunk_size, pieces, scratch
-from lightning_compress.codecs.randomness import RandomBits
+from lightning_compress.codecs.randomness import RandomBits, word_state
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -23,6 +24,9 @@ class StochasticRounding:
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
+        self._fused = kernels.fused(device)
+        if self._fused:
+            return
         self._chunk = min(chunk_size(device), numel)
         self._bits = RandomBits(self._chunk, device)
         self._words = scratch("rounded words", self._chunk, torch.int32, device)
@@ -30,6 +34,9 @@ class StochasticRounding:
 
     def round(self, values: Tensor, out: Tensor, key: int) -> None:
         """Round float32 ``values [numel]`` into bfloat16 ``out [numel]``; equal keys round alike."""
+        if self._fused:
+            self._fused.halves.round_at_random(values, out, word_state(key, 0))
+            return
         for piece in pieces(len(values), self._chunk):
             numel = piece.stop - piece.start
             words, noise = self._words[:numel], self._noise[:numel]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
 from lightning_compress.layout import Layout
@@ -30,6 +32,9 @@ class Cast(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
+        fused = kernels.fused(device)
+        if fused:
+            return _FusedCast(fused.halves, layout, self.sum_dtype, self.limit(summands))
         return _CastPlan(layout, device, self.sum_dtype, self.limit(summands))
 
     def limit(self, summands: int) -> float:
@@ -71,7 +76,37 @@ class BF16(Cast):
     digits: ClassVar[int] = 8
 
 
+class _FusedCast(Plan):
+    """By a kernel of an accelerator."""
+
+    def __init__(self, kernel: ModuleType, layout: Layout, dtype: torch.dtype, limit: float) -> None:
+        super().__init__(layout)
+        self.message_size = 2 * layout.numel
+        self._kernel, self._dtype, self._limit = kernel, dtype, limit
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, None, message)
+
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, None, message, keep=False)
+
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, (gradient, residual), message)
+
+    def _write(
+        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, keep: bool = True
+    ) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        self._kernel.encode(vector, summands, message, self._dtype, self._limit, keep)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        self._kernel.decode(messages, out, weight, accumulate, self._dtype)
+
+
 class _CastPlan(Plan):
+    """By tensor operations."""
+
     def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, limit: float) -> None:
         super().__init__(layout)
         self.message_size = 2 * layout.numel
@@ -97,6 +132,6 @@ class _CastPlan(Plan):
                 part.zero_()
             for number, row in enumerate(rows):
                 if accumulate or number:
-                    part.add_(floats.copy_(row[piece]), alpha=weight)
+                    part.add_(floats.copy_(row[piece]).mul_(weight))  # rounded twice, whatever the processor has
                 else:
                     part.copy_(row[piece]).mul_(weight)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.bits import packed_size
 from lightning_compress.codecs.buffers import check, pieces, scratch
-from lightning_compress.codecs.randomness import RandomBits
+from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.layout import Layout
 
 RUN = 1 << 18
@@ -59,17 +61,57 @@ class Natural(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        fused = kernels.fused(device)
+        if fused and self.bucket <= fused.natural.LONGEST:
+            return _FusedNatural(fused.natural, layout, self.bucket)
         return _NaturalPlan(layout, device, self.bucket)
 
 
-class _NaturalPlan(Plan):
-    def __init__(self, layout: Layout, device: torch.device, bucket: int) -> None:
+class _Powers(Plan):
+    """Where things stand in a message."""
+
+    def __init__(self, layout: Layout, bucket: int) -> None:
         super().__init__(layout)
-        bucket = min(bucket, 8 * packed_size(max(1, layout.numel)))
-        whole, rest = divmod(layout.numel, bucket)
-        self._buckets = whole + bool(rest)
+        self._bucket = min(bucket, 8 * packed_size(max(1, layout.numel)))
+        self._buckets = -(-layout.numel // self._bucket)
         self._body = aligned(self._buckets)
         self.message_size = self._body + layout.numel
+
+
+class _FusedNatural(_Powers):
+    """By a kernel of an accelerator; buckets of up to ``LONGEST`` elements."""
+
+    def __init__(self, kernel: ModuleType, layout: Layout, bucket: int) -> None:
+        super().__init__(layout, bucket)
+        self._kernel, self._shape = kernel, (self._bucket, self._body)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, None, message, key)
+
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, None, message, key, keep=False)
+
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, (gradient, residual), message, key)
+
+    def _write(
+        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, key: int, keep: bool = True
+    ) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        self._kernel.encode(vector, summands, message, word_state(key, 0), *self._shape, keep)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        self._kernel.decode(messages, out, weight, accumulate, *self._shape)
+
+
+class _NaturalPlan(_Powers):
+    """By tensor operations."""
+
+    def __init__(self, layout: Layout, device: torch.device, bucket: int) -> None:
+        super().__init__(layout, bucket)
+        bucket = self._bucket
+        whole, rest = divmod(layout.numel, bucket)
         rows = max(1, min(RUN // bucket, whole))
         self._pieces = [(part, slice(part.start * bucket, part.stop * bucket)) for part in pieces(whole, rows)]
         if rest:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.planes import code_bytes, pack_plane, unpack_plane
 from lightning_compress.codecs.quantise import LARGEST, UNIT, fit
-from lightning_compress.codecs.ternary import RUN, Ternary, pack_digits, unpack_digits
+from lightning_compress.codecs.randomness import word_state
+from lightning_compress.codecs.ternary import FEW, RUN, Ternary, pack_digits, unpack_digits
 from lightning_compress.layout import Layout
 
 Packing = Literal["2bit", "base3"]
@@ -64,7 +68,8 @@ class TernGrad(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
-        return _TernGradPlan(layout, device, self)
+        fused = kernels.fused(device)
+        return _FusedTernGrad(fused.ternary, layout, device, self) if fused else _TernGradPlan(layout, device, self)
 
 
 def check_clip(method: str, clip: object) -> None:
@@ -81,16 +86,58 @@ def check_clip(method: str, clip: object) -> None:
         )
 
 
-class _TernGradPlan(Plan):
-    def __init__(self, layout: Layout, device: torch.device, codec: TernGrad) -> None:
+class _Signs(Plan):
+    """Where things stand in a message."""
+
+    def __init__(self, layout: Layout, packing: Packing) -> None:
         super().__init__(layout)
+        self._base3 = packing == "base3"
+        self._header = 4 * sum(segment.numel > 0 for segment in layout.segments)
+        self._body = aligned(self._header)
+        self.message_size = self._body + self._size(layout.numel)
+
+    def _size(self, numel: int) -> int:
+        """Bytes of so many codes."""
+        return -(-numel // DIGITS) if self._base3 else code_bytes(numel, 2)
+
+
+class _FusedTernGrad(_Signs):
+    """By kernels of an accelerator."""
+
+    def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: TernGrad) -> None:
+        super().__init__(layout, codec.packing)
+        edges = np.array([segment.offset for segment in layout.segments if segment.numel] + [layout.numel])
+        clips = None if codec.clip is None else np.where(np.diff(edges) < FEW, 0.0, codec.clip)
+        self._ternary = kernel.Ternary(edges, clips, device, self._base3, self._body)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, None, message, key)
+
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, None, message, key, keep=False)
+
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        self._write(vector, (gradient, residual), message, key)
+
+    def _write(
+        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, key: int, keep: bool = True
+    ) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        self._ternary.encode(vector, summands, message, word_state(key, 0), keep)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        self._ternary.decode(messages, out, weight, accumulate)
+
+
+class _TernGradPlan(_Signs):
+    """By tensor operations."""
+
+    def __init__(self, layout: Layout, device: torch.device, codec: TernGrad) -> None:
+        super().__init__(layout, codec.packing)
         self._ternary = Ternary(layout, device, codec.clip)
         self._clips = codec.clip is not None
-        self._base3 = codec.packing == "base3"
-        self._header = 4 * self._ternary.count
-        self._body = aligned(self._header)
         self._bounds = torch.full((self._ternary.count,), float(UNIT), device=device) if self._clips else None
-        self.message_size = self._body + self._size(layout.numel)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         check(vector, message, self.layout.numel, self.message_size)
@@ -118,10 +165,6 @@ class _TernGradPlan(Plan):
                 else:
                     unpack_plane(message[self._place(piece)], 0, 2, codes)
                 self._ternary.add(out, number, codes, 1, own)
-
-    def _size(self, numel: int) -> int:
-        """Bytes of so many codes."""
-        return -(-numel // DIGITS) if self._base3 else code_bytes(numel, 2)
 
     def _place(self, piece: slice) -> slice:
         assert piece.start % RUN == 0

@@ -14,6 +14,14 @@ METHODS = [
     {"name": "range_float", "bits": 13, "mantissa": 6},
     {"name": "range_float", "bits": 16, "mantissa": 9},
     {"name": "range_float", "bits": 32, "block": 1024},
+    {"name": "natural"},
+    {"name": "natural", "bucket": 96},
+    {"name": "natural", "bucket": 4096},
+    {"name": "terngrad"},
+    {"name": "terngrad", "clip": None},
+    {"name": "terngrad", "clip": 1.3, "packing": "base3"},
+    {"name": "bf16"},
+    {"name": "fp16"},
 ]
 EXACT = sorted({method["name"] for method in METHODS})
 """What a CPU writes and decodes, these do to the bit."""

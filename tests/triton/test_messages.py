@@ -54,7 +54,7 @@ def test_the_same_bytes_as_on_a_cpu(given, layout, summed, device, by):
     by("triton")
     fast = _plan(given, layout, device)
     assert fast.message_size == slow.message_size
-    sent = torch.full((3, slow.message_size), 7, dtype=torch.uint8)
+    sent = _rows(3, slow.message_size, CPU)
     got = _rows(3, slow.message_size, device)
     for rank in range(3):
         gradient, residual = _numbers(layout.numel, rank), _numbers(layout.numel, rank + 3) * summed
