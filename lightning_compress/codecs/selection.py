@@ -46,16 +46,28 @@ class Selector(ABC):
 
     def sample(self, numel: int, k: int, key: int) -> tuple[slice, int]:
         """Which elements to look at, and how many of them should reach the threshold (0: take no threshold)."""
-        if numel <= SMALL:
+        stride = stride_of(numel, k)
+        if not stride:
             return slice(0, 0), 0
-        wanted = min(max(TAIL * numel // k, SMALL), max(numel // 16, SMALL))
-        stride = max(1, numel // wanted) | 1  # odd, so that it does not fall in step with the rows of a matrix
         offset = key % stride
         size = len(range(offset, numel, stride))
-        rank = k * size / numel
-        if self.exact:  # aim above k, such that fewer than k pass in one of a thousand cases
-            rank += 3 * math.sqrt(rank) + 5
-        return slice(offset, numel, stride), (round(rank) if rank < size else 0)
+        return slice(offset, numel, stride), rank_of(size, numel, k, self.exact)
+
+
+def stride_of(numel: int, k: int) -> int:
+    """From one element of the sample to the next; 0 where none is worth taking."""
+    if numel <= SMALL:
+        return 0
+    wanted = min(max(TAIL * numel // k, SMALL), max(numel // 16, SMALL))
+    return max(1, numel // wanted) | 1  # odd, so that it does not fall in step with the rows of a matrix
+
+
+def rank_of(size: int, numel: int, k: int, exact: bool) -> int:
+    """How many elements of a sample should reach the threshold for ``k`` of all; 0: take no threshold."""
+    rank = k * size / numel
+    if exact:  # aim above k, such that fewer than k pass in one of a thousand cases
+        rank += 3 * math.sqrt(rank) + 5
+    return round(rank) if rank < size else 0
 
 
 class CpuSelector(Selector):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.buffers import check
+from lightning_compress.codecs.choice import Choice
 from lightning_compress.codecs.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
 from lightning_compress.codecs.positions import positions_of
-from lightning_compress.codecs.selection import CpuSelector, SortSelector
+from lightning_compress.codecs.topk_floats import FloatsPlan, FusedFloats
 from lightning_compress.codecs.values import FloatValues, FourMeans, OneMagnitude, Values
 from lightning_compress.layout import Layout
 
@@ -24,7 +23,6 @@ Scope = Literal["parameter", "group"]
 Selection = Literal["exact", "sampled"]
 ValueCoding = Literal["fp32", "fp16", "2bit", "1bit"]
 IndexCoding = Literal["int32", "int16", "bitmap", "rice", "auto"]
-LARGEST = torch.finfo(torch.float16).max
 ALLOWED: dict[str, tuple[str, ...]] = {
     "scope": get_args(Scope),
     "selection": get_args(Selection),
@@ -102,9 +100,12 @@ class TopK(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
-        choice = _Choice(self, layout, device)
+        choice = Choice(self.density, self.scope == "parameter", self.selection == "exact", layout, device)
         if self.indices == "int32" and self.values in ("fp32", "fp16"):
-            return _FloatsPlan(layout, device, choice, torch.float32 if self.values == "fp32" else torch.float16)
+            dtype, fused = torch.float32 if self.values == "fp32" else torch.float16, kernels.fused(device)
+            if fused:
+                return FusedFloats(fused, layout, device, choice, dtype)
+            return FloatsPlan(layout, device, choice, dtype)
         positions = positions_of(self.indices, layout.numel, choice.most)
         parts = len(choice.ends)
         values: Values = FloatValues(parts, np.float32 if self.values == "fp32" else np.float16)
@@ -116,113 +117,10 @@ class TopK(Codec):
         return _CodedPlan(layout, entries, choice)
 
 
-class _Choice:
-    """Which elements are sent.
-
-    Attributes:
-        most: how many, at most.
-        parts: what the elements are chosen from, and how many from each.
-        ends: where these end.
-    """
-
-    def __init__(self, codec: TopK, layout: Layout, device: torch.device) -> None:
-        if layout.numel >= 2**31:
-            raise ValueError(
-                f"TopK: the vector has {layout.numel} elements, but int32 indices end at 2^31 - 1; "
-                "use smaller buckets (bucket_cap_mb)"
-            )
-        whole = [range(layout.numel)]
-        parts = whole if codec.scope == "group" else [range(s.offset, s.end) for s in layout.segments]
-        self.parts = [(part, max(1, math.ceil(codec.density * len(part)))) for part in parts if part]
-        self.most = sum(k for _, k in self.parts)
-        self.ends = [part.stop for part, _ in self.parts]
-        self._selector = (CpuSelector if device.type == "cpu" else SortSelector)(codec.selection == "exact")
-
-    def make(self, vector: Tensor, key: int, indices: Tensor, values: Tensor) -> None:
-        """Fill ``most`` slots; those left over get index 0 and value 0."""
-        filled = 0
-        for part, k in self.parts:
-            slots = slice(filled, filled + k)
-            self._selector.select(vector, part, key, indices[slots], values[slots])
-            filled += k
-
-
-class _FloatsPlan(Plan):
-    def __init__(self, layout: Layout, device: torch.device, choice: _Choice, dtype: torch.dtype) -> None:
-        super().__init__(layout)
-        self._choice, self._dtype = choice, dtype
-        segments = [range(segment.offset, segment.end) for segment in layout.segments if segment.numel]
-        self.in_pieces = device.type == "cpu" and [part for part, _ in choice.parts] == segments
-        slots = choice.most + (choice.most % 2 if dtype == torch.float16 else 0)
-        self.message_size = (4 + dtype.itemsize) * slots
-        self._floats = torch.zeros(slots if dtype == torch.float16 else 0, device=device)
-        self._places = torch.zeros(slots if dtype == torch.float16 else 0, dtype=torch.int32, device=device)
-
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
-        indices, values = self._sections(message)
-        if self._dtype == torch.float32:
-            self._choice.make(vector, key, indices, values)
-        else:
-            self._choice.make(vector, key, self._places, self._floats)
-            indices.copy_(self._places)
-            values.copy_(self._floats.clamp_(-LARGEST, LARGEST))
-            values = self._floats.copy_(values)
-        vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0, and harmless where a slot is empty
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
-        outs = [out[part.start : part.stop] for part, _ in self._choice.parts]
-        if not accumulate and self._in_order(messages, outs, weight):
-            return
-        sections = [self._sections(message) for message in messages]
-        indices = [self._inside(indices) for indices, _ in sections]
-        if not accumulate:
-            out.zero_()
-        for index, (_, values) in zip(indices, sections, strict=True):
-            out.index_add_(0, index, values.float(), alpha=weight)
-
-    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
-        if not self._in_order(messages, outs, weight):
-            whole = torch.empty(self.layout.numel)
-            self.decode(messages, whole, weight, accumulate=False)
-            torch._foreach_copy_(list(outs), list(whole.split([each.numel() for each in outs])))
-
-    def _in_order(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> bool:
-        """The sum of messages in one pass over the elements, if they are as ``encode`` writes them."""
-        fast = kernels.of(messages.device)
-        if fast is None or not len(messages):
-            return False
-        sections = [self._sections(message) for message in messages]
-        indices = self._inside(torch.stack([places for places, _ in sections])).numpy()  # before anything is written
-        values = torch.stack([numbers.float() for _, numbers in sections]).numpy()
-        cursors, start = np.empty(len(messages), np.int64), 0
-        for out, (part, k) in zip(outs, self._choice.parts, strict=True):
-            slots = (start, start + k)
-            scale = np.float32(weight)
-            if not fast.lists.add(indices, values, slots, part.start, scale, out.numpy(), cursors):
-                return False
-            start += k
-        return True
-
-    def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        middle = self.message_size // (4 + self._dtype.itemsize) * 4
-        return message[:middle].view(torch.int32), message[middle:].view(self._dtype)
-
-    def _inside(self, indices: Tensor) -> Tensor:
-        """Refuse places outside the vector; a device is not waited for, so there they are moved inside."""
-        last = self.layout.numel - 1
-        if indices.device.type != "cpu":
-            return indices.clamp(0, last)
-        if indices.numel() and (indices.min() < 0 or indices.max() > last):
-            raise ValueError(f"TopK: the message has indices outside [0, {last}]; it is damaged, or of another layout")
-        return indices
-
-
 class _Finder(EntriesPlan):
     """Finds the elements that a choice makes, without the slots left over, and without zeros."""
 
-    _choice: _Choice
+    _choice: Choice
 
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
         indices = torch.empty(self._choice.most, dtype=torch.int32, device=vector.device)
@@ -234,12 +132,12 @@ class _Finder(EntriesPlan):
 
 
 class _CodedPlan(_Finder):
-    def __init__(self, layout: Layout, entries: Entries, choice: _Choice) -> None:
+    def __init__(self, layout: Layout, entries: Entries, choice: Choice) -> None:
         super().__init__(layout, [entries])
         self._choice = choice
 
 
 class _VariablePlan(VariableEntriesPlan, _Finder):
-    def __init__(self, layout: Layout, entries: Entries, choice: _Choice) -> None:
+    def __init__(self, layout: Layout, entries: Entries, choice: Choice) -> None:
         super().__init__(layout, [entries], entries.size)
         self._choice = choice

@@ -22,6 +22,8 @@ METHODS = [
     {"name": "terngrad", "clip": 1.3, "packing": "base3"},
     {"name": "bf16"},
     {"name": "fp16"},
+    {"name": "topk"},
+    {"name": "topk", "selection": "sampled", "scope": "group", "values": "fp16", "density": 0.1},
 ]
 EXACT = sorted({method["name"] for method in METHODS})
 """What a CPU writes and decodes, these do to the bit."""

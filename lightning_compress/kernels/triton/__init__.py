@@ -7,6 +7,16 @@ the device and keep no state, so that a CUDA graph may hold them.
 
 from __future__ import annotations
 
-from lightning_compress.kernels.triton import halves, natural, range_float, segments, signs, ternary, vectors
+from lightning_compress.kernels.triton import (
+    halves,
+    lists,
+    natural,
+    range_float,
+    segments,
+    signs,
+    ternary,
+    topk,
+    vectors,
+)
 
-__all__ = ["halves", "natural", "range_float", "segments", "signs", "ternary", "vectors"]
+__all__ = ["halves", "lists", "natural", "range_float", "segments", "signs", "ternary", "topk", "vectors"]
