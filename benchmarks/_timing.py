@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,7 +15,7 @@ LEAST_ROUNDS = 3
 
 
 def waits_for_device(call: Call) -> str:
-    """What ``torch`` says if the call makes the host wait for the CUDA device, else nothing.
+    """What ``torch`` says if the call makes the host wait for the CUDA device, and where that is, else nothing.
 
     Raises:
         RuntimeError: the call fails for another reason.
@@ -24,10 +26,19 @@ def waits_for_device(call: Call) -> str:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        return str(error).splitlines()[0]
+        return f"{str(error).splitlines()[0]} ({_place(error)})"
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return ""
+
+
+def _place(error: BaseException) -> str:
+    """File and line where an error began, in this repository if anything of it was there."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "lightning_compress" in frame.filename] or frames
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "nowhere"
 
 
 class Work:

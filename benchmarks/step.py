@@ -69,6 +69,9 @@ def show(result: dict[str, Any], out: Console) -> None:
             table.add_row(row["model"], row["precision"], "all", row["error"])
     out.print(table)
     for row in result["rows"]:
+        for name, found in row.get("measured", {}).items():
+            if found.get("waits"):
+                out.print(f"{row['model']} in {row['precision']} with {name} waits: {found['waits']}", markup=False)
         if "overlap" in row:
             out.print(_overlap(row))
 
@@ -78,9 +81,9 @@ def _cells(found: isolated.Row) -> tuple[str, ...]:
         return (found.get("error", "not timed")[:60],)
     beyond = f"{100 * found['overhead']:+.1f} %" if "overhead" in found else "-"
     memory = f"{found['bytes_per_parameter']:.1f}" if "bytes_per_parameter" in found else "-"
-    waits = found.get("waits", "-") or "no"
+    waits = "yes" if found.get("waits") else "no" if "waits" in found else "-"
     loss = "" if found.get("finite", True) else " (the loss is not finite)"
-    return f"{found['ms']:.2f}{loss}", beyond, memory, waits[:40], f"{found['growth']} B"
+    return f"{found['ms']:.2f}{loss}", beyond, memory, waits, f"{found['growth']} B"
 
 
 def _overlap(row: isolated.Row) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks._gpu.memory import allocated, give_back
 from benchmarks._gpu.trace import overlap
 from benchmarks._models import MODELS, SMALL, Training
 from benchmarks._timing import waits_for_device
+from lightning_compress.optimizers import unwatch, watch
 
 METHODS: dict[str, dict[str, object]] = {
     "none": {},
@@ -57,9 +59,20 @@ class Trainer:
         self._device, self._bf16 = device, precision == "bf16"
         self._ddp = DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
         self._compression = echo.compress(self._ddp, method, ranks) if method else None
+        if self._compression is not None:
+            unwatch(self._compression)
         self._optimizer = torch.optim.SGD(module.parameters(), 1e-4, momentum=0.9)
         self._batch = training.batch(device)
         self.numel = sum(each.numel() for each in module.parameters())
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Only then it watches optimizers: those of others would cost it time, and it would cost theirs."""
+        if self._compression is not None:
+            watch(self._compression)
+        yield
+        if self._compression is not None:
+            unwatch(self._compression)
 
     def step(self) -> torch.Tensor:
         """Forward, backward, optimizer; returns the loss, which is not looked at."""
@@ -72,6 +85,10 @@ class Trainer:
 
     def steps(self, count: int) -> list[float]:
         """Milliseconds of steps in a row, from the end of one to the end of the next; the one before is not timed."""
+        with self.at_work():
+            return self._steps(count)
+
+    def _steps(self, count: int) -> list[float]:
         if self._device.type != "cuda":
             ends = [time.perf_counter() for _ in range(count + 1) if self.step() is not None]
             return [1e3 * (after - before) for before, after in pairwise(ends)]
@@ -182,10 +199,11 @@ def trace(trainer: Trainer, path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def _finish(trainer: Trainer, device: torch.device) -> Row:
-    loss = trainer.step()
-    finite = bool(loss.isfinite())
+    with trainer.at_work():
+        finite = bool(trainer.step().isfinite())
     try:
-        waits = waits_for_device(trainer.step) if device.type == "cuda" else ""
+        with trainer.at_work():
+            waits = waits_for_device(trainer.step) if device.type == "cuda" else ""
     except RuntimeError as error:
         waits = said(error)
     return {"finite": finite, "waits": waits}
