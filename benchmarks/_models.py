@@ -130,7 +130,7 @@ class Training:
 
 MODELS = {
     "resnet50": Training(ResNet50, (64, 3, 224, 224), 1000),
-    "transformer": Training(Transformer, (8, 512), 50_257),
+    "transformer": Training(Transformer, (6, 512), 50_257),
     "lstm": Training(LSTM, (64, 35), 10_000),
 }
 """As they are trained."""

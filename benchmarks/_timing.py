@@ -80,11 +80,12 @@ class Work:
 
     def _capture(self) -> str:
         """Put the calls into a graph; returns what went wrong."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._launch()
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # which a capture that cannot be ended leaves behind
             return f"no graph: {str(error).splitlines()[0]}"
         graph.replay()  # the first one uploads it
         self._graph = graph

@@ -38,8 +38,9 @@ def commands(part: str, seconds: float, out: Path, data: Path) -> list[list[str]
         data: folder that holds CIFAR-10.
     """
     if part == "tests":
-        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        return [[*pytest, "-m", "gpu", *marked()], [*pytest, str(TESTS / "triton")]]
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=120"]
+        own = [[*pytest, "-m", "gpu", *files]] if (files := marked()) else []
+        return [*own, [*pytest, str(TESTS / "triton")]]
     limits = ["--seconds", f"{seconds:.0f}", "--json", str(out / f"{part}.json")]
     module = {"codecs": "benchmarks.codecs", "step": "benchmarks.step", "train": "benchmarks._gpu.train"}[part]
     extra = {
@@ -58,10 +59,11 @@ def marked() -> list[str]:
 
 
 def run(part: str, made: list[list[str]], deadline: float, text: Path) -> str:
-    """Run commands of Python with their output in a file; returns how they ended."""
+    """Run commands of Python with their output in a file, each for a share of the time; returns how they ended."""
     ends = []
     with text.open("w") as file:
-        for command in made:
+        for number, command in enumerate(made):
+            seconds = (deadline - time.monotonic()) / (len(made) - number)
             process = subprocess.Popen(
                 [sys.executable, "-u", *command],
                 cwd=TESTS.parent,
@@ -71,7 +73,7 @@ def run(part: str, made: list[list[str]], deadline: float, text: Path) -> str:
                 start_new_session=True,
             )
             try:
-                ends.append(str(process.wait(max(1.0, deadline - time.monotonic()))))
+                ends.append(str(process.wait(max(1.0, seconds))))
             except subprocess.TimeoutExpired:
                 ends.append("ended, out of time")
             finally:

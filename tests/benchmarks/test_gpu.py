@@ -162,6 +162,6 @@ def test_commands_are_told_where_and_how_long(tmp_path):
         "--device",
         "cuda",
     ]
-    assert gpu.commands("tests", 99.0, tmp_path, tmp_path)[1][-1].endswith("triton")
+    assert gpu.commands("tests", 99.0, tmp_path, tmp_path)[-1][-1].endswith("triton")
     (training,) = gpu.commands("train", 99.0, tmp_path, tmp_path / "data")
     assert training[-2:] == ["--data", str(tmp_path / "data")]
