@@ -1,8 +1,10 @@
-"""Speed of the codecs on one thread of a CPU, against ``copy_`` of the vector.
+"""Speed of the codecs on one thread of a CPU, or on a GPU, against ``copy_`` of the vector.
 
     python -m benchmarks.codecs --codecs onebit,topk --json codecs.json
+    python -m benchmarks.codecs --device cuda --seconds 300 --json codecs.json
 
-All that is measured takes turns, and of each the least thread CPU time counts, so that a busy machine does little harm.
+All that is measured takes turns. On a CPU the least thread CPU time counts, so that a busy machine does little harm. On
+a GPU the median counts, for a bucket of 25 MB and a vector of 1 GB, with kernels and with tensor operations.
 """
 
 from __future__ import annotations
@@ -21,45 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_compress.codecs import CODECS, Codec, TopK
-from lightning_compress.codecs.base import Plan
-from lightning_compress.corrections import CORRECTED, Corrected
+from benchmarks._codecs import CASES, Case, plan_of
+from benchmarks._gpu import codecs_table
 from lightning_compress.layout import Layout
-from lightning_compress.state import State
-
-CASES: dict[str, Codec | Corrected] = {name: codec() for name, codec in CODECS.items()}
-CASES["topk-sampled"] = TopK(selection="sampled")
-CASES |= {name: corrected() for name, corrected in CORRECTED.items()}
 
 
-class _Corrected(Plan):
-    """A correction around its codec: encoding includes what it does before and after."""
-
-    def __init__(self, corrected: Corrected, layout: Layout, device: torch.device) -> None:
-        super().__init__(layout)
-        whole, correction = [slice(0, layout.numel)], corrected.correction
-        states = {
-            name: State(each.layout, device, each.initial, each.holder)
-            for name, each in correction.state(layout, whole).items()
-        }
-        self._whole, self._states = whole, states
-        self._correction = correction.plan(layout, whole, 2, device, states)
-        self._plan = corrected.codec.plan(layout, device)
-        self._mean, self._step = torch.zeros(layout.numel, device=device), 1 << 20
-        self.message_size = self._plan.message_size
-
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._correction.before(vector, self._whole, self._step)
-        self._plan.encode(vector, message, key)
-        self._correction.after(self._mean, vector, self._whole, self._step)
-        for state in self._states.values():
-            state.committed, state.pending = state.pending, state.committed
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        self._plan.decode(messages, out, weight, accumulate)
-
-
-def measure(cases: dict[str, Codec | Corrected], numel: int, repeats: int) -> dict[str, Any]:
+def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
     """Time every case on N(0, 1).
 
     Args:
@@ -74,10 +43,7 @@ def measure(cases: dict[str, Codec | Corrected], numel: int, repeats: int) -> di
     source = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     vector, out = torch.empty_like(source), torch.zeros_like(source)
     device, layout = torch.device("cpu"), Layout.of([("weight", (numel,))])
-    plans = {
-        name: _Corrected(case, layout, device) if isinstance(case, Corrected) else case.plan(layout, device)
-        for name, case in cases.items()
-    }
+    plans = {name: plan_of(case, layout, device) for name, case in cases.items()}
     messages = {name: torch.empty(1, plan.message_size, dtype=torch.uint8) for name, plan in plans.items()}
     times: dict[tuple[str, str], list[float]] = {}
     errors = {}
@@ -111,17 +77,23 @@ def measure(cases: dict[str, Codec | Corrected], numel: int, repeats: int) -> di
 def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--numel", type=int, default=1 << 23, help="elements of the vector (default: 2^23)")
-    parser.add_argument("--repeats", type=int, default=20, help="rounds, of which the least time counts (default: 20)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--numel", type=int, help="elements of the vector (default: 2^23; on a GPU 25 MB and 1 GB)")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds, at the most on a GPU (default: 20)")
+    parser.add_argument("--seconds", type=float, default=600, help="for all of it, on a GPU (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--codecs", default=",".join(CASES), help="which ones, by commas (default: %(default)s)")
+    parser.add_argument("--codecs", help=f"which ones, by commas (default: all of {', '.join(CASES)})")
     args = parser.parse_args()
-    names = args.codecs.split(",")
+    names = args.codecs.split(",") if args.codecs else list(CASES)
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CASES)}")
+    if args.device == "cuda":
+        codecs_table.main(args.codecs and names, args.numel, args.repeats, args.seconds, args.json)
+        return
     torch.set_num_threads(1)
-    result = _surroundings(args.numel, args.repeats)
-    result |= measure({name: CASES[name] for name in names}, args.numel, args.repeats)
+    numel = args.numel or 1 << 23
+    result = _surroundings(numel, args.repeats)
+    result |= measure({name: CASES[name] for name in names}, numel, args.repeats)
     Console().print(_table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -11,33 +11,17 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from recipes.resnet.data import IGNORE
-from recipes.resnet.model import ResNet
+from recipes.resnet.model import ResNet, parameter_groups
 from recipes.resnet.schedule import Schedule, lr_factor
 
 __all__ = ["ResNetModule", "parameter_groups"]
-
-
-def parameter_groups(model: nn.Module, *, decay_norm: bool = False) -> list[dict[str, object]]:
-    """Parameters for an optimizer: those with its own weight decay, and those with none.
-
-    Args:
-        model: the network.
-        decay_norm: decay everything, as He et al. 2015; else spare batch norm's scale and shift and all biases, that
-            is parameters of one dimension, as Goyal et al. 2017.
-    """
-    if decay_norm:
-        return [{"params": list(model.parameters())}]
-    return [
-        {"params": [p for p in model.parameters() if p.ndim > 1]},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
 
 
 class ResNetModule(LightningModule):

@@ -1,0 +1,84 @@
+"""One rank that does the work of one of many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress.collectives import Collective
+from lightning_compress.compression import Compression
+from lightning_compress.hook import register
+from lightning_compress.settings import Settings
+
+OWN_WAY = ("powersgd", "sketch", "signsgd", "terngrad_shared")
+"""Methods that exchange by themselves."""
+
+
+class EchoCollective(Collective):
+    """Pretends to be rank 0 of many: **nothing travels**, and every rank is taken to have this rank's own numbers.
+
+    A benchmark on one GPU has nobody to talk to, and on one rank no compression is registered at all. With this in
+    place of a process group a step does all that it does on one of ``size`` ranks (encode, decode ``size`` messages),
+    and copies what an all-gather would write; the time of a link is not in it. For measuring alone: models that are
+    trained so are those of one rank.
+
+    Args:
+        size: how many ranks there would be.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """As many times this rank's."""
+        tensor.mul_(self.size)
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """The largest of equal ones."""
+
+    def all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        """This rank's, in every row."""
+        _wide(out).copy_(_wide(tensor).expand(self.size, -1))
+
+    def all_to_all(self, send: Tensor, receive: Tensor) -> None:
+        """What this rank sends to itself, in every row."""
+        _wide(receive).copy_(_wide(send[0]).expand(self.size, -1))
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """A peer sends what it is sent.
+
+        Raises:
+            ValueError: it is sent nothing, or something of another length.
+        """
+        for peer, tensor in receives.items():
+            if peer not in sends or sends[peer].shape != tensor.shape:
+                raise ValueError(f"rank {peer} would send {tuple(tensor.shape)}, which is not what it is sent")
+            tensor.copy_(sends[peer])
+
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        """As many as this rank's part has."""
+        return EchoCollective(next(len(part) for part in ranks if 0 in part))
+
+
+def _wide(message: Tensor) -> Tensor:
+    """Bytes as words of 8, which are copied faster, where there are no others."""
+    whole = message.dtype == torch.uint8 and message.shape[-1] % 8 == 0 and message.is_contiguous()
+    return message.view(torch.int64) if whole else message
+
+
+def compress(ddp: DistributedDataParallel, method: Mapping[str, object], ranks: int) -> Compression:
+    """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled."""
+    exchange = "auto" if method["name"] in OWN_WAY else "all_gather"
+    settings = Settings.of(method, exchange, check_drift_every=0)
+    compression = Compression(ddp.module, settings, EchoCollective(ranks), ignored=ddp.parameters_to_ignore)
+    compression.meter.sample_every = 0
+    register(compression, ddp)
+    return compression
+
+
+def device_of(name: str) -> torch.device:
+    """The current device of this kind."""
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
