@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,11 +34,11 @@ def encode(vector: Tensor, summands: Summands, message: Tensor, state: int, buck
     count = triton.cdiv(len(vector), bucket)
     if not count:
         return
-    width, rows = _tile(bucket)
+    width, rows, options = _tile(bucket)
     first, second, both = sources(vector, summands)
     places = message, body - count, message[body:], signed(state), len(vector), count
     shape = bucket, width // 4, rows, both, keep
-    _encode[(triton.cdiv(count, rows),)](first, second, vector, *places, *shape, **OPTIONS)
+    _encode[(triton.cdiv(count, rows),)](first, second, vector, *places, *shape, **options)
 
 
 def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, bucket: int, body: int) -> None:
@@ -44,16 +46,16 @@ def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, bucke
     count = triton.cdiv(len(out), bucket)
     if not count:
         return
-    width, rows = _tile(bucket)
+    width, rows, options = _tile(bucket)
     places = messages, messages.stride(0), messages[:, body:], out, weight, len(out), count
     shape = bucket, width // 4, rows, accumulate, len(messages)
-    _decode[(triton.cdiv(count, rows),)](*places, *shape, **OPTIONS)
+    _decode[(triton.cdiv(count, rows),)](*places, *shape, **options)
 
 
-def _tile(bucket: int) -> tuple[int, int]:
-    """The width of a tile, and how many buckets it has."""
+def _tile(bucket: int) -> tuple[int, int, dict[str, Any]]:
+    """The width of a tile, how many buckets it has, and the warps that hold 16 elements a thread."""
     width = width_of(bucket)
-    return width, max(1, _TILE // width)
+    return width, max(1, _TILE // width), OPTIONS | {"num_warps": 4 * max(1, width // _TILE)}
 
 
 @triton.jit(do_not_specialize=["padding", "state", "numel", "count"])

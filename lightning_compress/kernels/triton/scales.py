@@ -14,8 +14,10 @@ from lightning_compress.kernels.triton.levels import fit
 
 Places = npt.NDArray[np.int64]
 
-_TILE = tl.constexpr(8192)
-"""Elements that a program measures, at most; less where a segment begins or ends."""
+_TILES = 1 << 13, 1 << 15
+"""Elements that a program measures, less where a segment begins or ends: of short vectors, and of long ones."""
+_LONG = 1 << 26
+"""Elements of a long vector: so many programs' results would take a while to be added up."""
 _ROWS = tl.constexpr(512)
 """Of four elements, which a program has in registers at a time."""
 _PARTS = tl.constexpr(512)
@@ -36,7 +38,8 @@ class Segments:
 
     def __init__(self, edges: Places, clips: npt.NDArray[np.float64] | None, device: torch.device) -> None:
         count, numel = len(edges) - 1, int(edges[-1])
-        parts = np.union1d(np.arange(0, numel, _TILE.value), edges)
+        self._tile = _TILES[numel >= _LONG]
+        parts = np.union1d(np.arange(0, numel, self._tile), edges)
         self._programs = len(parts) - 1
         owners = np.searchsorted(edges, parts[:-1], "right") - 1
         self.edges = torch.from_numpy(edges).to(device)
@@ -55,22 +58,23 @@ class Segments:
         tables = self._parts, self._owners, self._ranges, self.edges, self._clips
         results = self._found, self._done, scales, self.factors
         first, second, both = sources(vector, summands)
-        _measure[(self._programs,)](first, second, *tables, *results, self._programs, self._clip, both, **OPTIONS)
+        shape = self._tile, self._clip, both
+        _measure[(self._programs,)](first, second, *tables, *results, self._programs, *shape, **OPTIONS)
 
 
 @triton.jit(do_not_specialize=["programs"])
 def _measure(
     first, second, parts, owners, ranges, edges, clips, found, done, scales, factors, programs,
-    CLIP: tl.constexpr, SUM: tl.constexpr,
+    TILE: tl.constexpr, CLIP: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     start, stop, owner = tl.load(parts + part), tl.load(parts + part + 1), tl.load(owners + part)
     origin = tl.load(edges + owner)
     middle = read_sum(first, second, origin, True, SUM, True)
-    if stop - start == _TILE:
-        largest, total, squares = _sums(first, second, start, stop, middle, CLIP, SUM, True)
+    if stop - start == TILE:
+        largest, total, squares = _sums(first, second, start, stop, middle, TILE, CLIP, SUM, True)
     else:
-        largest, total, squares = _sums(first, second, start, stop, middle, CLIP, SUM, False)
+        largest, total, squares = _sums(first, second, start, stop, middle, TILE, CLIP, SUM, False)
     tl.store(found + part, largest.to(tl.float64))
     if CLIP:
         tl.store(found + programs + part, total)
@@ -86,13 +90,16 @@ def _measure(
 
 
 @triton.jit
-def _sums(first, second, start, stop, middle, CLIP: tl.constexpr, SUM: tl.constexpr, WHOLE: tl.constexpr):
+def _sums(
+    first, second, start, stop, middle,
+    TILE: tl.constexpr, CLIP: tl.constexpr, SUM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Of a part of a segment: the largest magnitude, and the sums of differences from ``middle`` and their squares."""
     largest = tl.zeros([_ROWS], tl.float32)
     total, squares = tl.zeros([_ROWS], tl.float64), tl.zeros([_ROWS], tl.float64)
-    tile = start // _TILE * _TILE
+    tile = start // TILE * TILE
     column = tl.arange(0, _ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    for move in range(0, _TILE, 4 * _ROWS):
+    for move in range(0, TILE, 4 * _ROWS):
         place = tile + move + column
         inside = (place >= start) & (place < stop)
         numbers = read_sum(first, second, place, inside, SUM, WHOLE)
