@@ -7,6 +7,6 @@ the device and keep no state, so that a CUDA graph may hold them.
 
 from __future__ import annotations
 
-from lightning_compress.kernels.triton import lists, signs, topk
+from lightning_compress.kernels.triton import lists, momentum, signs, topk
 
-__all__ = ["lists", "signs", "topk"]
+__all__ = ["lists", "momentum", "signs", "topk"]
