@@ -72,8 +72,8 @@ class FusedFloats(Floats):
         check(out, messages, self.layout.numel, self.message_size)
         if not accumulate:
             out.zero_()
-        for message in messages if self._topk else ():
-            self._add(*self._sections(message), out, weight)
+        for indices, values in zip(*self._sections(messages), strict=True) if self._topk else ():
+            self._add(indices, values, out, weight)
 
 
 def _part(kernel: ModuleType, part: range, k: int, exact: bool) -> Any:

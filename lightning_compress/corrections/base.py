@@ -32,6 +32,9 @@ def zero_where_zero(target: Tensor, source: Tensor) -> None:
     if fast := kernels.of(source.device):
         fast.momentum.zero_where_zero(target.numpy(), source.numpy())
         return
+    if fused := kernels.fused(source.device):
+        fused.momentum.zero_where_zero(target, source)
+        return
     zeros = scratch("zeros", len(source), torch.bool, source.device)
     if source.device.type == "cpu":  # five times as fast as torch's comparison into booleans
         np.equal(source.numpy(), 0, out=zeros.numpy())

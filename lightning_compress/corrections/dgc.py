@@ -246,8 +246,10 @@ class _Plan(CorrectionPlan):
 
     def _accumulate(self, gradient: Tensor, old: Tensor, new: Tensor) -> None:
         """Write the next velocity, and over the gradient what a step along it adds; in SGD's order of rounding."""
-        momentum = self._settings.momentum
-        if self._settings.nesterov and self._again:
+        momentum, fused = self._settings.momentum, kernels.fused(gradient.device)
+        if fused and not (self._settings.nesterov and self._again):  # which torch rounds once
+            fused.momentum.accumulate(gradient, old, new, momentum, self._settings.nesterov, self._again)
+        elif self._settings.nesterov and self._again:
             torch.add(old, gradient, alpha=momentum, out=new)
             gradient.mul_(1 + momentum)
         elif self._settings.nesterov:

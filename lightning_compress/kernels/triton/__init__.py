@@ -10,6 +10,7 @@ from __future__ import annotations
 from lightning_compress.kernels.triton import (
     halves,
     lists,
+    momentum,
     natural,
     range_float,
     segments,
@@ -19,4 +20,4 @@ from lightning_compress.kernels.triton import (
     vectors,
 )
 
-__all__ = ["halves", "lists", "natural", "range_float", "segments", "signs", "ternary", "topk", "vectors"]
+__all__ = ["halves", "lists", "momentum", "natural", "range_float", "segments", "signs", "ternary", "topk", "vectors"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_compress.kernels.triton import candidates, narrowing
 from lightning_compress.kernels.triton.launch import OPTIONS, Summands, sources, width_of
 
-PROGRAMS = 512
-"""At most so many programs find the k-th largest of one part; 4 for each of a GPU's processors."""
+PROGRAMS = 384
+"""At most so many programs find the k-th largest of one part: those that a GPU of 132 processors runs at once."""
 _WIDTH = 256
 _FEW = {**OPTIONS, "num_warps": 1}
 """For programs that handle the few candidates of one tile."""

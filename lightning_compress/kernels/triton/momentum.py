@@ -1,0 +1,71 @@
+"""A step of a velocity in one pass, and what is forgotten of it; see ``corrections/dgc.py``, whose bits these are."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.kernels.triton.launch import OPTIONS, read, write
+
+_TILE = 2048
+
+
+def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nesterov: bool, again: bool) -> None:
+    """``new <- momentum old + gradient``, and over the gradient what a step along it adds: the same.
+
+    Args:
+        gradient: float32 ``[n]``.
+        old: float32 ``[n]``.
+        new: float32 ``[n]``; may be ``old``.
+        momentum: rounded to float32.
+        nesterov: ``new <- momentum (old + gradient)``, and ``gradient + new`` over the gradient.
+        again: without another decay, which leaves the gradient as it is; not with ``nesterov``.
+    """
+    if len(gradient):
+        grid = (triton.cdiv(len(gradient), _TILE),)
+        _accumulate[grid](gradient, old, new, momentum, len(gradient), nesterov, again, _TILE, **OPTIONS)
+
+
+def zero_where_zero(target: Tensor, source: Tensor) -> None:
+    """``target`` becomes 0 where ``source`` is; both float32 ``[n]``."""
+    if len(source):
+        _zero_where_zero[(triton.cdiv(len(source), _TILE),)](target, source, len(source), _TILE, **OPTIONS)
+
+
+@triton.jit
+def _accumulate(
+    gradient, old, new, momentum, numel, NESTEROV: tl.constexpr, AGAIN: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:
+        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, AGAIN, TILE, True)
+    else:
+        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, AGAIN, TILE, False)
+
+
+@triton.jit
+def _accumulate_tile(
+    gradient, old, new, momentum, numel,
+    NESTEROV: tl.constexpr, AGAIN: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < numel
+    given, before = read(gradient, place, inside, WHOLE), read(old, place, inside, WHOLE)
+    if NESTEROV:
+        after = (before + given) * momentum
+        write(gradient, place, given + after, inside, WHOLE)
+    else:
+        after = before + given if AGAIN else before * momentum + given
+        if not AGAIN:
+            write(gradient, place, after, inside, WHOLE)
+    write(new, place, after, inside, WHOLE)
+
+
+@triton.jit
+def _zero_where_zero(target, source, numel, TILE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:
+        zero = tl.load(source + place) == 0
+    else:
+        zero = tl.load(source + place, mask=place < numel, other=1.0) == 0
+    tl.store(target + place, tl.zeros([TILE], tl.float32), mask=zero)

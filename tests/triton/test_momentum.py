@@ -1,0 +1,45 @@
+"""A velocity's step by kernels of accelerators has the bits of the tensor operations."""
+
+import pytest
+import torch
+
+from lightning_compress.corrections import DGC
+from lightning_compress.corrections.base import zero_where_zero
+from lightning_compress.layout import Layout
+from lightning_compress.state import State
+
+LAYOUT = Layout.of([("weight", (3, 701)), ("bias", (10,))])
+COMPRESSED = [slice(0, 2103)]
+
+
+def _steps(choice, nesterov, device, by):
+    """Gradients and velocities of two steps, and of a second backward in the last one."""
+    by(choice)
+    correction = DGC(nesterov=nesterov).correction
+    states = {name: State(each.layout, device) for name, each in correction.state(LAYOUT, COMPRESSED).items()}
+    plan = correction.plan(LAYOUT, COMPRESSED, 2, device, states)
+    found = []
+    for number in range(3):
+        gradient = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(number)).to(device)
+        plan.before(gradient, COMPRESSED, number)
+        states["velocity"].touch()
+        found += [gradient.cpu(), states["velocity"].pending.cpu().clone()]
+        if number == 0:
+            states["velocity"].commit(torch.zeros((), dtype=torch.bool, device=device), LAYOUT.names)
+    return found
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_velocities_are_those_of_tensor_operations(nesterov, device, by):
+    expected = _steps("torch", nesterov, torch.device("cpu"), by)
+    actual = _steps("triton", nesterov, device, by)
+    for one, other in zip(expected, actual, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("numel", [0, 5, 2048, 2100])
+def test_a_velocity_is_forgotten_where_everything_was_sent(numel, device, by):
+    by("triton")
+    source, target = torch.arange(numel, device=device) % 3 - 1.0, torch.full((numel,), 2.0, device=device)
+    zero_where_zero(target, source)
+    assert target.equal(2.0 * (source != 0))
