@@ -7,6 +7,6 @@ the device and keep no state, so that a CUDA graph may hold them.
 
 from __future__ import annotations
 
-from lightning_compress.kernels.triton import signs
+from lightning_compress.kernels.triton import qsgd, rotated, signs
 
-__all__ = ["signs"]
+__all__ = ["qsgd", "rotated", "signs"]
