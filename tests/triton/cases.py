@@ -10,7 +10,6 @@ METHODS = [
     {"name": "qsgd"},
     {"name": "qsgd", "bits": 2, "bucket": 96, "norm": "l2"},
     {"name": "qsgd", "bits": 5, "bucket": 200},
-    {"name": "qsgd", "bits": 8},
     {"name": "rotated"},
     {"name": "rotated", "bits": 5, "block": 64},
     {"name": "rotated", "bits": 8, "block": 1024},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,8 +24,10 @@ from lightning_compress.kernels.triton.random import random_bits, signed
 
 LONGEST = 8192
 """Elements of a bucket, at most: one program holds it in registers."""
-_TILE = 2048
+_TILE = 1024
 """Elements that a program handles; several buckets where they are shorter."""
+_EACH = 32
+"""Elements that a thread holds: with as many, buckets of up to 1024 are one warp's, and no maximum leaves it."""
 
 
 def encode(
@@ -46,13 +50,13 @@ def encode(
     count = -(-len(vector) // bucket)
     if not count:
         return
-    width, rows = _tile(bucket)
+    width, rows, options = _tile(bucket)
     first, second, both = sources(vector, summands)
     header = float_view(message, 0, count)
     places = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(len(vector), bits)
     shape = bucket, width, rows, bits, squares, both, keep
     grid = (triton.cdiv(count, rows),)
-    _encode[grid](first, second, vector, *places, len(vector), count, signed(state), *shape, **OPTIONS)
+    _encode[grid](first, second, vector, *places, len(vector), count, signed(state), *shape, **options)
 
 
 def decode(
@@ -62,22 +66,24 @@ def decode(
     count = -(-len(out) // bucket)
     if not count:
         return
-    width, rows = _tile(bucket)
+    width, rows, options = _tile(bucket)
     header, codes = float_view(messages, 0, count), messages[:, body:]
     places = header, header.stride(0), codes, codes.stride(0), *later_planes(len(out), bits)
     shape = bucket, width, rows, bits, accumulate, len(messages)
-    _decode[(triton.cdiv(count, rows),)](*places, out, weight, len(out), count, *shape, **OPTIONS)
+    _decode[(triton.cdiv(count, rows),)](*places, out, weight, len(out), count, *shape, **options)
 
 
-def _tile(bucket: int) -> tuple[int, int]:
-    """The width of a tile, and how many buckets it has."""
+def _tile(bucket: int) -> tuple[int, int, dict[str, Any]]:
+    """The width of a tile, how many buckets it has, and options."""
     width = width_of(bucket)
-    return width, max(1, _TILE // width)
+    rows = max(1, _TILE // width)
+    return width, rows, OPTIONS | {"num_warps": max(1, rows * width // (32 * _EACH))}
 
 
 @triton.jit(do_not_specialize=["padding", "count", "start"])
 def _encode(
-    first, second, vector, header, gap, padding, body, middle, last, numel, count, start: tl.int64,
+    first, second, vector, header, gap, padding, body, middle, last, numel: tl.int64, count,
+    start: tl.int64,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, SQUARES: tl.constexpr,
     SUM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +134,8 @@ def _places(number, numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _decode(
-    header, step: tl.int64, body, stride: tl.int64, middle, last, out, weight, numel, count,
+    header, step: tl.int64, body, stride: tl.int64, middle, last, out, weight, numel: tl.int64,
+    count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr,
     MESSAGES: tl.constexpr,
 ):  # fmt: skip

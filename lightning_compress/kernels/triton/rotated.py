@@ -85,7 +85,8 @@ def _options(threads: int) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["padding", "count", "start", "begin"])
 def _encode(
-    first, second, vector, signs, rest, header, gap, padding, body, middle, last, numel, count, start: tl.int64, begin,
+    first, second, vector, signs, rest, header, gap, padding, body, middle, last, numel: tl.int64, count,
+    start: tl.int64, begin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +100,7 @@ def _encode(
     tl.store(header + block, norm, mask=block < count)
     scaled = _from_matrix(coefficients * factor[None, :], columns, rest, WHOLE)
     level = round_levels(scaled, random_bits(start, rows, COLUMNS), 0.5)
-    write_codes(level.to(tl.int32), body, middle, last, rows, count * BLOCK, COLUMNS, BITS, WHOLE)
+    write_codes(level.to(tl.int32), body, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, BITS, WHOLE)
     if KEEP:
         sent = transform(_to_matrix(level + 0.5, columns, rest, WHOLE) * step_of(norm, top)[None, :])
         sent = _from_matrix(sent * tl.load(signs + row)[:, None], columns, rest, WHOLE)
@@ -111,7 +112,8 @@ def _encode(
 
 @triton.jit(do_not_specialize=["count", "begin"])
 def _decode(
-    header, step: tl.int64, body, stride: tl.int64, middle, last, out, signs, rest, weight, numel, count, begin,
+    header, step: tl.int64, body, stride: tl.int64, middle, last, out, signs, rest, weight, numel: tl.int64,
+    count, begin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +127,7 @@ def _decode(
         norm = tl.load(header + message * step + block, mask=block < count, other=0.0)
         scale = step_of(norm, 2 ** (BITS - 1) - 0.5) * weight
         own = body + message * stride
-        codes = read_codes(own, middle, last, rows, count * BLOCK, COLUMNS, COLUMNS, BITS, WHOLE)
+        codes = read_codes(own, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, COLUMNS, BITS, WHOLE)
         total += (levels_of(codes, BITS) + 0.5) * scale
     sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs + row)[:, None]
     sums = _from_matrix(sums, columns, rest, WHOLE)
