@@ -15,6 +15,12 @@ RUN = 1 << 18
 """Elements that are encoded at a time: what they need fits a CPU's caches."""
 
 
+def bucket_shape(numel: int, bucket: int) -> tuple[int, int]:
+    """The elements of a whole bucket, and how many buckets there are; a vector that is shorter than one is one."""
+    width = min(bucket, 8 * packed_size(max(1, numel)))
+    return width, -(-numel // width)
+
+
 class Buckets:
     """Cuts a vector into runs of whole buckets, and a last one that may be shorter.
 
@@ -32,9 +38,8 @@ class Buckets:
     """
 
     def __init__(self, numel: int, bucket: int, norm: Norm, device: torch.device) -> None:
-        self.width = min(bucket, 8 * packed_size(max(1, numel)))
+        self.width, self.count = bucket_shape(numel, bucket)
         whole, rest = divmod(numel, self.width)
-        self.count = whole + bool(rest)
         rows = max(1, min(RUN // self.width, whole))
         self.most = rows * self.width
         self.pieces = [(part, slice(part.start * self.width, part.stop * self.width)) for part in pieces(whole, rows)]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.buckets import Buckets, Norm
+from lightning_compress.codecs.buckets import Buckets, Norm, bucket_shape
 from lightning_compress.codecs.buffers import check, scratch
 from lightning_compress.codecs.qsgd_elias import EliasPlan
-from lightning_compress.codecs.quantise import LARGEST, Quantiser
+from lightning_compress.codecs.quantise import LARGEST, FusedLevels, Quantiser
 from lightning_compress.codecs.randomness import word_state
 from lightning_compress.layout import Layout
 
@@ -99,6 +99,10 @@ class QSGD(Codec):
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         if self.coding == "elias":
             return EliasPlan(layout, device, self.bits, self.bucket, self.norm)
+        fused = kernels.fused(device)
+        if fused and self.bucket <= fused.qsgd.LONGEST:
+            width, count = bucket_shape(layout.numel, self.bucket)
+            return FusedLevels(fused.qsgd, layout, count, layout.numel, self.bits, width, self.norm == "l2")
         return _QSGDPlan(layout, device, self)
 
 

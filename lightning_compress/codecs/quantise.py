@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.buffers import scratch
-from lightning_compress.codecs.planes import Planes
-from lightning_compress.codecs.randomness import RandomBits
+from lightning_compress.codecs.base import Plan, aligned
+from lightning_compress.codecs.buffers import check, scratch
+from lightning_compress.codecs.planes import Planes, code_bytes
+from lightning_compress.codecs.randomness import RandomBits, word_state
+from lightning_compress.layout import Layout
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
 UNIT = 1 << 16
@@ -107,3 +112,47 @@ def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Te
     factors = exact.float()
     factors = torch.where(factors.double() > exact, factors.nextafter(factors.new_zeros(())), factors)
     return sent, factors.masked_fill_(sent == 0, 0)
+
+
+class FusedLevels(Plan):
+    """Norms of blocks and codes of a few bits, by a kernel of an accelerator.
+
+    A message is every block's norm as float32, zeros up to a multiple of 16 bytes, then the codes in planes.
+
+    Args:
+        kernel: ``kernels/triton/qsgd.py`` or its like.
+        layout: what the vector is made of.
+        blocks: how many norms there are.
+        count: how many codes there are.
+        bits: of a code.
+        settings: what else the kernel is to know, which comes before the bits.
+    """
+
+    def __init__(self, kernel: ModuleType, layout: Layout, blocks: int, count: int, bits: int, *settings: Any) -> None:
+        super().__init__(layout)
+        body = aligned(4 * blocks)
+        self.message_size = body + code_bytes(count, bits)
+        self._kernel, self._settings = kernel, (*settings, bits, body)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        """See the base class."""
+        self._encode(vector, None, message, key, keep=True)
+
+    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
+        """See the base class."""
+        self._encode(vector, None, message, key, keep=False)
+
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        """See the base class."""
+        self._encode(vector, (gradient, residual), message, key, keep=True)
+
+    def _encode(
+        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, key: int, keep: bool
+    ) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        self._kernel.encode(vector, summands, message, word_state(key, 0), keep, *self._settings)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See the base class."""
+        check(out, messages, self.layout.numel, self.message_size)
+        self._kernel.decode(messages, out, weight, accumulate, *self._settings)

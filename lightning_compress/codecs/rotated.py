@@ -14,7 +14,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check, scratch
 from lightning_compress.codecs.hadamard import Hadamard
-from lightning_compress.codecs.quantise import Quantiser
+from lightning_compress.codecs.quantise import FusedLevels, Quantiser
 from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.layout import Layout
 
@@ -78,14 +78,19 @@ class Rotated(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        fused = kernels.fused(device)
+        if fused and self.block <= fused.rotated.LONGEST:
+            block, count = _shape(layout.numel, self.block)
+            signs = _signs(self.seed, block, device).view(-1)
+            rest = scratch("rotated rest", COLUMNS * block, torch.float32, device)
+            return FusedLevels(fused.rotated, layout, count, count * block, self.bits, signs, rest)
         return _RotatedPlan(layout, device, self)
 
 
 class _RotatedPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, codec: Rotated) -> None:
         super().__init__(layout)
-        block = min(codec.block, max(8, 1 << (layout.numel - 1).bit_length())) if layout.numel else codec.block
-        self._blocks = -(-layout.numel // block)
+        block, self._blocks = _shape(layout.numel, codec.block)
         self._header = 4 * self._blocks
         self._body = aligned(self._header)
         pieces = [_Piece(blocks, block, layout.numel) for blocks in _cut(layout.numel, block)]
@@ -246,6 +251,13 @@ class _Fast:
         for own, body in zip(codes, bodies, strict=True):
             self._quantiser.planes.read(own, piece.numbers, body)
         return codes
+
+
+def _shape(numel: int, block: int) -> tuple[int, int]:
+    """The elements of a block, and how many blocks there are; a vector that is shorter than one is one."""
+    if numel:
+        block = min(block, max(8, 1 << (numel - 1).bit_length()))
+    return block, -(-numel // block)
 
 
 def _cut(numel: int, block: int) -> list[slice]:

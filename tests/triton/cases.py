@@ -24,6 +24,12 @@ METHODS = [
     {"name": "fp16"},
     {"name": "topk"},
     {"name": "topk", "selection": "sampled", "scope": "group", "values": "fp16", "density": 0.1},
+    {"name": "qsgd"},
+    {"name": "qsgd", "bits": 2, "bucket": 96, "norm": "l2"},
+    {"name": "qsgd", "bits": 5, "bucket": 200},
+    {"name": "rotated"},
+    {"name": "rotated", "bits": 5, "block": 64},
+    {"name": "rotated", "bits": 8, "block": 1024},
 ]
 EXACT = sorted({method["name"] for method in METHODS})
 """What a CPU writes and decodes, these do to the bit."""

@@ -12,7 +12,9 @@ from lightning_compress.kernels.triton import (
     lists,
     momentum,
     natural,
+    qsgd,
     range_float,
+    rotated,
     segments,
     signs,
     ternary,
@@ -20,4 +22,17 @@ from lightning_compress.kernels.triton import (
     vectors,
 )
 
-__all__ = ["halves", "lists", "momentum", "natural", "range_float", "segments", "signs", "ternary", "topk", "vectors"]
+__all__ = [
+    "halves",
+    "lists",
+    "momentum",
+    "natural",
+    "qsgd",
+    "range_float",
+    "rotated",
+    "segments",
+    "signs",
+    "ternary",
+    "topk",
+    "vectors",
+]

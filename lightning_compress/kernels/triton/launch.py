@@ -77,7 +77,11 @@ def pack(codes, WIDTH: tl.constexpr):
 
 @triton.jit
 def unpack(packed, WIDTH: tl.constexpr):
-    """The codes again, int32 ``[ROWS, n]``, of uint8 ``[ROWS, m]``."""
+    """The codes again, int32 ``[ROWS, n]``, of uint8 ``[ROWS, m]``.
+
+    A reshape, and no index of None, leaves them in the thread that has read their byte.
+    """
     EACH: tl.constexpr = 8 // WIDTH
-    parts = packed.to(tl.int32)[:, :, None] >> (tl.arange(0, EACH) * WIDTH)[None, None, :]
-    return tl.reshape(parts & (2**WIDTH - 1), [packed.shape[0], packed.shape[1] * EACH])
+    parts = tl.reshape(packed, [packed.shape[0], packed.shape[1], 1]).to(tl.int32)
+    parts = (parts >> (tl.arange(0, EACH) * WIDTH)[None, None, :]) & (2**WIDTH - 1)
+    return tl.reshape(parts, [packed.shape[0], packed.shape[1] * EACH])

@@ -18,25 +18,36 @@ def signed(state: int) -> int:
 
 
 @triton.jit
-def words(start, number):
-    """The words, uint64, of these numbers (int64) in the stream that begins with the state ``start`` (int64)."""
-    word = start.to(tl.uint64) + number.to(tl.uint64) * _GAMMA
-    word = (word ^ (word >> 30)) * _FIRST
+def hash_words(state):
+    """The random words, uint64, that follow states, each of which is ``_GAMMA`` from the one before."""
+    word = (state ^ (state >> 30)) * _FIRST
     word = (word ^ (word >> 27)) * _SECOND
     return word ^ (word >> 31)
 
 
 @triton.jit
 def random_bits(start, first, WIDTH: tl.constexpr):
-    """16 bits for each element of rows that begin with the elements ``first``, multiples of 4.
+    """16 bits for each element of rows that begin with the elements ``first``, int64 multiples of 4.
+
+    Args:
+        start: int64, the state before the stream's first word.
+        first: of the rows.
+        WIDTH: of the rows.
 
     Returns:
         float32 ``[len(first), WIDTH]``: whole numbers, -32768 to 32767.
     """
-    number = first[:, None] // PER_WORD + tl.arange(0, WIDTH // PER_WORD)[None, :]
-    shift = (tl.arange(0, PER_WORD) * 16).to(tl.uint64)
-    bits = (words(start, number)[:, :, None] >> shift[None, None, :]).to(tl.uint16).to(tl.int16, bitcast=True)
-    return tl.reshape(bits.to(tl.float32), [first.shape[0], WIDTH])
+    row = start.to(tl.uint64) + (first >> 2).to(tl.uint64) * _GAMMA
+    column = tl.arange(0, WIDTH // 4).to(tl.uint64) * _GAMMA
+    shift = (tl.arange(0, 4) * 16).to(tl.uint64)
+    bits = hash_words(row[:, None] + column[None, :])[:, :, None] >> shift[None, None, :]
+    return tl.reshape(bits.to(tl.uint16).to(tl.int16, bitcast=True).to(tl.float32), [first.shape[0], WIDTH])
+
+
+@triton.jit
+def words(start, number):
+    """The words, uint64, of these numbers (int64) in the stream that begins with the state ``start`` (int64)."""
+    return hash_words(start.to(tl.uint64) + number.to(tl.uint64) * _GAMMA)
 
 
 @triton.jit

@@ -10,15 +10,14 @@ from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     Summands,
     float_view,
-    pack,
     places,
     read,
     read_sum,
     sources,
-    unpack,
     width_of,
     write,
 )
+from lightning_compress.kernels.triton.planes import read_codes, write_codes
 
 LONGEST = 8192
 """Elements of a block, at most: one program holds it in registers."""
@@ -105,8 +104,7 @@ def _encode_tile(
         low = -high
     tl.store(header + number, high, mask=number < count)
     write(vector, place, numbers - tl.where(above, high[:, None], low[:, None]), inside, WHOLE)
-    place, inside = places(number, (numel + 7) // 8, BLOCK // 8, WIDTH // 8)
-    write(bits, place, pack(signs, 1), inside, WHOLE)
+    write_codes(signs, bits, 0, 0, number * BLOCK, numel, BLOCK, 1, WHOLE)
 
 
 @triton.jit
@@ -130,7 +128,6 @@ def _decode_tile(
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place, inside = places(number, numel, BLOCK, WIDTH)
-    eighth, some = places(number, (numel + 7) // 8, BLOCK // 8, WIDTH // 8)
     total = read(out, place, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
     for message in range(MESSAGES):
         row = header + message * step
@@ -138,6 +135,6 @@ def _decode_tile(
         low = -high
         if MEANS:
             low = tl.load(row + count + number, mask=number < count, other=0.0) * weight
-        signs = unpack(read(bits + message * stride, eighth, some, WHOLE), 1)
+        signs = read_codes(bits + message * stride, 0, 0, number * BLOCK, numel, BLOCK, WIDTH, 1, WHOLE)
         total += tl.where(signs != 0, high[:, None], low[:, None])
     write(out, place, total, inside, WHOLE)
