@@ -25,7 +25,7 @@ _TILE = 2048
 """Elements that a program handles: as many blocks of a run, but at least 8, whose rows are a sector of 32 bytes."""
 _EACH = 64
 """Elements that a thread holds: with as many, blocks of 256 are one warp's, and no step of theirs leaves it."""
-_EACH_OF_LAST = 8
+_EACH_OF_LAST = 16
 """The same for the last run, whose one program the device would else wait for."""
 
 
@@ -80,7 +80,7 @@ def _launches(numel: int, block: int) -> Iterator[tuple[tuple[int], tuple[int, i
 
 
 def _options(threads: int) -> dict[str, Any]:
-    return OPTIONS | {"num_warps": min(16, max(1, threads // 32))}
+    return OPTIONS | {"num_warps": min(8, max(1, threads // 32))}
 
 
 @triton.jit(do_not_specialize=["padding", "count", "start", "begin"])
