@@ -25,8 +25,8 @@ _TILE = 2048
 """Elements that a program handles: as many blocks of a run, but at least 8, whose rows are a sector of 32 bytes."""
 _EACH = 64
 """Elements that a thread holds: with as many, blocks of 256 are one warp's, and no step of theirs leaves it."""
-_EACH_OF_LAST = 8
-"""The same for the last run, whose one program the device would else wait for."""
+_WARPS_TO_ENCODE, _WARPS_TO_DECODE = 8, 16
+"""At most so many handle the last run, as the device waits for this one program; with others registers spill."""
 
 
 def encode(
@@ -52,7 +52,7 @@ def encode(
     header = float_view(message, 0, count)
     places = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
     given = first, second, vector, signs, rest, *places, len(vector), count, signed(state)
-    for grid, shape, whole, options in _launches(len(vector), block):
+    for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
         _encode[grid](*given, *shape, block, bits, both, keep, whole, **options)
 
 
@@ -65,22 +65,22 @@ def decode(
     header, codes = float_view(messages, 0, count), messages[:, body:]
     places = header, header.stride(0), codes, codes.stride(0), *later_planes(count * block, bits)
     given = *places, out, signs, rest, weight, len(out), count
-    for grid, shape, whole, options in _launches(len(out), block):
+    for grid, shape, whole, options in _launches(len(out), block, _WARPS_TO_DECODE):
         _decode[grid](*given, *shape, block, bits, accumulate, len(messages), whole, **options)
 
 
-def _launches(numel: int, block: int) -> Iterator[tuple[tuple[int], tuple[int, int], bool, dict[str, Any]]]:
+def _launches(numel: int, block: int, most: int) -> Iterator[tuple[tuple[int], tuple[int, int], bool, dict[str, Any]]]:
     """Whole runs, and the last one: grid, first run and columns of a program, whether runs are whole, and options."""
     whole, rest = divmod(numel, block * RUN)
     columns = min(RUN, max(8, _TILE // block))
     if whole:
-        yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // _EACH)
+        yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // (32 * _EACH), 8)
     if rest:
-        yield (1,), (whole, RUN), False, _options(block * RUN // _EACH_OF_LAST)
+        yield (1,), (whole, RUN), False, _options(block * RUN // 256, most)
 
 
-def _options(threads: int) -> dict[str, Any]:
-    return OPTIONS | {"num_warps": min(16, max(1, threads // 32))}
+def _options(warps: int, most: int) -> dict[str, Any]:
+    return OPTIONS | {"num_warps": min(most, max(1, warps))}
 
 
 @triton.jit(do_not_specialize=["padding", "count", "start", "begin"])
