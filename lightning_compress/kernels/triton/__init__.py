@@ -7,6 +7,6 @@ the device and keep no state, so that a CUDA graph may hold them.
 
 from __future__ import annotations
 
-from lightning_compress.kernels.triton import range_float, signs
+from lightning_compress.kernels.triton import range_float, signs, spectrum
 
-__all__ = ["range_float", "signs"]
+__all__ = ["range_float", "signs", "spectrum"]
