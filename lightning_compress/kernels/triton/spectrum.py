@@ -73,8 +73,11 @@ class Shape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What kernels are launched with: a thread has 16 elements. What is rounded twice elsewhere may be fused."""
-        return {"num_warps": max(1, self.rows * self.padded // 512)}
+        """What kernels are launched with: a thread has 16 elements. What is rounded twice elsewhere may be fused.
+
+        With 128 registers a multiprocessor holds two programs of 256 threads, and one of them works where one waits.
+        """
+        return {"num_warps": max(1, self.rows * self.padded // 512), "maxnreg": 128}
 
     @property
     def room(self) -> int:
