@@ -19,13 +19,14 @@ class Places:
 
     Attributes:
         size: bytes that the places of a row take; 0 where all are chosen.
+        listed: they are a list.
     """
 
     def __init__(self, bins: int, keep: int) -> None:
         self.bins, self.keep = bins, keep
-        self._listed = 2 * keep < packed_size(bins)
+        self.listed = 2 * keep < packed_size(bins)
         self._bytes = packed_size(bins)
-        self.size = 0 if keep == bins else 2 * keep if self._listed else self._bytes
+        self.size = 0 if keep == bins else 2 * keep if self.listed else self._bytes
 
     def largest(self, energy: Tensor) -> Tensor:
         """Places of the largest of float32 ``[R, bins]``, the first ones among equals: int64 ``[R * keep]``, ascending.
@@ -55,7 +56,7 @@ class Places:
         if not self.size:
             return
         rows = len(places) // self.keep
-        if self._listed:
+        if self.listed:
             packed.view(torch.int16).copy_((places.view(rows, -1) - self._first(places, rows)).view(-1))
             return
         if places.device.type == "cpu":
@@ -75,7 +76,7 @@ class Places:
         """
         if not self.size:
             return torch.arange(rows * self.bins, device=packed.device)
-        if self._listed:
+        if self.listed:
             columns = packed.view(torch.int16).view(rows, -1).long() & 0xFFFF
             if packed.device.type == "cpu" and bool((columns >= self.bins).any()):
                 raise self._damaged()

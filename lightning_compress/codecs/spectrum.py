@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress import kernels
+from lightning_compress.codecs.areas import SAMPLE, Area, stretches
+from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check, pieces, scratch
 from lightning_compress.codecs.formats import Formats, build, check_settings
-from lightning_compress.codecs.minifloat import Workspace, best_mantissa
-from lightning_compress.codecs.places import Places
-from lightning_compress.codecs.planes import Planes
+from lightning_compress.codecs.minifloat import Workspace, best_mantissa, most_mantissa
 from lightning_compress.codecs.transforms import Transform
 from lightning_compress.layout import Layout
 
 LONGEST = 1 << 16
 """The largest block; places are numbers of 16 bits."""
-SHORTEST = 8
-"""The least length that a rest is filled up to."""
-SAMPLE = 8
-"""Blocks that the mantissa is chosen on."""
 CHUNK = 1 << 18
 """Elements to transform at a time on a CPU; with fewer, the many small operations on the kept ones cost more."""
 
@@ -59,41 +56,26 @@ class Spectral(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        fused = kernels.fused(device)
+        if fused and self.block <= fused.spectrum.LONGEST:
+            return _FusedPlan(fused.spectrum, layout, device, self)
         return _SpectralPlan(layout, device, self)
 
 
-class _Area:
-    """Blocks of one length: their place in the vector and in the message, and views of the scratch."""
+class _Area(Area):
+    """The same with views of the scratch."""
 
     def __init__(
         self, codec: Spectral, start: int, blocks: int, length: int, offset: int, device: torch.device
     ) -> None:
-        self.start, self.blocks = start, blocks
-        self.transform = codec.transform(1 << max(length - 1, SHORTEST - 1).bit_length())
-        bins, width = self.transform.bins, self.transform.width
-        self.length, self.padded = length, self.transform.length
-        keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))  # 1 - 0.9 is above 0.1
-        self.places = Places(bins, keep)
-        self.values = keep * width
-        self.planes = Planes(codec.bits, blocks * self.values)
-        self.ranges = slice(offset, offset + 12 * blocks)
-        self.where = aligned(self.ranges.stop)
-        self.codes = aligned(self.where + blocks * self.places.size)
-        self.stop = aligned(self.codes + self.planes.size)
-        self.gaps = (
-            slice(self.ranges.stop, self.where),
-            slice(self.where + blocks * self.places.size, self.codes),
-            slice(self.codes + self.planes.size, self.stop),
-        )
+        super().__init__(codec, start, blocks, length, offset)
         # Spectra are a little longer than blocks, and what the inverse transform copies should not pass 1 MiB.
         # The codes of a multiple of 8 blocks begin with a byte.
         self.rows = min(max(8, (CHUNK if device.type == "cpu" else 1 << 22) // (self.padded + 2) // 8 * 8), blocks)
         self.floats = self._view("rows", (self.padded,), device)
-        self.spectrum = self._view("spectrum", (bins, width), device)
-        self.energy = self._view("energy", (bins,), device)
+        self.spectrum = self._view("spectrum", (self.transform.bins, self.transform.width), device)
+        self.energy = self._view("energy", (self.transform.bins,), device)
         self.work = Workspace(codec.bits, self.rows * self.values, device)
-        # A value that is scaled down by no more than this overflows in no sum of an inverse transform.
-        self.limit = 126 - 2 * (self.padded.bit_length() - 1)
 
     def _view(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         numel = self.rows * math.prod(shape)
@@ -115,17 +97,61 @@ class _Area:
         self.planes.read(self.work.codes(elements.stop - elements.start), elements, message[self.codes :])
 
 
+class _FusedPlan(Plan):
+    """By the kernels of an accelerator."""
+
+    def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: Spectral) -> None:
+        super().__init__(layout)
+        self._kernel, self._areas, offset = kernel, [], 16
+        mantissa = 23 if codec.mantissa == "auto" and codec.bits == 32 else codec.mantissa  # loses nothing
+        given = -1 if mantissa == "auto" else mantissa
+        for start, blocks, length in stretches(layout.numel, codec.block):
+            area = Area(codec, start, blocks, length, offset)
+            shape = kernel.Shape(
+                start, blocks, length, area.padded, area.transform.width == 1, area.places.keep, area.places.listed,
+                codec.bits, given, area.ranges.start, area.where, area.codes, area.stop,
+                tuple(gap.start for gap in area.gaps),
+            )  # fmt: skip
+            self._areas.append((area, shape, kernel.waves(area.padded, device)))
+            offset = area.stop
+        self.message_size = offset if self._areas else 0
+        room = max((shape.room for _, shape, _ in self._areas), default=0)
+        self._room = scratch("spectrum codes", room, torch.int32, device)
+        candidates = most_mantissa(codec.bits) + 1 if given < 0 else 1
+        self._errors = torch.zeros(SAMPLE, candidates, dtype=torch.float64, device=device)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, None, message)
+
+    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
+        self._encode(vector, (gradient, residual), message)
+
+    def _encode(self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        for number, (area, shape, table) in enumerate(self._areas):
+            if number == 0 and shape.mantissa < 0:
+                self._kernel.measure(vector, summands, self._errors, area.sample, table, shape)
+            self._kernel.encode(vector, summands, message, self._errors, table, self._room, shape)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        for _, shape, table in self._areas:
+            self._kernel.decode(messages, out, weight, accumulate, table, shape)
+
+
 class _SpectralPlan(Plan):
+    """By tensor operations."""
+
     def __init__(self, layout: Layout, device: torch.device, codec: Spectral) -> None:
         super().__init__(layout)
         self._codec = codec
-        whole, rest = divmod(layout.numel, codec.block)
         self._areas: list[_Area] = []
-        for start, blocks, length in ((0, whole, codec.block), (whole * codec.block, 1, rest)):
-            if blocks and length:
-                offset = self._areas[-1].stop if self._areas else 16
-                self._areas.append(_Area(codec, start, blocks, length, offset, device))
+        for start, blocks, length in stretches(layout.numel, codec.block):
+            offset = self._areas[-1].stop if self._areas else 16
+            self._areas.append(_Area(codec, start, blocks, length, offset, device))
         self.message_size = self._areas[-1].stop if self._areas else 0
+        given = 0 if codec.mantissa == "auto" else codec.mantissa
+        self._given = torch.tensor(given, device=device)  # made in every step, it would wait for a device
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         check(vector, message, self.layout.numel, self.message_size)
@@ -215,9 +241,9 @@ class _SpectralPlan(Plan):
 
     def _mantissa(self, vector: Tensor) -> Tensor:
         if self._codec.mantissa != "auto":
-            return torch.tensor(self._codec.mantissa, device=vector.device)
+            return self._given
         area = self._areas[0]
-        rows = area.source(vector, slice(0, area.blocks))[:: -(-area.blocks // min(SAMPLE, area.rows))]
+        rows = area.source(vector, slice(0, area.blocks))[:: area.sample.step]
         _, _, values = self._analyse(area, rows)
         return best_mantissa(values, self._codec.bits, values.amin(dim=1), values.amax(dim=1), nearest=True)
 

@@ -31,5 +31,13 @@ METHODS = [
     {"name": "rotated", "bits": 5, "block": 64},
     {"name": "rotated", "bits": 8, "block": 1024},
 ]
+TOLERANT = [
+    {"name": "fft", "block": 512, "mantissa": 4},
+    {"name": "fft", "block": 64, "theta": 0.97, "bits": 4},
+    {"name": "fft", "block": 256, "theta": 0.0, "bits": 32, "mantissa": 23},
+    {"name": "dct", "block": 128, "bits": 3},
+    {"name": "dct", "block": 64, "theta": 0.97, "bits": 16, "mantissa": 7},
+]
+"""Those whose transforms are rounded otherwise."""
 EXACT = sorted({method["name"] for method in METHODS})
 """What a CPU writes and decodes, these do to the bit."""

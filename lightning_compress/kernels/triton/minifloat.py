@@ -87,3 +87,25 @@ def value(level, shift, below):
 @triton.jit
 def _level(magnitude, shift, half, below, most):
     return tl.minimum(tl.maximum((magnitude + half - below) >> shift, 0), most)
+
+
+@triton.jit
+def best(errors, SAMPLE: tl.constexpr, TRIED: tl.constexpr):
+    """The bits of mantissa, 0 to ``TRIED - 1``, with the least error on all rows of a sample, the fewest among equals.
+
+    Args:
+        errors: where sums of squares stand, float64 ``[SAMPLE, TRIED]``, at most 8 and 16.
+        SAMPLE: rows.
+        TRIED: columns.
+    """
+    row, mantissa = tl.arange(0, 8)[:, None], tl.arange(0, 16)[None, :]
+    found = tl.load(errors + row * TRIED + mantissa, mask=(row < SAMPLE) & (mantissa < TRIED), other=0.0)
+    total = tl.where(tl.arange(0, 16) < TRIED, tl.sum(found, axis=0), float("inf"))
+    return tl.argmin(total, axis=0).to(tl.int32)
+
+
+@triton.jit
+def write_mantissa(message, mantissa):
+    """The first 16 bytes of a message: the bits of mantissa as int32, and zeros."""
+    byte = tl.arange(0, 16)
+    tl.store(message + byte, tl.where(byte < 4, mantissa >> (8 * tl.minimum(byte, 3)), 0).to(tl.uint8))

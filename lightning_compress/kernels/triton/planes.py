@@ -83,6 +83,42 @@ def read_codes(
 
 
 @triton.jit
+def read_code(body, middle, last, index, inside, count, BITS: tl.constexpr):
+    """Codes anywhere in the message, int32, 0 where ``inside`` is false; see ``write_codes``.
+
+    Args:
+        body: see there.
+        middle: see there.
+        last: see there.
+        index: int64, numbers of the codes.
+        inside: which ones to read.
+        count: see there.
+        BITS: see there.
+    """
+    codes = tl.zeros(index.shape, tl.int32)
+    if BITS == 32:
+        codes = tl.load(body.to(tl.pointer_type(tl.int32)) + index, mask=inside, other=0)
+    if BITS == 16:
+        codes = tl.load(body.to(tl.pointer_type(tl.int16)) + index, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    if BITS & 8:
+        codes = tl.load(body + index, mask=inside, other=0).to(tl.int32)
+    if BITS & 4:
+        four = body + count if BITS & 8 else body
+        codes |= _part(four, index, inside, 4) << (BITS & 8)
+    if BITS & 2:
+        codes |= _part(body + middle, index, inside, 2) << (BITS & 12)
+    if BITS & 1:
+        codes |= _part(body + last, index, inside, 1) << (BITS & 14)
+    return codes
+
+
+@triton.jit
+def _part(plane, index, inside, BITS: tl.constexpr):
+    byte = tl.load(plane + index * BITS // 8, mask=inside, other=0).to(tl.int32)
+    return byte >> (index * BITS % 8).to(tl.int32) & (2**BITS - 1)
+
+
+@triton.jit
 def _bytes(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
     """Where the bytes of rows stand in a plane, and whether they are any.
 

@@ -134,7 +134,7 @@ def _encode(
     MANTISSA: tl.constexpr, SAMPLE: tl.constexpr, TRIED: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     if MANTISSA < 0:
-        mantissa = _best(errors, SAMPLE, TRIED)
+        mantissa = minifloat.best(errors, SAMPLE, TRIED)
     else:
         mantissa = tl.full([], MANTISSA, tl.int32)
     number = tl.program_id(0)
@@ -145,18 +145,9 @@ def _encode(
         _encode_tile(first, second, vector, *codes, BLOCK, WIDTH, ROWS, BITS, NEAREST, SUM, False)
     if number == 0:
         some, zeros = tl.arange(0, 16), tl.zeros([16], tl.uint8)
-        tl.store(message + some, tl.where(some < 4, mantissa >> (8 * tl.minimum(some, 3)), 0).to(tl.uint8))
+        minifloat.write_mantissa(message, mantissa)
         tl.store(body - gap + some, zeros, mask=some < gap)
         tl.store(body + used + some, zeros, mask=some < size - used)
-
-
-@triton.jit
-def _best(errors, SAMPLE: tl.constexpr, TRIED: tl.constexpr):
-    """The bits of mantissa with the least error on all rows of the sample, the fewest among equals."""
-    row, mantissa = tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
-    found = tl.load(errors + row * TRIED + mantissa, mask=(row < SAMPLE) & (mantissa < TRIED), other=0.0)
-    total = tl.where(tl.arange(0, 16) < TRIED, tl.sum(found, axis=0), float("inf"))
-    return tl.argmin(total, axis=0).to(tl.int32)
 
 
 @triton.jit
