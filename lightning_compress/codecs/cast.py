@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
+from lightning_compress.codecs.fused import FusedPlan, Summands
 from lightning_compress.layout import Layout
 
 
@@ -76,7 +77,7 @@ class BF16(Cast):
     digits: ClassVar[int] = 8
 
 
-class _FusedCast(Plan):
+class _FusedCast(FusedPlan):
     """By a kernel of an accelerator."""
 
     def __init__(self, kernel: ModuleType, layout: Layout, dtype: torch.dtype, limit: float) -> None:
@@ -84,23 +85,12 @@ class _FusedCast(Plan):
         self.message_size = 2 * layout.numel
         self._kernel, self._dtype, self._limit = kernel, dtype, limit
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, None, message)
-
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, None, message, keep=False)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, (gradient, residual), message)
-
-    def _write(
-        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, keep: bool = True
-    ) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
+        """See ``FusedPlan.write``."""
         self._kernel.encode(vector, summands, message, self._dtype, self._limit, keep)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``FusedPlan.read``."""
         self._kernel.decode(messages, out, weight, accumulate, self._dtype)
 
 

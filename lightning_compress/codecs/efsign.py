@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.signs import FusedSigns, SignPiece, SignPlan
+from lightning_compress.codecs.fused_signs import FusedSigns
+from lightning_compress.codecs.signs import SignPiece, SignPlan
 from lightning_compress.layout import Layout
 
 

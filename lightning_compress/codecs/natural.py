@@ -12,6 +12,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.bits import packed_size
 from lightning_compress.codecs.buffers import check, pieces, scratch
+from lightning_compress.codecs.fused import FusedPlan, Summands
 from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.layout import Layout
 
@@ -78,30 +79,19 @@ class _Powers(Plan):
         self.message_size = self._body + layout.numel
 
 
-class _FusedNatural(_Powers):
+class _FusedNatural(FusedPlan, _Powers):
     """By a kernel of an accelerator; buckets of up to ``LONGEST`` elements."""
 
     def __init__(self, kernel: ModuleType, layout: Layout, bucket: int) -> None:
         super().__init__(layout, bucket)
         self._kernel, self._shape = kernel, (self._bucket, self._body)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, None, message, key)
-
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, None, message, key, keep=False)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, (gradient, residual), message, key)
-
-    def _write(
-        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, key: int, keep: bool = True
-    ) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
+        """See ``FusedPlan.write``."""
         self._kernel.encode(vector, summands, message, word_state(key, 0), *self._shape, keep)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``FusedPlan.read``."""
         self._kernel.decode(messages, out, weight, accumulate, *self._shape)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Plan, aligned
-from lightning_compress.codecs.buffers import check, scratch
+from lightning_compress.codecs.base import aligned
+from lightning_compress.codecs.buffers import scratch
+from lightning_compress.codecs.fused import FusedPlan, Summands
 from lightning_compress.codecs.planes import Planes, code_bytes
 from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.layout import Layout
@@ -114,7 +115,7 @@ def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Te
     return sent, factors.masked_fill_(sent == 0, 0)
 
 
-class FusedLevels(Plan):
+class FusedLevels(FusedPlan):
     """Norms of blocks and codes of a few bits, by a kernel of an accelerator.
 
     A message is every block's norm as float32, zeros up to a multiple of 16 bytes, then the codes in planes.
@@ -134,25 +135,10 @@ class FusedLevels(Plan):
         self.message_size = body + code_bytes(count, bits)
         self._kernel, self._settings = kernel, (*settings, bits, body)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
-        self._encode(vector, None, message, key, keep=True)
-
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
-        self._encode(vector, None, message, key, keep=False)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
-        self._encode(vector, (gradient, residual), message, key, keep=True)
-
-    def _encode(
-        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, key: int, keep: bool
-    ) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
+        """See ``FusedPlan.write``."""
         self._kernel.encode(vector, summands, message, word_state(key, 0), keep, *self._settings)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See the base class."""
-        check(out, messages, self.layout.numel, self.message_size)
+    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``FusedPlan.read``."""
         self._kernel.decode(messages, out, weight, accumulate, *self._settings)

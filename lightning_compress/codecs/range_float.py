@@ -13,6 +13,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check, chunk_size, pieces
 from lightning_compress.codecs.formats import Formats, build, check_settings
+from lightning_compress.codecs.fused import FusedPlan, Summands
 from lightning_compress.codecs.minifloat import Workspace, best_mantissa, most_mantissa
 from lightning_compress.codecs.planes import Planes
 from lightning_compress.layout import Layout
@@ -84,7 +85,7 @@ class RangeFloat(Codec):
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         fused = kernels.fused(device)
         if fused and self.block <= fused.range_float.LONGEST:
-            return _FusedPlan(fused.range_float, layout, device, self)
+            return _FusedRanges(fused.range_float, layout, device, self)
         return _RangeFloatPlan(layout, device, self)
 
 
@@ -108,7 +109,7 @@ class _Ranges(Plan):
         return range(0, whole, -(-whole // SAMPLE))
 
 
-class _FusedPlan(_Ranges):
+class _FusedRanges(FusedPlan, _Ranges):
     """By the kernels of an accelerator."""
 
     def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
@@ -122,22 +123,16 @@ class _FusedPlan(_Ranges):
         self._errors = torch.zeros(len(blocks), candidates, dtype=torch.float64, device=device)
         self._shape = kernel.Shape(codec.block, codec.bits, self._nearest, given, self._codes, self._used)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, None, message)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, (gradient, residual), message)
-
-    def _encode(self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
+        """See ``FusedPlan.write``."""
         if not self.layout.numel:
             return
         if self._shape.mantissa < 0:
             self._kernel.measure(vector, summands, self._errors, self._tried, self._shape)
         self._kernel.encode(vector, summands, message, self._errors, self._shape)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``FusedPlan.read``."""
         if self.layout.numel:
             self._kernel.decode(messages, out, weight, accumulate, self._shape)
 

@@ -38,29 +38,6 @@ class Signs(Plan):
         self.message_size = self._bits + packed_size(layout.numel)
 
 
-class FusedSigns(Signs):
-    """The same by a kernel of an accelerator; blocks of up to ``LONGEST`` elements."""
-
-    def __init__(self, kernel: ModuleType, layout: Layout, block: int, values: int) -> None:
-        super().__init__(layout, block, values)
-        self._kernel, self._shape = kernel, (self._block, values, self._bits)
-
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
-        check(vector, message, self.layout.numel, self.message_size)
-        self._kernel.encode(vector, None, message, *self._shape)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
-        check(vector, message, self.layout.numel, self.message_size)
-        self._kernel.encode(vector, (gradient, residual), message, *self._shape)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See the base class."""
-        check(out, messages, self.layout.numel, self.message_size)
-        self._kernel.decode(messages, out, weight, accumulate, *self._shape)
-
-
 class SignPlan(Signs):
     """The same by tensor operations, and by the kernels of a CPU.
 

@@ -16,6 +16,7 @@ from lightning_compress.codecs.areas import SAMPLE, Area, stretches
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check, pieces, scratch
 from lightning_compress.codecs.formats import Formats, build, check_settings
+from lightning_compress.codecs.fused import FusedPlan, Summands
 from lightning_compress.codecs.minifloat import Workspace, best_mantissa, most_mantissa
 from lightning_compress.codecs.transforms import Transform
 from lightning_compress.layout import Layout
@@ -58,7 +59,7 @@ class Spectral(Codec):
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         fused = kernels.fused(device)
         if fused and self.block <= fused.spectrum.LONGEST:
-            return _FusedPlan(fused.spectrum, layout, device, self)
+            return _FusedSpectra(fused.spectrum, layout, device, self)
         return _SpectralPlan(layout, device, self)
 
 
@@ -97,7 +98,7 @@ class _Area(Area):
         self.planes.read(self.work.codes(elements.stop - elements.start), elements, message[self.codes :])
 
 
-class _FusedPlan(Plan):
+class _FusedSpectra(FusedPlan):
     """By the kernels of an accelerator."""
 
     def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: Spectral) -> None:
@@ -120,21 +121,15 @@ class _FusedPlan(Plan):
         candidates = most_mantissa(codec.bits) + 1 if given < 0 else 1
         self._errors = torch.zeros(SAMPLE, candidates, dtype=torch.float64, device=device)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, None, message)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, (gradient, residual), message)
-
-    def _encode(self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
+        """See ``FusedPlan.write``."""
         for number, (area, shape, table) in enumerate(self._areas):
             if number == 0 and shape.mantissa < 0:
                 self._kernel.measure(vector, summands, self._errors, area.sample, table, shape)
             self._kernel.encode(vector, summands, message, self._errors, table, self._room, shape)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``FusedPlan.read``."""
         for _, shape, table in self._areas:
             self._kernel.decode(messages, out, weight, accumulate, table, shape)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check
+from lightning_compress.codecs.fused import FusedPlan, Summands
 from lightning_compress.codecs.planes import code_bytes, pack_plane, unpack_plane
 from lightning_compress.codecs.quantise import LARGEST, UNIT, fit
 from lightning_compress.codecs.randomness import word_state
@@ -101,7 +102,7 @@ class _Signs(Plan):
         return -(-numel // DIGITS) if self._base3 else code_bytes(numel, 2)
 
 
-class _FusedTernGrad(_Signs):
+class _FusedTernGrad(FusedPlan, _Signs):
     """By kernels of an accelerator."""
 
     def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: TernGrad) -> None:
@@ -110,23 +111,12 @@ class _FusedTernGrad(_Signs):
         clips = None if codec.clip is None else np.where(np.diff(edges) < FEW, 0.0, codec.clip)
         self._ternary = kernel.Ternary(edges, clips, device, self._base3, self._body)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, None, message, key)
-
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, None, message, key, keep=False)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        self._write(vector, (gradient, residual), message, key)
-
-    def _write(
-        self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, key: int, keep: bool = True
-    ) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
+        """See ``FusedPlan.write``."""
         self._ternary.encode(vector, summands, message, word_state(key, 0), keep)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``FusedPlan.read``."""
         self._ternary.decode(messages, out, weight, accumulate)
 
 

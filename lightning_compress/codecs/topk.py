@@ -15,7 +15,8 @@ from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.choice import Choice
 from lightning_compress.codecs.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
 from lightning_compress.codecs.positions import positions_of
-from lightning_compress.codecs.topk_floats import FloatsPlan, FusedFloats
+from lightning_compress.codecs.topk_floats import FloatsPlan
+from lightning_compress.codecs.topk_fused import FusedFloats
 from lightning_compress.codecs.values import FloatValues, FourMeans, OneMagnitude, Values
 from lightning_compress.layout import Layout
 

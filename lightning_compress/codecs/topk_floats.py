@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +10,8 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Plan
-from lightning_compress.codecs.buffers import check, scratch
+from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.choice import Choice
-from lightning_compress.codecs.selection import rank_of, stride_of
 from lightning_compress.layout import Layout
 
 LARGEST = torch.finfo(torch.float16).max
@@ -40,48 +37,6 @@ class Floats(Plan):
             return message.new_empty(0, dtype=torch.int32), message.new_empty(0, dtype=self._dtype)
         middle = 4 * self._slots
         return message[..., :middle].view(torch.int32), message[..., middle:].view(self._dtype)
-
-
-class FusedFloats(Floats):
-    """The same by kernels of an accelerator, by ``kernels/triton/topk.py``."""
-
-    def __init__(
-        self, kernel: ModuleType, layout: Layout, device: torch.device, choice: Choice, dtype: torch.dtype
-    ) -> None:
-        super().__init__(layout, choice, dtype)
-        self._spare = choice.most if self._slots > choice.most else -1
-        parts = [_part(kernel, part, k, choice.exact) for part, k in choice.parts]
-        listed = scratch("top-k candidates", sum(part.room for part in parts), torch.int64, device)
-        self._add, self._topk = kernel.lists.add, kernel.topk.TopK(parts, listed, device) if parts else None
-
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
-        self._encode(vector, None, message, key)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
-        self._encode(vector, (gradient, residual), message, key)
-
-    def _encode(self, vector: Tensor, summands: tuple[Tensor, Tensor] | None, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
-        if self._topk:
-            self._topk.select(vector, summands, key, *self._sections(message), self._spare)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See the base class."""
-        check(out, messages, self.layout.numel, self.message_size)
-        if not accumulate:
-            out.zero_()
-        for indices, values in zip(*self._sections(messages), strict=True) if self._topk else ():
-            self._add(indices, values, out, weight)
-
-
-def _part(kernel: ModuleType, part: range, k: int, exact: bool) -> Any:
-    """What the kernel takes; the sample is the one that a CPU looks at."""
-    numel, strict = len(part), not exact and k < len(part)
-    stride = stride_of(numel, k) if k < numel else 0
-    few, more = (rank_of(numel // stride + each, numel, k, exact) if stride else 0 for each in (0, 1))
-    return kernel.topk.Part(part.start, numel, k, stride if few or more else 0, few, more, strict)
 
 
 class FloatsPlan(Floats):
@@ -138,8 +93,7 @@ class FloatsPlan(Floats):
         values = torch.stack([numbers.float() for _, numbers in sections]).numpy()
         cursors, start = np.empty(len(messages), np.int64), 0
         for out, (part, k) in zip(outs, self._choice.parts, strict=True):
-            slots = (start, start + k)
-            scale = np.float32(weight)
+            slots, scale = (start, start + k), np.float32(weight)
             if not fast.lists.add(indices, values, slots, part.start, scale, out.numpy(), cursors):
                 return False
             start += k

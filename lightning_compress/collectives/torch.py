@@ -58,10 +58,8 @@ class TorchCollective(Collective):
         dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Everything at once, so that no order can lock: asynchronous on Gloo, one group call on NCCL.
-
-        From an accelerator Gloo sends nothing from rank to rank by itself: there it goes by the host.
-        """
+        """Everything at once, so that no order can lock: asynchronous on Gloo, one group call on NCCL."""
+        # from an accelerator Gloo sends nothing from rank to rank by itself: it goes by the host
         if self._gloo and any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):
             arriving = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
             self.swap({peer: tensor.cpu() for peer, tensor in sends.items()}, arriving)

@@ -97,7 +97,7 @@ def test_as_on_a_cpu(happens, exchange, twice, device, by):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
 def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, monkeypatch):
-    from lightning_compress.codecs.signs import FusedSigns
+    from lightning_compress.codecs.fused_signs import FusedSigns
 
     calls, encode_sum = [], FusedSigns.encode_sum
 
