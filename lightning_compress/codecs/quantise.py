@@ -50,6 +50,7 @@ class Quantiser:
         self._random = RandomBits(most, device)
         # Random numbers are -32768 to 32767: brought to the middles of the UNIT parts of [0, 1).
         self._offset = torch.tensor(0.5 + 0.5 / UNIT - shift, dtype=torch.float32, device=device)
+        self._top = torch.tensor(self.top, dtype=torch.float32, device=device)
 
     def fit(self, norms: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
         """What to send for the norms of blocks, and what to multiply elements with.
@@ -65,7 +66,7 @@ class Quantiser:
 
     def steps(self, norms: Tensor) -> Tensor:
         """The distance between two numbers of blocks with these norms; such that no number overflows."""
-        steps: Tensor = norms / self.top
+        steps: Tensor = norms / self._top  # by a number of Python's, an accelerator would multiply with its inverse
         return steps.clamp_(max=LARGEST / self.top * (1 - 2**-22))
 
     def encode(self, rows: Tensor, factors: Tensor, elements: slice, key: int, body: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ PROGRAM = (
 )
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.thorough), 90])
 def test_nothing_spills_nothing_is_fused_and_numbers_move_16_bytes_at_a_time(capability):
     pytest.importorskip("triton")
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
