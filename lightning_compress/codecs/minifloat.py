@@ -39,7 +39,7 @@ class Workspace:
             scratch(f"minifloat spare {codes}", numel, codes, device),
         )
         # A number of Python's would be made a tensor at every use.
-        self._magnitude = torch.tensor(MAGNITUDE, dtype=torch.int32, device=device)
+        self._magnitude = torch.full((), MAGNITUDE, dtype=torch.int32, device=device)
         self._shapes: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def codes(self, numel: int) -> Tensor:
