@@ -38,9 +38,20 @@ def commands(part: str, seconds: float, out: Path, data: Path) -> list[list[str]
         data: folder that holds CIFAR-10.
     """
     if part == "tests":
-        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=120"]
+        # Warnings of other versions are no errors here; and what was found is told before the time is up.
+        told = [
+            "-v",
+            "--tb=short",
+            "-W",
+            "default",
+            "--timeout=400",
+            f"--session-timeout={max(1, seconds / 2 - 20):.0f}",
+        ]
+        pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", *told]
         own = [[*pytest, "-m", "gpu", *files]] if (files := marked()) else []
-        return [*own, [*pytest, str(TESTS / "triton")]]
+        compiled = TESTS / "triton" / "test_compiled.py"  # which needs no GPU
+        spread = ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "worksteal", "--ignore", str(compiled)]
+        return [*own, [*pytest, *spread, str(TESTS / "triton")]]
     limits = ["--seconds", f"{seconds:.0f}", "--json", str(out / f"{part}.json")]
     module = {"codecs": "benchmarks.codecs", "step": "benchmarks.step", "train": "benchmarks._gpu.train"}[part]
     extra = {

@@ -1,5 +1,7 @@
 """Where compression meets DistributedDataParallel: its buckets in, their means out."""
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
@@ -22,18 +24,16 @@ class StreamHook:
     """
 
     def __init__(self, compression: Compression) -> None:
-        self._compression = compression
-        self._device = compression.device
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._compression, self._device = compression, compression.device
+        self._stream = _stream_beside(self._device)
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
         buffer = bucket.buffer()
         if torch.cuda.is_current_stream_capturing():  # a replay would send the same random bits, and keep no state
             raise RuntimeError(
-                "the backward pass is captured in a CUDA graph, which cannot hold the compression of gradients: it "
-                "changes from step to step; capture the model alone (torch.compile(mode='reduce-overhead'), "
-                "torch.cuda.make_graphed_callables), or use compressor='none'"
+                "the backward pass is captured in a CUDA graph, but compression changes from step to step; capture the "
+                "model alone (torch.compile(mode='reduce-overhead'), make_graphed_callables), or use compressor='none'"
             )
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -42,6 +42,12 @@ class StreamHook:
             future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(buffer)
         return future
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all models of a process: their plans share scratch, and their collectives must have one order."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class ThreadHook:
@@ -87,15 +93,14 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
 
     compression.active = True
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
-    cuda = compression.device.type == "cuda"
-    hook = StreamHook(compression) if cuda else ThreadHook(compression, transport)
+    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transport)
     ddp.register_comm_hook(None, hook.reduce)
 
 
 def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> None:
     """Let ``compression`` only count what ``ddp`` sends, which averages by itself."""
     parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
-    sent = all_reduce_bytes(sum(each.numel() * each.element_size() for _, each in parameters), ranks)
+    sent = all_reduce_bytes(sum(each.nbytes for _, each in parameters), ranks)
 
     def count(module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():

@@ -148,6 +148,9 @@ class State:
                 self.committed[place_of(target)] = other.committed[place_of(segment)]
                 self.pending[place_of(target)] = other.base()[place_of(segment)]
                 self.touched |= other.touched & {segment.name}
+        for numbers in (other.committed, other.pending):
+            if numbers.is_cuda:  # another stream may have made them, and would be given their memory back too soon
+                numbers.record_stream(torch.cuda.current_stream(numbers.device))
 
     def _places(self, names: Collection[str]) -> list[slice]:
         return [place_of(segment) for segment in self.layout.segments if segment.name in names]

@@ -73,7 +73,9 @@ def compress(ddp: DistributedDataParallel, method: Mapping[str, object], ranks: 
     """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled."""
     exchange = "auto" if method["name"] in OWN_WAY else "all_gather"
     settings = Settings.of(method, exchange, check_drift_every=0)
-    compression = Compression(ddp.module, settings, EchoCollective(ranks), ignored=ddp.parameters_to_ignore)
+    unused = ddp.find_unused_parameters or ddp.static_graph
+    world, ignored = EchoCollective(ranks), ddp.parameters_to_ignore
+    compression = Compression(ddp.module, settings, world, ignored=ignored, unused=unused)
     compression.meter.sample_every = 0
     register(compression, ddp)
     return compression

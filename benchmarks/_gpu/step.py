@@ -70,9 +70,11 @@ class Trainer:
         """Only then it watches optimizers: those of others would cost it time, and it would cost theirs."""
         if self._compression is not None:
             watch(self._compression)
-        yield
-        if self._compression is not None:
-            unwatch(self._compression)
+        try:
+            yield
+        finally:
+            if self._compression is not None:
+                unwatch(self._compression)
 
     def step(self) -> torch.Tensor:
         """Forward, backward, optimizer; returns the loss, which is not looked at."""

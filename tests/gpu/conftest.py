@@ -18,6 +18,8 @@ def ranks():
     made = {}
 
     def pool(backend):
+        if backend in made and made[backend].broken:
+            made.pop(backend).close()
         if backend not in made:
             made[backend] = Pool(2, backend)
         return made[backend]

@@ -49,6 +49,19 @@ def trained(compressor, settings, steps=6, strict_from=None, compiled=False, spo
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=momentum)
     handle = attach(ddp, compressor, **{"exchange": "all_gather", **settings})
     handle.meter.sample_every = 0
+    try:
+        losses, memory, state = steps_of(ddp, optimizer, handle, steps, strict_from, spoilt)
+    finally:  # the process goes on with other tests
+        torch.cuda.set_sync_debug_mode("default")
+        stats = handle.stats()
+        handle.close()
+    numbers = torch.cat([each.detach().flatten() for each in net.parameters()]).cpu()
+    kept = [one["numbers"].cpu() for group in state["groups"] for one in group["states"].values()]
+    return numbers, losses.cpu(), memory, kept, stats
+
+
+def steps_of(ddp, optimizer, handle, steps, strict_from, spoilt):
+    """Losses, allocated bytes after each step, and the state after the last one."""
     rank = torch.distributed.get_rank()
     batches, memory, losses = [data(rank, step) for step in range(steps)], [], torch.zeros(steps, device=DEVICE)
     for step, (images, labels) in enumerate(batches):
@@ -64,11 +77,7 @@ def trained(compressor, settings, steps=6, strict_from=None, compiled=False, spo
         losses[step] = loss.detach()
         memory.append(torch.cuda.memory_allocated())
     torch.cuda.set_sync_debug_mode("default")
-    state = copy.deepcopy(handle.state_dict())
-    handle.close()
-    numbers = torch.cat([each.detach().flatten() for each in net.parameters()]).cpu()
-    kept = [one["numbers"].cpu() for group in state["groups"] for one in group["states"].values()]
-    return numbers, losses.cpu(), memory, kept, handle.stats()
+    return losses, memory, copy.deepcopy(handle.state_dict())
 
 
 def compressor_name(compressor):

@@ -5,6 +5,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -16,7 +17,8 @@ class RankError(AssertionError):
 
 def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
     if backend == "nccl":  # ranks that share a GPU pass for other hosts, and talk over sockets
-        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
+        os.environ.update(NCCL_NVLS_ENABLE="0", NCCL_MNNVL_ENABLE="0", GLOO_SOCKET_IFNAME="lo")
     import torch
     import torch.distributed as dist
 
@@ -26,7 +28,11 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=300 if backend == "nccl" else 60),
     )
     while (job := pipe.recv()) is not None:
         function, arguments = job
@@ -43,6 +49,7 @@ class Pool:
     def __init__(self, size: int, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         self.size = size
+        self.broken = False
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []
@@ -59,6 +66,8 @@ class Pool:
         Raises:
             RankError: a rank raised; the pool must not be used afterwards unless all ranks raised.
         """
+        broken, self.broken = self.broken, True  # until all have answered
+        assert not broken, "a rank did not answer, and the next answer would be of another function"
         for pipe in self._pipes:
             pipe.send((function, arguments))
         replies: dict[int, tuple] = {}
@@ -72,15 +81,18 @@ class Pool:
         for rank in range(self.size):
             succeeded, result = replies[rank]
             if not succeeded:
+                self.broken = any(other for other, _ in replies.values())
                 raise RankError(f"rank {rank}:\n{result}")
+        self.broken = False
         return [replies[rank][1] for rank in range(self.size)]
 
     def close(self) -> None:
         """End the processes."""
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(OSError):
+                pipe.send(None)
         for process in self._processes:
-            process.join(10)
+            process.join(0 if self.broken else 10)
             process.kill()
         self._folder.cleanup()
 

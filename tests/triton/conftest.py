@@ -1,14 +1,9 @@
 """Kernels of accelerators run on one where there is one, and elsewhere in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 
 from lightning_compress import kernels
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 
 
 @pytest.fixture

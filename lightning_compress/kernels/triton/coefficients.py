@@ -102,7 +102,8 @@ def encode(
 
 @triton.jit(do_not_specialize=["some", "base"])
 def pack(
-    room, body, some: tl.int64, base: tl.int64, count, middle, last, WIDTH: tl.constexpr, BITS: tl.constexpr
+    room, body, some: tl.int64, base: tl.int64, count: tl.int64, middle, last,
+    WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Pack the ``some`` codes that wait, of which the first one is number ``base`` in the message."""
     place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)

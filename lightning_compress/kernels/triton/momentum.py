@@ -24,7 +24,7 @@ def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nest
     """
     if len(gradient):
         grid = (triton.cdiv(len(gradient), _TILE),)
-        _accumulate[grid](gradient, old, new, momentum, len(gradient), nesterov, again, _TILE, **OPTIONS)
+        _accumulate[grid](gradient, old, new, float(momentum), len(gradient), nesterov, again, _TILE, **OPTIONS)
 
 
 def zero_where_zero(target: Tensor, source: Tensor) -> None:

@@ -129,7 +129,7 @@ def _measure(
 @triton.jit(do_not_specialize=["gap", "used", "size", "count"])
 def _encode(
     first, second, vector, ranges, message, body, gap: tl.int64, used: tl.int64, size: tl.int64, errors,
-    numel, count: tl.int64, middle, last,
+    numel: tl.int64, count: tl.int64, middle, last,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr,
     MANTISSA: tl.constexpr, SAMPLE: tl.constexpr, TRIED: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +170,8 @@ def _encode_tile(
 
 @triton.jit(do_not_specialize=["count"])
 def _decode(
-    header, step: tl.int64, body, stride: tl.int64, out, weight, numel, count: tl.int64, middle, last,
+    header, step: tl.int64, body, stride: tl.int64, out, weight, numel: tl.int64,
+    count: tl.int64, middle, last,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr,
     ADD: tl.constexpr, MESSAGES: tl.constexpr,
 ):  # fmt: skip

@@ -67,7 +67,7 @@ def _tile(block: int) -> tuple[int, int]:
 
 @triton.jit
 def _encode(
-    first, second, vector, header, gap, padding, bits, numel, count,
+    first, second, vector, header, gap, padding, bits, numel: tl.int64, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
@@ -109,7 +109,7 @@ def _encode_tile(
 
 @triton.jit
 def _decode(
-    header, step: tl.int64, bits, stride: tl.int64, out, weight, numel, count,
+    header, step: tl.int64, bits, stride: tl.int64, out, weight, numel: tl.int64, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, ADD: tl.constexpr,
     MESSAGES: tl.constexpr,
 ):  # fmt: skip
