@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
+from lightning_compress.reducers import REDUCERS
 
 pytestmark = pytest.mark.gpu
 METHODS = [
@@ -86,9 +87,7 @@ def compressor_name(compressor):
 
 @pytest.mark.parametrize("compressor", METHODS, ids=compressor_name)
 def test_ranks_stay_equal_and_nothing_waits(ranks, compressor):
-    exchange = (
-        "all_reduce" if compressor in ("bf16", "terngrad_shared", "sketch", "powersgd", "signsgd") else "all_gather"
-    )
+    exchange = {"bf16": "all_reduce", **dict.fromkeys(REDUCERS, "auto")}.get(compressor_name(compressor), "all_gather")
     (one, losses, memory, _, stats), (other, *_) = ranks("nccl").run(trained, compressor, {"exchange": exchange}, 8, 4)
     assert one.equal(other)
     assert losses.isfinite().all()
