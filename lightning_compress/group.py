@@ -16,9 +16,10 @@ from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.feedback import add_gradients, copy_gradients
 from lightning_compress.finite import clean, spoil
+from lightning_compress.kernels import Summands
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout
-from lightning_compress.message import Section, Summands
+from lightning_compress.message import Section
 from lightning_compress.reducers import Reducer
 from lightning_compress.rules import Shape
 from lightning_compress.scratch import Scratch

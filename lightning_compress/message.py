@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import ALIGNMENT, Codec, aligned
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 
 FLAG = 4
 """Bytes of the flag."""
-Summands = tuple[Tensor, Tensor] | None
-"""Two vectors that are added up to another one, or None where that was done."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import Plan
 from lightning_compress.codecs.buffers import check
-
-Summands = tuple[Tensor, Tensor] | None
-"""A gradient and a residual whose sum the vector is to be first; None where it is what is to be encoded."""
+from lightning_compress.kernels import Summands
 
 
 class FusedPlan(Plan):

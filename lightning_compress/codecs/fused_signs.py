@@ -6,8 +6,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.signs import Signs
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 

@@ -12,8 +12,9 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.bits import packed_size
 from lightning_compress.codecs.buffers import check, pieces, scratch
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.randomness import RandomBits, word_state
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 RUN = 1 << 18

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import aligned
 from lightning_compress.codecs.buffers import scratch
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.planes import Planes, code_bytes
 from lightning_compress.codecs.randomness import RandomBits, word_state
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max

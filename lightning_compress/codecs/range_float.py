@@ -13,9 +13,10 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check, chunk_size, pieces
 from lightning_compress.codecs.formats import Formats, build, check_settings
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.minifloat import Workspace, best_mantissa, most_mantissa
 from lightning_compress.codecs.planes import Planes
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 Rounding = Literal["nearest", "truncate"]

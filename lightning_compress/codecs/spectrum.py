@@ -16,9 +16,10 @@ from lightning_compress.codecs.areas import SAMPLE, Area, stretches
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check, pieces, scratch
 from lightning_compress.codecs.formats import Formats, build, check_settings
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.minifloat import Workspace, best_mantissa, most_mantissa
 from lightning_compress.codecs.transforms import Transform
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 LONGEST = 1 << 16

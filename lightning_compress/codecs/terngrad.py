@@ -13,11 +13,12 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.planes import code_bytes, pack_plane, unpack_plane
 from lightning_compress.codecs.quantise import LARGEST, UNIT, fit
 from lightning_compress.codecs.randomness import word_state
 from lightning_compress.codecs.ternary import FEW, RUN, Ternary, pack_digits, unpack_digits
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 Packing = Literal["2bit", "base3"]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lightning_compress.codecs.buffers import scratch
 from lightning_compress.codecs.choice import Choice
-from lightning_compress.codecs.fused import FusedPlan, Summands
+from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.selection import rank_of, stride_of
 from lightning_compress.codecs.topk_floats import Floats
+from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 

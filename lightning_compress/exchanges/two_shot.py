@@ -26,9 +26,10 @@ from lightning_compress.exchanges.base import (
     new_messages,
     rows,
 )
+from lightning_compress.kernels import Summands
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
-from lightning_compress.message import MessagePlan, Section, Summands
+from lightning_compress.message import MessagePlan, Section
 from lightning_compress.state import Declared, States
 
 

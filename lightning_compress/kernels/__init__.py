@@ -13,6 +13,10 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch import Tensor
+
+Summands = tuple[Tensor, Tensor] | None
+"""A gradient and a residual, float32, whose sum a vector is to be first; None where it holds what is meant."""
 
 TILE = 16
 """Neighbours that are handled as one; lengths that are multiples of it are fast."""

@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_compress.kernels import Summands
+
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Products and sums are rounded one by one, as everywhere else."""
-
-Summands = tuple[Tensor, Tensor] | None
-"""A gradient and a residual, float32, whose sum is meant in place of what a vector holds; or None."""
 
 
 def sources(vector: Tensor, summands: Summands) -> tuple[Tensor, Tensor, bool]:
