@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.bits import packed_size
+from lightning_compress.codecs.buckets import bucket_shape
 from lightning_compress.codecs.buffers import check, pieces, scratch
 from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.randomness import RandomBits, word_state
@@ -74,8 +74,7 @@ class _Powers(Plan):
 
     def __init__(self, layout: Layout, bucket: int) -> None:
         super().__init__(layout)
-        self._bucket = min(bucket, 8 * packed_size(max(1, layout.numel)))
-        self._buckets = -(-layout.numel // self._bucket)
+        self._bucket, self._buckets = bucket_shape(layout.numel, bucket)
         self._body = aligned(self._buckets)
         self.message_size = self._body + layout.numel
 

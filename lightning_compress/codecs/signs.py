@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Plan, aligned
 from lightning_compress.codecs.bits import pack, packed_size, unpack
+from lightning_compress.codecs.buckets import bucket_shape
 from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
 from lightning_compress.layout import Layout
 
@@ -31,8 +32,7 @@ class Signs(Plan):
 
     def __init__(self, layout: Layout, block: int, values: int) -> None:
         super().__init__(layout)
-        self._block = min(block, 8 * packed_size(max(1, layout.numel)))
-        self._blocks = -(-layout.numel // self._block)
+        self._block, self._blocks = bucket_shape(layout.numel, block)
         self._header = 4 * values * self._blocks
         self._bits = aligned(self._header)
         self.message_size = self._bits + packed_size(layout.numel)

@@ -59,6 +59,13 @@ def read_sum(first, second, place, inside, SUM: tl.constexpr, WHOLE: tl.constexp
 
 
 @triton.jit
+def clear(gap, padding):
+    """Write zeros between a message's header and its codes, fewer than 16."""
+    zeros = tl.arange(0, 16)
+    tl.store(gap + zeros, tl.zeros([16], tl.uint8), mask=zeros < padding)
+
+
+@triton.jit
 def places(number, numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Where the elements of blocks stand, ``[ROWS, WIDTH]``, and whether they are any."""
     column = tl.arange(0, WIDTH)

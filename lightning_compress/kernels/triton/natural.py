@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, read, read_sum, sources, width_of, write
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, clear, read, read_sum, sources, width_of, write
 from lightning_compress.kernels.triton.random import random16, signed
 
 LONGEST = 8192
@@ -69,8 +69,7 @@ def _encode(
     else:
         _encode_tile(first, second, vector, bases, codes, state, numel, count, BUCKET, QUADS, ROWS, SUM, KEEP, False)
     if number == 0:
-        zeros = tl.arange(0, 16)
-        tl.store(bases + count + zeros, tl.zeros([16], tl.uint8), mask=zeros < padding)
+        clear(bases + count, padding)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     Summands,
+    clear,
     float_view,
     places,
     read,
@@ -95,8 +96,7 @@ def _encode(
     else:
         _encode_tile(*sources, BLOCK, WIDTH, ROWS, BITS, SQUARES, SUM, KEEP, False)
     if number == 0:
-        zeros = tl.arange(0, 16)
-        tl.store(gap + zeros, tl.zeros([16], tl.uint8), mask=zeros < padding)
+        clear(gap, padding)
 
 
 @triton.jit

@@ -10,7 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.kernels.triton.hadamard import transform
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, float_view, read, read_sum, sources, write
+from lightning_compress.kernels.triton.launch import (
+    OPTIONS,
+    Summands,
+    clear,
+    float_view,
+    read,
+    read_sum,
+    sources,
+    write,
+)
 from lightning_compress.kernels.triton.levels import fit, levels_of, round_levels, step_of
 from lightning_compress.kernels.triton.planes import later_planes, read_codes, write_codes
 from lightning_compress.kernels.triton.random import random_bits, signed
@@ -106,8 +115,7 @@ def _encode(
         sent = _from_matrix(sent * tl.load(signs + row)[:, None], columns, rest, WHOLE)
         write(vector, place, numbers - sent, place < numel, WHOLE)
     if begin + tl.program_id(0) == 0:
-        zeros = tl.arange(0, 16)
-        tl.store(gap + zeros, tl.zeros([16], tl.uint8), mask=zeros < padding)
+        clear(gap, padding)
 
 
 @triton.jit(do_not_specialize=["count", "begin"])

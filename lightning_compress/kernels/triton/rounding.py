@@ -81,10 +81,3 @@ def begin(out, place, end, add, WHOLE: tl.constexpr):
     else:
         found = tl.load(out + place, mask=(place < end) & (add != 0), other=0.0)
     return found
-
-
-@triton.jit
-def clear(gap, padding):
-    """Write zeros between the scales and the codes, fewer than 16."""
-    zeros = tl.arange(0, 16)
-    tl.store(gap + zeros, tl.zeros([16], tl.uint8), mask=zeros < padding)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     Summands,
+    clear,
     float_view,
     places,
     read,
@@ -76,8 +77,7 @@ def _encode(
     else:
         _encode_tile(first, second, vector, header, bits, numel, count, BLOCK, WIDTH, ROWS, MEANS, SUM, False)
     if number == 0:
-        zeros = tl.arange(0, 16)
-        tl.store(gap + zeros, tl.zeros([16], tl.uint8), mask=zeros < padding)
+        clear(gap, padding)
 
 
 @triton.jit

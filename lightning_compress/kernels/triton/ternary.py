@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, float_view, read, sources, write
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, clear, float_view, read, sources, write
 from lightning_compress.kernels.triton.random import signed
-from lightning_compress.kernels.triton.rounding import ROWS, TILE, begin, clear, own, round_tile, span_of, tile, up_to
+from lightning_compress.kernels.triton.rounding import ROWS, TILE, begin, own, round_tile, span_of, tile, up_to
 from lightning_compress.kernels.triton.scales import Places, Segments
 
 RUN = tl.constexpr(5 << 15)
