@@ -108,12 +108,11 @@ def _launch_group(layout: Layout) -> None:
     room.vectors.clean(vector, 1.0, scalar)
     room.vectors.replace(scalar > 0, vector, vector)
     room.vectors.add_flag(scalar, vector)
-    tiles = room.segments.table([slice(0, layout.numel)], vector.device)
-    used = torch.zeros(1, dtype=torch.int32)
+    tiles = room.segments.table([(0, 0, layout.numel)], vector.device)
+    used = torch.zeros(1, dtype=torch.uint8)
     room.segments.find_used(tiles, vector, used)
     room.segments.zero_unused(tiles, used, vector)
-    for add in (False, True):
-        room.segments.restore_unused(tiles, used, vector, vector, add)
+    room.segments.restore_unused(tiles, used, vector, vector)
 
 
 def _read(kernel: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress import absent, bridge, kernels
+from lightning_compress import bridge, kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.bfloat16 import StochasticRounding
 from lightning_compress.collectives import World
@@ -25,6 +25,7 @@ from lightning_compress.rules import Shape
 from lightning_compress.scratch import Scratch
 from lightning_compress.settings import Settings
 from lightning_compress.state import Declared, State, States, place_of
+from lightning_compress.unused import Unused, plan_unused
 
 RESIDUAL = "residual"
 
@@ -79,13 +80,9 @@ class Group:
             for name, each in {**kept, **theirs, **corrected, **exchanged}.items()
         }
         self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
-        held = [state for state in self._always if state.holder == "rank"]
-        # what a correction makes of a gradient of zero is the others' too, if it comes from what all have
-        shares = bool(corrected) and all(self.states[name].holder == "shared" for name in corrected)
         self._kernels = kernels.fused(device)
-        if not unused and (self._kernels or device.type != "cpu"):  # looking would cost a pass
-            held = []
-        self._absent = absent.plan(self._kernels, self.layout, held, self.residual, shares, device)
+        embeddings = settings.rules.of_kind("embedding")
+        self._unused = plan_unused(stretches, self._segments, embeddings, self.states, self.residual, world, unused)
         self._correction = settings.correction and settings.correction.plan(
             self.layout, self._compressed, collective.size, device, {name: self.states[name] for name in corrected}
         )
@@ -165,7 +162,14 @@ class Group:
             return False
         usual = (scale is None or not self._unscales) and not self._meter.sampling
         plain = usual and self.plan(step).straight and all(each.dtype == torch.float32 for each in slices)
+        if self._unused and self._unused.keeps:
+            return False
         return bool(plain) and (self.residual is None or self.residual.empty)
+
+    def _unused_in(self, step: int) -> Unused | None:
+        """Who looks for what no rank uses, on all ranks alike: nobody where some may average straight."""
+        keeps = self._unused is not None and self._unused.keeps
+        return self._unused if keeps or self.plan(step).straight is None else None
 
     def _straight(self, slices: list[Tensor], step: int) -> Tensor | None:
         """Average where the gradients are; returns the flag, or None where a number would have to be cut off."""
@@ -193,12 +197,18 @@ class Group:
         """Replace gradients, which were fed, by their mean; returns the flag."""
         assert self.residual is not None
         flag, plan, vector = torch.zeros((), device=self._device), self.plan(step), self.residual.pending
+        unused = self._unused_in(step)
+        if unused:
+            unused.look(None)
+            unused.begin(vector)
         if plan.in_pieces:
             self._exchanged(vector, slices, step, flag)
         else:
             mean = self._scratch.take("gradient", self.layout.numel)
             self._exchanged(vector, mean, step, flag)
             torch._foreach_copy_(slices, list(mean.split([each.numel() for each in slices])))
+        if unused:
+            unused.clear(vector, slices)
         if self._correction:
             self._correction.finish(slices, vector, self._lossy(step), step)
         self._touch(step)
@@ -237,25 +247,30 @@ class Group:
 
     def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
         """The mean; the states advance. ``gradient`` is used up."""
-        compressed = self._lossy(step)
-        held = self._absent.find(gradient)
+        compressed, unused = self._lossy(step), self._unused_in(step)
+        if unused:
+            unused.look(gradient)
         if self._correction:
             self._correction.before(gradient, compressed, step)
         again = self.residual is not None and bool(self.residual.touched)
         decay = 1.0 if again else self.settings.residual_decay  # once a step
         summands: Summands = None
-        if self._fuses and self.residual is not None and not (held or again or self._meter.sampling) and decay == 1:
+        if self._fuses and self.residual is not None and not (again or self._meter.sampling) and decay == 1:
             vector, mean, summands = self.residual.pending, gradient, (gradient, self.residual.committed)
         elif self.residual is None:
             vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
         else:
             out = self._scratch.take("mean", self.layout.numel) if self._rounding else self.residual.pending
             vector, mean = torch.add(gradient, self.residual.base(), alpha=decay, out=out), gradient
-        self._absent.leave_out(held, gradient, vector, decay)
+        if unused:
+            unused.begin(*(summands or [vector]))
         self._exchanged(vector, mean, step, flag, summands)
+        if unused:
+            unused.clear(vector, mean)
         if self._correction:
             self._correction.after(mean, vector, compressed, step)
-        self._absent.put_back(held, vector)
+        if unused:
+            unused.restore(vector)
         if self._rounding and self.residual is not None:
             self._rounding.round(vector, self.residual.pending, mix(self._key, step, self._collective.rank))
         self._touch(step)

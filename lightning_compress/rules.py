@@ -89,6 +89,10 @@ class Rules:
             return method
         return self.method if self.method.elementwise else Dense()
 
+    def of_kind(self, kind: str) -> frozenset[str]:
+        """Names of the parameters of one kind; none where no model is known."""
+        return frozenset(name for name, each in self.kinds.items() if each == kind)
+
     def _kind(self, name: str) -> str:
         return self.kinds.get(name, "other")
 

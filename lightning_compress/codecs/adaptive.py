@@ -54,6 +54,7 @@ class Adaptive(Codec):
 
     contractive: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
     proportion: float = 32.0
     indices: Indices = "rice"
 

@@ -120,6 +120,7 @@ class Codec(ABC):
         contractive: the method is biased and only sound with error feedback (which is then on by default).
         sparse: messages hold few elements, exactly; encoding a sum again would lose some (a lossy second stage).
         elementwise: every element is treated alone, so that small parameters need no special care.
+        keeps_zeros: what is zero in the vector is zero in what is decoded, exactly, whatever stands beside it.
         repeatable: what was decoded may be encoded again, as an owner does with the sum of others' messages.
         sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
             the decodes), or None where they may not.
@@ -130,6 +131,7 @@ class Codec(ABC):
     contractive: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
+    keeps_zeros: ClassVar[bool] = False
     repeatable: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = None
     casts: ClassVar[bool] = False

@@ -31,6 +31,7 @@ class Cast(Codec):
     digits: ClassVar[int]
     elementwise: ClassVar[bool] = True
     casts: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""

@@ -24,6 +24,7 @@ class Dense(Codec):
     elementwise: ClassVar[bool] = True
     casts: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = torch.float32
+    keeps_zeros: ClassVar[bool] = True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; ``summands`` has no effect."""

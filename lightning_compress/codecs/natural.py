@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class Natural(Codec):
     1905.10988.
     """
 
+    keeps_zeros: ClassVar[bool] = True
     bucket: int = 1024
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ class QSGD(Codec):
     NIPS 2017, arXiv 1610.02132.
     """
 
+    keeps_zeros: ClassVar[bool] = True
     bits: int = 4
     bucket: int = 512
     norm: Norm = "max"

@@ -48,6 +48,7 @@ class RandomK(Codec):
     """
 
     sum_dtype: ClassVar[torch.dtype | None] = torch.float32
+    keeps_zeros: ClassVar[bool] = True
     density: float = 0.01
     rescale: bool = False
 

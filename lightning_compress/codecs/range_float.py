@@ -65,6 +65,7 @@ class RangeFloat(Codec):
     """
 
     contractive: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
     bits: int = 8
     mantissa: int | Literal["auto"] = "auto"
     block: int = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class TernGrad(Codec):
     Learning", NIPS 2017, arXiv 1705.07878. Its sharing of scales between ranks is ``terngrad_shared``.
     """
 
+    keeps_zeros: ClassVar[bool] = True
     clip: float | None = 2.5
     packing: Packing = "2bit"
 

@@ -53,6 +53,7 @@ class Threshold(Codec):
 
     contractive: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
     tau_plus: float = 0.001
     tau_minus: float = 0.001
     coding: Coding = "rice"

@@ -75,6 +75,7 @@ class TopK(Codec):
 
     contractive: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
     density: float = 0.01
     scope: Scope = "parameter"
     selection: Selection = "exact"

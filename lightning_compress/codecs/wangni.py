@@ -56,6 +56,7 @@ class Wangni(Codec):
     """
 
     sparse: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
     density: float = 0.1
 
     def __post_init__(self) -> None:

@@ -37,6 +37,11 @@ class Collective(ABC):
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The largest over the ranks, element by element, in place."""
 
+    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
+        """``all_reduce_max`` that may go on beside others begun after it, as ``begin_all_reduce``."""
+        self.all_reduce_max(tensor)
+        return lambda: None
+
     @abstractmethod
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Collect ``tensor [n]`` of every rank in ``out [size, n]``, in the order of the ranks."""

@@ -36,8 +36,15 @@ class CountingCollective(Collective):
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
         """Count it when it begins; what it takes is what somebody waits for it."""
+        return self._begin(tensor, self._inner.begin_all_reduce)
+
+    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
+        """Likewise."""
+        return self._begin(tensor, self._inner.begin_all_reduce_max)
+
+    def _begin(self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], object]]) -> Callable[[], None]:
         self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
-        wait = self._inner.begin_all_reduce(tensor)
+        wait = begin(tensor)
 
         def timed() -> None:
             with self._meter.span("exchange"):

@@ -41,7 +41,14 @@ class TorchCollective(Collective):
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
         """The group's own, asynchronous."""
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return self._begin(tensor, dist.ReduceOp.SUM)
+
+    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
+        """The group's own, asynchronous."""
+        return self._begin(tensor, dist.ReduceOp.MAX)
+
+    def _begin(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Callable[[], object]:
+        work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
         assert work is not None
         return lambda: work.wait()
 

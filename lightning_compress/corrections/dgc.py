@@ -110,7 +110,7 @@ class DGC(Corrected):
 
     State: ``velocity`` (float32, per rank) and ``momentum`` (float32, of what stays dense, the same on all ranks),
     beside the residual: with their second buffers 16 bytes per compressed parameter. A parameter without a gradient on
-    a rank keeps velocity and residual there. A second backward before the optimizer's step adds its gradient without
+    any rank keeps velocity and residual. A second backward before the optimizer's step adds its gradient without
     another decay.
 
     Weight decay stays with the optimizer: SGD adds ``weight_decay * w`` to what it is given, outside of the momentum.

@@ -54,12 +54,14 @@ class Reducer(ABC):
     Attributes:
         contractive: biased, and only sound with error feedback (which is then on by default).
         conserves: the law above holds.
+        keeps_zeros: what is zero on all ranks is zero in the mean, exactly, whatever stands beside it.
         elementwise: every element is treated alone, so that small parameters need no special care.
     """
 
     contractive: ClassVar[bool] = False
     conserves: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
+    keeps_zeros: ClassVar[bool] = False
 
     @property
     def safe_with_adam(self) -> bool:

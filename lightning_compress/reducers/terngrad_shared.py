@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class TernGradShared(Reducer):
     Learning", NIPS 2017, arXiv 1705.07878 (scaler sharing, gradient clipping, layer-wise ternarizing).
     """
 
+    keeps_zeros: ClassVar[bool] = True
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:

@@ -51,15 +51,15 @@ def test_parameters_that_are_not_used(device):
     vector = torch.randn(13100, device=device)
     vector[parts[0]] = 0
     vector[8999], vector[parts[1]], vector[parts[3]] = 1, 0, 0
-    used = torch.zeros(4, dtype=torch.int32, device=device)
-    tiles = segments.table(parts, device)
+    used = torch.zeros(4, dtype=torch.uint8, device=device)
+    tiles = segments.table([(number, part.start, part.stop) for number, part in enumerate(parts)], device)
     segments.find_used(tiles, vector, used)
     assert used.tolist() == [1, 0, 1, 0]
     kept, other = torch.randn(13100, device=device), torch.randn(13100, device=device)
     wanted = other.clone()
     for place in (parts[1], parts[3]):
-        wanted[place] = kept[place] + other[place]
-    segments.restore_unused(tiles, used, other, kept, add=True)
+        wanted[place] = kept[place]
+    segments.restore_unused(tiles, used, other, kept)
     assert other.equal(wanted)
     for place in (parts[1], parts[3]):
         wanted[place] = 0

@@ -18,18 +18,19 @@ TILE = 4096
 """Elements that a program handles, at most."""
 
 
-def table(parts: Sequence[slice], device: torch.device) -> Tensor:
-    """Cut parts of a vector into tiles: int64 ``[tiles, 3]`` of part, start and stop."""
+def table(parts: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+    """Cut parts of a vector (number, start, stop) into tiles: int64 ``[tiles, 3]`` of number, start and stop."""
     rows = [
-        (number, start, min(start + TILE, part.stop))
-        for number, part in enumerate(parts)
-        for start in range(part.start, part.stop, TILE)
+        (number, start, min(start + TILE, stop)) for number, first, stop in parts for start in range(first, stop, TILE)
     ]
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
 
 
 def find_used(tiles: Tensor, vector: Tensor, used: Tensor) -> None:
-    """Set int32 ``used [parts]``, zeros, to 1 where a part of float32 ``vector [n]`` has an element that is not 0."""
+    """Set uint8 ``used [parts]`` to 1 where a part of float32 ``vector [n]`` has an element that is not 0.
+
+    Parts that are known to be used are hardly read.
+    """
     if len(tiles):
         _find_used[(len(tiles),)](tiles, vector, used, TILE, **OPTIONS)
 
@@ -40,10 +41,10 @@ def zero_unused(tiles: Tensor, used: Tensor, vector: Tensor) -> None:
         _zero_unused[(len(tiles),)](tiles, used, vector, TILE, **OPTIONS)
 
 
-def restore_unused(tiles: Tensor, used: Tensor, vector: Tensor, kept: Tensor, add: bool) -> None:
-    """Put back what was kept of the parts of ``vector`` that are not used; or add it to what is there now."""
+def restore_unused(tiles: Tensor, used: Tensor, vector: Tensor, kept: Tensor) -> None:
+    """Put back what was kept of the parts of ``vector`` that are not used."""
     if len(tiles):
-        _restore_unused[(len(tiles),)](tiles, used, vector, kept, add, TILE, **OPTIONS)
+        _restore_unused[(len(tiles),)](tiles, used, vector, kept, TILE, **OPTIONS)
 
 
 @triton.jit
@@ -56,9 +57,10 @@ def _tile(tiles, SIZE: tl.constexpr):
 @triton.jit
 def _find_used(tiles, vector, used, SIZE: tl.constexpr):
     part, place, inside = _tile(tiles, SIZE)
-    numbers = tl.load(vector + place, mask=inside, other=0.0)
-    if tl.max((numbers != 0).to(tl.int32), axis=0) != 0:  # every program writes the same
-        tl.store(used + part, 1)
+    if tl.load(used + part) == 0:
+        numbers = tl.load(vector + place, mask=inside, other=0.0)
+        if tl.max((numbers != 0).to(tl.int32), axis=0) != 0:  # every program writes the same
+            tl.store(used + part, 1)
 
 
 @triton.jit
@@ -69,10 +71,8 @@ def _zero_unused(tiles, used, vector, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _restore_unused(tiles, used, vector, kept, ADD: tl.constexpr, SIZE: tl.constexpr):
+def _restore_unused(tiles, used, vector, kept, SIZE: tl.constexpr):
     part, place, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
-        numbers = tl.load(kept + place, mask=inside, other=0.0).to(tl.float32)
-        if ADD:
-            numbers += tl.load(vector + place, mask=inside, other=0.0)
-        tl.store(vector + place, numbers, mask=inside)
+        numbers = tl.load(kept + place, mask=inside, other=0.0)
+        tl.store(vector + place, numbers, mask=inside)  # cast where they differ
