@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_compress import checks, failures, snapshot
+from lightning_compress.accumulation import Accumulation
 from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.courses import Progress
 from lightning_compress.drift import DriftGuard
+from lightning_compress.group import Group
 from lightning_compress.groups import Groups
 from lightning_compress.kinds import kinds_of
 from lightning_compress.meter import Meter
@@ -42,6 +44,7 @@ class Compression:
         scale: returns what the loss is multiplied by (a GradScaler's scale), or None.
         ignored: names of parameters that are not averaged.
         unused: parameters may be without a gradient in a step; see ``Group``.
+        accumulates: a step may have several backward passes that synchronise, whose gradients add up.
 
     Attributes:
         active: it does the averaging; otherwise DistributedDataParallel does.
@@ -59,6 +62,7 @@ class Compression:
         scale: ScaleSource = lambda: None,
         ignored: Collection[str] = (),
         unused: bool = True,
+        accumulates: bool = True,
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
         self._tuning = Tuning(settings.bound(kinds_of(module)))
@@ -74,13 +78,24 @@ class Compression:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self.groups = Groups(self._names, self._shapes, World(self._collective, self.device, self.meter), unused)
         self._soundness = Soundness(self.device, settings.guards)
-        self._reduced: set[int] = set()
+        self._reduced: set[str] = set()  # parameters, in this backward pass
+        self._seen: set[str] = set()  # parameters, in this step
+        self._passes = 0
+        self._accumulation: Accumulation | None = None
+        self._accumulating = parameters if accumulates else []
         self._last_state: snapshot.Snapshot | None = None
         self._stepped, self.active = True, False
         self._at_close: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
         self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
+        self._watch_outputs(settings)
         watch(self)
+
+    def _watch_outputs(self, settings: Settings) -> None:
+        """See that no output is taken for a gradient, where that may happen."""
+        if self._accumulation is None and self._accumulating and not settings.averages:
+            self._accumulation = Accumulation(self._accumulating)
+            self.at_close(self._accumulation.close)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Replace gradients by their mean over the ranks; all ranks come with the same parameters in the same order.
@@ -92,15 +107,30 @@ class Compression:
         if self._stepped:
             self._begin_step()
         parts = self.groups.of(parameters, self.settings)
-        if any(id(group) in self._reduced for group, _ in parts):  # a second backward in the same step
-            self._drop_unsound()
-        self._reduced.update(id(group) for group, _ in parts)
+        names = [name for group, _ in parts for name in group.given]
+        if not self._reduced.isdisjoint(names):  # a second backward in the same step
+            self._begin_pass()
+        self._reduced.update(names)
         self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
         for group, places in parts:
             own = [gradients[place] for place in places]
+            turn = self._passes
+            if not group.averages:
+                turn = self._accumulate(group, own)
             with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
-                self._soundness.add(group.reduce(own, self.step, self._scale()))
+                flag = group.reduce(own, self.step, self._scale(), turn)
+            self._soundness.add(flag, group.names)
             self._drift.note(self.step, group.given, own)
+
+    def _accumulate(self, group: Group, gradients: Sequence[Tensor]) -> int:
+        """Give the method all of this step's gradients, from the state with which the step began: as in its pass 0."""
+        if self._accumulation:
+            self._accumulation.add(group.given, gradients)
+        if not self._seen.isdisjoint(group.given):
+            for state in group.states.values():
+                state.roll_back()
+        self._seen.update(group.given)
+        return 0
 
     def count(self, sent: int) -> None:
         """A step begins in which others average, and send so many bytes; more of it before it ends is not counted."""
@@ -126,14 +156,19 @@ class Compression:
     def _forget(self) -> None:
         """Drop what was reduced since the last optimizer step."""
         self._reduced.clear()
+        self._seen.clear()
+        self._passes = 0
+        if self._accumulation:
+            self._accumulation.begin_step()
         for state in self.groups.states():
             state.roll_back()
 
-    def _drop_unsound(self) -> None:
-        """Forget a backward that was not finite, which a GradScaler skipped."""
+    def _begin_pass(self) -> None:
+        """Another backward of the step begins; one that was not finite, which a GradScaler skipped, is forgotten."""
         rejected = self._soundness.settle()
         self._soundness.begin_step()
         self._reduced.clear()
+        self._passes += 1
         for state in self.groups.states():
             state.reject(rejected)
 
@@ -201,7 +236,7 @@ class Compression:
         """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
         if not (names := self._optimizers.owned(optimizer)) or self._soundness.refused:
             return
-        rejected = self._soundness.rejected(optimizer)
+        rejected = self._soundness.rejected(optimizer, names)
         follows = self.settings.residual_follows_lr
         moved = names - self._optimizers.stepped(optimizer) if follows else names
         for group in self.groups:
@@ -209,7 +244,7 @@ class Compression:
                 state.commit(rejected, moved if state is group.residual else names)
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
-            self._soundness.count.add_(rejected)
+            self._soundness.note()
             self.step += 1
             self.meter.end_step()
 
@@ -256,6 +291,7 @@ class Compression:
                 "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
             )
         self._tuning.retune(compressor, changes)
+        self._watch_outputs(self._tuning.next)
 
     def reset(self) -> None:
         """Begin again: no residuals, no steps."""

@@ -63,8 +63,10 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
     checks.check_ranks_agree(settings, module, problem, collective, device)
 
 
-def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None) -> Compression:
-    """``attach`` for what was checked already."""
+def compress(
+    ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None, accumulates: bool = True
+) -> Compression:
+    """``attach`` for what was checked already; ``accumulates``: see ``Compression``."""
     collective = TorchCollective(ddp.process_group)
     dense = all(isinstance(method, Dense) for method in settings.methods)
     idle = (collective.size == 1 or (dense and not settings.deterministic)) and settings.local_clip_norm is None
@@ -73,7 +75,8 @@ def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSourc
     if not idle and next(ddp.module.parameters()).device.type == "cpu":  # Gloo goes by order; see hook.ThreadHook
         own = collective.apart()
     unused = ddp.find_unused_parameters or ddp.static_graph
-    compression = Compression(ddp.module, settings, own or collective, scale, ddp.parameters_to_ignore, unused)
+    ignored = ddp.parameters_to_ignore
+    compression = Compression(ddp.module, settings, own or collective, scale, ignored, unused, accumulates and not idle)
     if idle:
         hook.leave_to(compression, ddp, collective.size)
     else:

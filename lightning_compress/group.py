@@ -44,6 +44,7 @@ class Group:
         settings: what the user chose.
         given: names of the parameters, in the bucket's order.
         names: the same, in the vector's order.
+        averages: the optimizer is given a mean of the ranks' gradients.
         states: what is kept from step to step: the residual, and what reducers and the correction declare.
         nonfinite: names of parameters whose gradients on this rank were not finite last time; on CUDA always none,
             which nobody has to wait for.
@@ -68,6 +69,8 @@ class Group:
         self._world, self._collective, self._device, self._meter = world, collective, device, meter
         self._scratch = scratch
         self._key = mix(settings.seed, name_key(self.names))
+        self._drawn: tuple[int, ...] = ()  # what this pass draws its random numbers from
+        self.averages = settings.averages
         coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
         self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
         kept = {RESIDUAL: Declared(self.layout, dtype=settings.residual_dtype)} if settings.error_feedback else {}
@@ -130,17 +133,19 @@ class Group:
         """State was taken over from other groups."""
         self._exchange.adopted()
 
-    def reduce(self, gradients: Sequence[Tensor], step: int, scale: Tensor | None) -> Tensor:
+    def reduce(self, gradients: Sequence[Tensor], step: int, scale: Tensor | None, turn: int = 0) -> Tensor:
         """Replace gradients by their mean over the ranks.
 
         Args:
             gradients: contiguous, in the bucket's order; NaN everywhere afterwards if any rank's are not finite.
             step: how many steps were committed.
             scale: what the loss was multiplied by (automatic mixed precision), or None.
+            turn: how many backward passes of this step came before.
 
         Returns:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
+        self._drawn = (self._key, step, turn) if turn else (self._key, step)
         slices = [gradients[place].view(-1) for place in self.order]
         pieces = [each for each in slices if each.numel()]
         flag = self._straight(pieces, step) if self._goes_straight(pieces, step, scale) else None
@@ -272,7 +277,7 @@ class Group:
         if unused:
             unused.restore(vector)
         if self._rounding and self.residual is not None:
-            self._rounding.round(vector, self.residual.pending, mix(self._key, step, self._collective.rank))
+            self._rounding.round(vector, self.residual.pending, mix(*self._drawn, self._collective.rank))
         self._touch(step)
         return mean
 
@@ -285,11 +290,11 @@ class Group:
         """
         before = vector.norm() if self._meter.sampling else None
         if summands is not None and isinstance(mean, Tensor):
-            self.plan(step).mean_of_sum(*summands, vector, mean, mix(self._key, step), flag)
+            self.plan(step).mean_of_sum(*summands, vector, mean, mix(*self._drawn), flag)
         elif isinstance(mean, Tensor):
-            self.plan(step).mean(vector, mean, mix(self._key, step), flag)
+            self.plan(step).mean(vector, mean, mix(*self._drawn), flag)
         else:
-            self.plan(step).mean_pieces(vector, mean, mix(self._key, step), flag)
+            self.plan(step).mean_pieces(vector, mean, mix(*self._drawn), flag)
         if before is not None:
             self._meter.add_error(before, vector.norm())
         if self.residual is not None:

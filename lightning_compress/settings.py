@@ -96,6 +96,12 @@ class Settings:
         return self.error_feedback or declares or self.dense_steps > 0 or bool(self.schedule.courses)
 
     @property
+    def averages(self) -> bool:
+        """Whether what the optimizer is given is a mean of the ranks' gradients, so that it may be added to another."""
+        works = self.correction is not None or self.exchange.optimizes or self.local_clip_norm is not None
+        return not works and all(conserves(method) for method in self.methods)
+
+    @property
     def methods(self) -> list[Method]:
         """All that will compress at some time."""
         scheduled = self.schedule.compressors(self.compressor)
@@ -241,6 +247,11 @@ class Settings:
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""
         return hashlib.sha256(repr(self).encode()).digest()
+
+
+def conserves(method: Method) -> bool:
+    """Whether what the method does not send stays behind; else its output is no mean."""
+    return isinstance(method, Codec) or method.conserves
 
 
 def _parts(compressor: Compressor) -> tuple[Method, Correction | None]:

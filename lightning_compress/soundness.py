@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +24,8 @@ class Soundness:
     """
 
     def __init__(self, device: torch.device, guards: Guards) -> None:
-        self._flag = torch.zeros((), device=device)
+        self._flags: list[tuple[Tensor, frozenset[str]]] = []
+        self._sound = torch.zeros((), device=device)
         self._policy = guards.on_nonfinite
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.refused = False
@@ -35,27 +38,36 @@ class Soundness:
     def begin_step(self) -> None:
         """Nothing is known."""
         self.refused = False
-        self._flag.zero_()
+        self._flags.clear()
 
-    def add(self, flag: Tensor) -> None:
-        """Note what a group found: 0.0, or NaN."""
-        self._flag.add_(flag)
+    def add(self, flag: Tensor, names: Iterable[str]) -> None:
+        """Note what a group of these parameters found: 0.0, or NaN."""
+        self._flags.append((flag, frozenset(names)))
 
-    def rejected(self, optimizer: Optimizer) -> Tensor:
-        """Bool scalar: a step that the optimizer made does not count, since its gradients were not finite."""
-        found = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
-        return self._flag.isnan() if found is None else self._flag.isnan() | (found > 0).to(self._flag.device).squeeze()
+    def _found(self, names: Collection[str] | None = None) -> Tensor:
+        """Bool scalar: a gradient was not finite, of a group that has any of these parameters."""
+        flags = [flag for flag, own in self._flags if names is None or not own.isdisjoint(names)]
+        return torch.stack([self._sound, *flags]).sum().isnan()
+
+    def rejected(self, optimizer: Optimizer, names: Collection[str]) -> Tensor:
+        """Bool scalar: a step that the optimizer of these parameters made does not count: gradients were not finite."""
+        found, scaled = self._found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        return found if scaled is None else found | (scaled > 0).to(found.device).squeeze()
+
+    def note(self) -> None:
+        """Count the step if it was not sound."""
+        self.count.add_(self._found())
 
     def settle(self) -> Tensor:
         """Count the step if it was not sound, and forget it; returns whether it was not, a bool scalar."""
-        rejected = self._flag.isnan()
+        rejected = self._found()
         self.count.add_(rejected)
-        self._flag.zero_()
+        self._flags.clear()
         return rejected
 
     def forget(self) -> None:
         """Begin again."""
-        self._flag.zero_()
+        self._flags.clear()
 
     def before_step(self, optimizer: Optimizer, problem: str) -> None:
         """Keep the optimizer from stepping with gradients that are not finite; waits for the device.
@@ -67,7 +79,7 @@ class Soundness:
         Raises:
             FloatingPointError: they are not, and the policy is "raise"; on all ranks.
         """
-        self.refused = self.refused or bool(self._flag.isnan())
+        self.refused = self.refused or bool(self._found())
         if not self.refused:
             return
         if self._policy == "raise":

@@ -114,7 +114,9 @@ class CompressedDDPMixin(_Base):
     def _register_ddp_hooks(self) -> None:
         # The base class registers hooks on CUDA only, and silently none on CPU.
         assert isinstance(self.model, DistributedDataParallel)
-        self._compression = compress(self.model, self._settings, self._loss_scale)
+        assert self.lightning_module is not None
+        manual = not self.lightning_module.automatic_optimization  # else every average is for one step
+        self._compression = compress(self.model, self._settings, self._loss_scale, accumulates=manual)
 
     def _loss_scale(self) -> torch.Tensor | None:
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)

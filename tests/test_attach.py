@@ -190,3 +190,57 @@ def _twice():
 
 def test_a_second_backward_before_the_step_goes_on_from_the_first(pools):
     assert max(pools[2].run(_twice)) < 1e-5
+
+
+class Halves(nn.Module):
+    """Two parts with optimizers of their own; DDP's buckets, of a cap of their size, are one for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.left(x).square().mean() + self.right(x).square().mean()
+
+
+def _one_half_fails():
+    """A NaN in the gradient of one optimizer's parameters, in the last of three steps: which residuals moved?"""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Halves(), bucket_cap_mb=0.01)
+    compression = attach(model, "onebit")
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.module.left, model.module.right)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if step == 2:
+            model.module.left.weight.register_hook(lambda gradient: gradient * math.nan)
+        before = _residuals(compression)
+        model(_data(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    after = _residuals(compression)
+    return len(compression.groups), {name: bool((before[name] != after[name]).any()) for name in after}
+
+
+def test_an_optimizer_that_really_stepped_keeps_its_residual(pools):
+    for groups, moved in pools[2].run(_one_half_fails):
+        assert groups == 2
+        assert moved == {"left.weight": False, "right.weight": True}
+
+
+def _draws():
+    """What two backward passes of one step over the same data make, of a method that rounds at random."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(64, 64, bias=False))
+    compression = attach(model, {"name": "qsgd", "bits": 2}, exchange="all_gather")
+    made = []
+    for _ in range(2):
+        model.zero_grad()
+        model(_data(0)).square().mean().backward()
+        made.append(model.module.weight.grad.clone())
+    compression.close()
+    return made[0].equal(made[1])
+
+
+def test_backward_passes_of_one_step_draw_other_random_numbers(pools):
+    assert pools[2].run(_draws) == [False, False]

@@ -22,7 +22,7 @@ LAYERS = [
     ("schedule",),
     ("settings", "bridge", "feedback", "finite"),
     ("unused",),
-    ("group", "checks", "optimizers", "tuning", "drift", "soundness"),
+    ("accumulation", "group", "checks", "optimizers", "tuning", "drift", "soundness"),
     ("groups",),
     ("compression",),
     ("hook",),

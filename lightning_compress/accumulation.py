@@ -1,0 +1,72 @@
+"""Several backward passes for one step, for methods whose output is no mean of gradients.
+
+After a backward pass that synchronised, a parameter's ``grad`` holds what the method made: a mean, to which the next
+pass may add its gradient, or a velocity, a vote, a step of Adam, to which it may not. There, the output is set aside
+before the next pass accumulates, and the method is given the sum of this rank's gradients again, from the state with
+which the step began: as if all passes but the last had been under ``no_sync``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+class Accumulation:
+    """The gradients of this rank in the step under way.
+
+    It costs a copy of them, in their own dtype.
+
+    Args:
+        parameters: names and tensors; of those that are not given to ``add`` nothing is kept.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self._totals: dict[str, Tensor] = {}
+        self._open: set[str] = set()
+        self._before: dict[str, Tensor | None] = {}
+        self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters}
+        self._hooks = [
+            parameter.register_hook(partial(self._set_aside, name))
+            for name, reference in self._parameters.items()
+            if (parameter := reference()) is not None
+        ]
+
+    def _set_aside(self, name: str, gradient: Tensor) -> None:
+        """Called before ``gradient`` is accumulated: what is there since the last ``add`` is an output, and goes."""
+        parameter = self._parameters[name]()
+        if parameter is None or name not in self._open or name in self._before:
+            return
+        # zeros, or none, say that the user dropped the gradients of the passes before
+        self._before[name] = None if parameter.grad is None else parameter.grad.any()
+        parameter.grad = None
+
+    def begin_step(self) -> None:
+        """Nothing is accumulated."""
+        self._open.clear()
+        self._before.clear()
+
+    def add(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Make each gradient, of what one pass brought, the sum over the passes of this step, in place."""
+        for name, gradient in zip(names, gradients, strict=True):
+            total = self._totals.setdefault(name, torch.empty(0))
+            if name not in self._open:
+                self._open.add(name)
+                self._totals[name] = total.copy_(gradient) if total.numel() == gradient.numel() else gradient.clone()
+            elif name in self._before:
+                kept = self._before.pop(name)
+                total.copy_(gradient) if kept is None else total.masked_fill_(~kept, 0.0).add_(gradient)
+            elif (parameter := self._parameters[name]()) is None or parameter.grad is None:
+                total.zero_()
+            gradient.copy_(self._totals[name])  # a parameter that this pass did not use has its output there
+
+    def close(self) -> None:
+        """Stop watching, and give the memory back."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._totals.clear()
