@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_compress import checks, failures, snapshot
 from lightning_compress.accumulation import Accumulation
+from lightning_compress.codecs.buffers import Workspace
 from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.courses import Progress
@@ -77,6 +78,7 @@ class Compression:
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self.groups = Groups(self._names, self._shapes, World(self._collective, self.device, self.meter), unused)
+        self._workspace = Workspace()  # other models of the process average at the same time
         self._soundness = Soundness(self.device, settings.guards)
         self._reduced: set[str] = set()  # parameters, in this backward pass
         self._seen: set[str] = set()  # parameters, in this step
@@ -104,6 +106,10 @@ class Compression:
             parameters: of the model, in any order and number; those that come together once do so in every step.
             gradients: of each, contiguous, of one floating-point dtype.
         """
+        with self._workspace.used():
+            self._reduce(parameters, gradients)
+
+    def _reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._stepped:
             self._begin_step()
         parts = self.groups.of(parameters, self.settings)
@@ -196,7 +202,8 @@ class Compression:
         before = copy.copy(self._tuning)
         try:
             self._tuning.resume(state["running"])
-            self.groups.restore(state["groups"], self.settings)
+            with self._workspace.used():
+                self.groups.restore(state["groups"], self.settings)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # nothing of it stays
             self._tuning = before
             self.reset()
@@ -333,3 +340,4 @@ class Compression:
             callback()
         self._at_close.clear()
         self.groups.clear()
+        self._workspace.clear()

@@ -1,5 +1,6 @@
 """Work beside backward: in order, and errors reach who waits."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -96,3 +97,38 @@ def test_others_collectives_do_not_come_between(pools):
     for seen, threads in pools[3].run(_beside_others):
         assert seen == [3.0] * 18
         assert threads == {"lightning_compress"}
+
+
+def _two_models(restored):
+    """Models that average at the same time: their means, and each one's alone."""
+    means = {}
+    for together in (False, True):
+        models, handles = [], []
+        for number in range(2):
+            torch.manual_seed(number)
+            models.append(DistributedDataParallel(nn.Linear(600, 1000, bias=False)))
+            handles.append(attach(models[-1], {"name": "fft", "theta": 0.9}, exchange="all_gather"))
+        inputs = [torch.randn(4, 600, generator=torch.Generator().manual_seed(9 * dist.get_rank() + n)) for n in (0, 1)]
+        for model, each in zip(models, inputs, strict=True):
+            model(each).square().sum().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+            model.zero_grad()
+        if restored:  # this thread makes all plans of both
+            for handle in handles:
+                handle.load_state_dict(copy.deepcopy(handle.state_dict()))
+        losses = [model(each).square().sum() for model, each in zip(models, inputs, strict=True)]
+        if together:
+            sum(losses).backward()
+        else:
+            for loss in losses:
+                loss.backward()
+        means[together] = [model.module.weight.grad.clone() for model in models]
+        for handle in handles:
+            handle.close()
+    return [one.equal(other) for one, other in zip(means[False], means[True], strict=True)]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_two_models_do_not_share_memory(pools, restored):
+    for same in pools[2].run(_two_models, restored):
+        assert same == [True, True]

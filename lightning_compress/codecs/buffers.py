@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,18 +18,48 @@ def chunk_size(device: torch.device) -> int:
     return CHUNK if device.type == "cpu" else 1 << 24
 
 
-_local = threading.local()
+class Workspace:
+    """Scratch memory that plans use in turn; those that may work at the same time need one each."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See ``scratch``."""
+        if (name, device) not in self._memory or self._memory[name, device].numel() < numel:
+            self._memory[name, device] = torch.empty(numel, dtype=dtype, device=device)
+        return self._memory[name, device][:numel]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """What this thread takes inside is of this workspace."""
+        before = _local.workspace
+        _local.workspace = self
+        try:
+            yield
+        finally:
+            _local.workspace = before
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._memory.clear()
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.workspace = Workspace()
+
+
+_local = _Local()
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[numel]`` elements of undefined content, which all plans of this thread use in turn under this name.
+    """``[numel]`` elements of undefined content, which all plans of a workspace use in turn under this name.
 
-    A plan takes them when it is made; those made before a larger one keep the memory that they have.
+    A plan takes them when it is made; those made before a larger one keep the memory that they have. Without a
+    ``Workspace`` in use, each thread has its own.
     """
-    memory: dict[tuple[str, torch.device], Tensor] = _local.__dict__.setdefault("memory", {})
-    if (name, device) not in memory or memory[name, device].numel() < numel:
-        memory[name, device] = torch.empty(numel, dtype=dtype, device=device)
-    return memory[name, device][:numel]
+    return _local.workspace.take(name, numel, dtype, device)
 
 
 def pieces(numel: int, size: int) -> Iterator[slice]:
