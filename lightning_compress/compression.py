@@ -46,6 +46,7 @@ class Compression:
         ignored: names of parameters that are not averaged.
         unused: parameters may be without a gradient in a step; see ``Group``.
         accumulates: a step may have several backward passes that synchronise, whose gradients add up.
+        caps: see ``Groups``.
 
     Attributes:
         active: it does the averaging; otherwise DistributedDataParallel does.
@@ -64,6 +65,7 @@ class Compression:
         ignored: Collection[str] = (),
         unused: bool = True,
         accumulates: bool = True,
+        caps: tuple[int, int] | None = None,
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
         self._tuning = Tuning(settings.bound(kinds_of(module)))
@@ -76,8 +78,7 @@ class Compression:
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self.groups = Groups(self._names, self._shapes, World(self._collective, self.device, self.meter), unused)
+        self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
         self._workspace = Workspace()  # other models of the process average at the same time
         self._soundness = Soundness(self.device, settings.guards)
         self._reduced: set[str] = set()  # parameters, in this backward pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,10 +76,24 @@ def compress(
     if not idle and next(ddp.module.parameters()).device.type == "cpu":  # Gloo goes by order; see hook.ThreadHook
         own = collective.apart()
     unused = ddp.find_unused_parameters or ddp.static_graph
-    ignored = ddp.parameters_to_ignore
-    compression = Compression(ddp.module, settings, own or collective, scale, ignored, unused, accumulates and not idle)
+    compression = Compression(
+        ddp.module,
+        settings,
+        own or collective,
+        scale,
+        ddp.parameters_to_ignore,
+        unused,
+        accumulates and not idle,
+        _caps(ddp),
+    )
     if idle:
         hook.leave_to(compression, ddp, collective.size)
     else:
         hook.register(compression, ddp, own)
     return compression
+
+
+def _caps(ddp: DistributedDataParallel) -> tuple[int, int]:
+    """Bytes at which the model's first bucket is full, and the others, once it has rebuilt them."""
+    usual = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    return min(usual, ddp.bucket_bytes_cap), ddp.bucket_bytes_cap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,24 +11,27 @@ from torch import Tensor
 from lightning_compress import bridge, kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.bfloat16 import StochasticRounding
+from lightning_compress.codecs.cast import dense_of
 from lightning_compress.collectives import World
 from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.base import ExchangePlan
+from lightning_compress.exchanges.straight import average_in_place
 from lightning_compress.feedback import add_gradients, copy_gradients
 from lightning_compress.finite import clean, spoil
 from lightning_compress.kernels import Summands
 from lightning_compress.keys import mix, name_key
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
-from lightning_compress.reducers import Reducer
-from lightning_compress.rules import Shape
+from lightning_compress.rules import Shape, Stretch
 from lightning_compress.scratch import Scratch
-from lightning_compress.settings import Settings
+from lightning_compress.settings import Settings, conserves
 from lightning_compress.state import Declared, State, States, place_of
 from lightning_compress.unused import Unused, plan_unused
 
 RESIDUAL = "residual"
+_LARGE = 1e30
+"""Magnitudes beyond it are those of a run that is lost."""
 
 
 class Group:
@@ -39,6 +43,8 @@ class Group:
         world: the ranks to average over.
         scratch: shared with other groups.
         unused: parameters may be without a gradient in a step, and have zeros there.
+        dtype: of the gradients.
+        owed: there may be a residual of these parameters already.
 
     Attributes:
         settings: what the user chose.
@@ -57,6 +63,8 @@ class Group:
         world: World,
         scratch: Scratch,
         unused: bool = True,
+        dtype: torch.dtype = torch.float32,
+        owed: bool = True,
     ) -> None:
         collective, device, meter = world
         self.given = tuple(name for name, _ in parameters)
@@ -73,21 +81,17 @@ class Group:
         self.averages = settings.averages
         coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
         self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
-        kept = {RESIDUAL: Declared(self.layout, dtype=settings.residual_dtype)} if settings.error_feedback else {}
-        theirs, corrected = bridge.declared(stretches), {}
-        exchanged = {f"{bridge.EXCHANGE}.{name}": each for name, each in settings.exchange.state(self.layout).items()}
-        if settings.correction is not None:
-            corrected = dict(settings.correction.state(self.layout, self._compressed))
-        self.states: States = {
-            name: State(each.layout, device, each.initial, each.holder, each.dtype)
-            for name, each in {**kept, **theirs, **corrected, **exchanged}.items()
-        }
-        self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
+        self._plain_method = dense_of(dtype)
+        stretches = tuple(
+            replace(each, method=self._plain_method) if isinstance(each.method, Dense) else each for each in stretches
+        )
+        exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in stretches)
+        corrected = self._make_states(stretches, settings.error_feedback and (owed or not exact))
         self._kernels = kernels.fused(device)
         embeddings = settings.rules.of_kind("embedding")
         self._unused = plan_unused(stretches, self._segments, embeddings, self.states, self.residual, world, unused)
         self._correction = settings.correction and settings.correction.plan(
-            self.layout, self._compressed, collective.size, device, {name: self.states[name] for name in corrected}
+            self.layout, self._compressed, collective.size, device, corrected
         )
         if self._correction and self._correction.idle:
             self._correction = None
@@ -96,11 +100,8 @@ class Group:
         self._dense: ExchangePlan | None = None
         self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
-        self._unscales = (
-            bool(self.states)
-            or settings.local_clip_norm is not None
-            or any(isinstance(each.method, Reducer) and not each.method.conserves for each in stretches)
-        )
+        means = all(conserves(each.method) for each in stretches)
+        self._unscales = bool(self.states) or settings.local_clip_norm is not None or not means
         self._sections = bridge.sections_of(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
@@ -108,6 +109,20 @@ class Group:
         self._fuses = self._kernels is not None and not halved
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
+
+    def _make_states(self, stretches: Sequence[Stretch], fed_back: bool) -> States:
+        """Make all that is kept; returns what the correction declares."""
+        settings, corrected = self.settings, {}
+        kept = {RESIDUAL: Declared(self.layout, dtype=settings.residual_dtype)} if fed_back else {}
+        exchanged = {f"{bridge.EXCHANGE}.{name}": each for name, each in settings.exchange.state(self.layout).items()}
+        if settings.correction is not None:
+            corrected = dict(settings.correction.state(self.layout, self._compressed))
+        self.states: States = {
+            name: State(each.layout, self._device, each.initial, each.holder, each.dtype)
+            for name, each in {**kept, **bridge.declared(stretches), **corrected, **exchanged}.items()
+        }
+        self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
+        return {name: self.states[name] for name in corrected}
 
     @property
     def residual(self) -> State | None:
@@ -123,7 +138,7 @@ class Group:
             self._dense = None
             return self._exchange
         if self._dense is None:
-            whole = [Section(Dense(), self.layout, 0)]
+            whole = [Section(self._plain_method, self.layout, 0)]
             kept = bridge.states_of(bridge.EXCHANGE, self.states)
             special = self.settings.exchange.plan_dense(self._sections, self._world, kept)
             self._dense = special or AllReduce().plan(whole, self._world)
@@ -148,6 +163,8 @@ class Group:
         self._drawn = (self._key, step, turn) if turn else (self._key, step)
         slices = [gradients[place].view(-1) for place in self.order]
         pieces = [each for each in slices if each.numel()]
+        if pieces and self._is_stock(pieces[0].dtype, step):
+            return self._as_stock(pieces)
         flag = self._straight(pieces, step) if self._goes_straight(pieces, step, scale) else None
         if flag is None and scale is None and self._plain and self._fed(pieces):
             flag = self._in_place(pieces, step)
@@ -156,16 +173,33 @@ class Group:
             spoil(mean, flag)
             torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
             return flag
+        if self._device.type != "cpu":  # a cast passes it on where it is
+            return flag
         if not self._known_zero(flag):
             for each in pieces:
                 each.add_(flag)
         return flag
 
+    def _is_stock(self, dtype: torch.dtype, step: int) -> bool:
+        """Whether all is sent as it is, and nothing is kept, on all ranks alike."""
+        if self.states or self._correction or self.settings.local_clip_norm is not None:
+            return False
+        straight = self.plan(step).straight
+        return straight is not None and straight.is_own(dtype)
+
+    def _as_stock(self, slices: list[Tensor]) -> Tensor:
+        """What DistributedDataParallel does; returns the flag."""
+        if self.settings.guards.on_nonfinite == "raise":  # and names the parameters
+            self._note((torch.cat([torch.stack(torch.aminmax(each)) for each in slices]) * 0.0).sum(), slices)
+        return average_in_place(slices, self._collective)
+
     def _goes_straight(self, slices: list[Tensor], step: int, scale: Tensor | None) -> bool:
         """Whether there is nothing to do but to average: what is sent is all there is, and nothing is owed."""
-        if not slices or self._device.type != "cpu" or self._correction or self.settings.local_clip_norm is not None:
+        if not slices or self._correction or self.settings.local_clip_norm is not None:
             return False
-        usual = (scale is None or not self._unscales) and not self._meter.sampling
+        if self._device.type != "cpu" and (self.states or self._limit < _LARGE):  # a device is not asked for numbers
+            return False
+        usual = scale is None or not self._unscales
         plain = usual and self.plan(step).straight and all(each.dtype == torch.float32 for each in slices)
         if self._unused and self._unused.keeps:
             return False
@@ -181,7 +215,7 @@ class Group:
         straight = self.plan(step).straight
         assert straight is not None
         extremes = torch.cat([torch.stack(torch.aminmax(each)) for each in slices])
-        if float(extremes.abs().max()) > self._limit:
+        if self._device.type == "cpu" and float(extremes.abs().max()) > self._limit:
             return None
         flag = self._note((extremes * 0.0).sum(), slices)
         straight.mean(slices, flag)
@@ -260,7 +294,7 @@ class Group:
         again = self.residual is not None and bool(self.residual.touched)
         decay = 1.0 if again else self.settings.residual_decay  # once a step
         summands: Summands = None
-        if self._fuses and self.residual is not None and not (again or self._meter.sampling) and decay == 1:
+        if self._fuses and self.residual is not None and not again and decay == 1:
             vector, mean, summands = self.residual.pending, gradient, (gradient, self.residual.committed)
         elif self.residual is None:
             vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
@@ -288,7 +322,7 @@ class Group:
 
         ``summands``, if any, are what the vector is the sum of, which an accelerator's codecs add up by themselves.
         """
-        before = vector.norm() if self._meter.sampling else None
+        before = (vector if summands is None else summands[0] + summands[1]).norm() if self._meter.sampling else None
         if summands is not None and isinstance(mean, Tensor):
             self.plan(step).mean_of_sum(*summands, vector, mean, mix(*self._drawn), flag)
         elif isinstance(mean, Tensor):

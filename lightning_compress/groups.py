@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 
+import torch
 from torch import Tensor
 
 from lightning_compress import snapshot
+from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.group import Group
-from lightning_compress.rules import Shape
 from lightning_compress.scratch import Scratch
 from lightning_compress.settings import Settings
 from lightning_compress.state import State
@@ -22,18 +24,24 @@ class Groups:
     """All groups of one model, in the order in which they were made.
 
     Args:
-        names: of the parameters, by their ``id``.
-        shapes: of the parameters, by their names.
+        parameters: names and tensors.
         world: the ranks to average over.
         unused: see ``Group``.
+        caps: bytes of gradients at which a group is full: the first one, and the others; None: a bucket is one group.
     """
 
     def __init__(
-        self, names: Mapping[int, str], shapes: Mapping[str, Shape], world: World, unused: bool = True
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        world: World,
+        unused: bool = True,
+        caps: tuple[int, int] | None = None,
     ) -> None:
         self._unused = unused
-        self._names = names
-        self._shapes = shapes
+        self._caps = caps
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        self._dtypes = {name: parameter.dtype for name, parameter in parameters}
         self._world = world
         self._scratch = Scratch(world.device)
         self._groups: list[Group] = []
@@ -49,25 +57,52 @@ class Groups:
     def of(self, parameters: Sequence[Tensor], settings: Settings) -> Parts:
         """What a bucket is made up of, under these settings.
 
-        A bucket is one new group, unless it is made up of groups that there are, as the first bucket of a resumed run.
+        A bucket is one new group, or several where it is above the cap, as the first one of a run, which holds all
+        parameters; unless it is made up of groups that there are.
         """
         bucket = tuple(map(id, parameters))
         if bucket not in self._by_bucket:
             names = [self._names[each] for each in bucket]
             owners = [group for group in self._groups if not set(names).isdisjoint(group.names)]
             if sorted(name for group in owners for name in group.names) != sorted(names):
-                owners = [self.add(names, settings)]
+                owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
             elif any(group.settings is not settings for group in owners):
-                owners = [self.add(group.given, settings) for group in owners]
+                owners = [self.add(part, settings) for each in owners for part in self._split(each.given, settings)]
             places = {name: place for place, name in enumerate(names)}
             self._by_bucket[bucket] = [(group, [places[name] for name in group.given]) for group in owners]
         return self._by_bucket[bucket]
 
-    def add(self, names: Sequence[str], settings: Settings) -> Group:
+    def _runs(self, names: Sequence[str]) -> list[list[str]]:
+        """Groups as DistributedDataParallel makes its buckets, where gradients arrive from the last parameter on."""
+        if self._caps is None or len(self._filled(names, self._caps[1:])) == 1:
+            return [list(names)]
+        return self._filled(names[::-1], self._caps)
+
+    def _filled(self, names: Sequence[str], caps: Sequence[int]) -> list[list[str]]:
+        runs: list[list[str]] = [[]]
+        size = 0
+        for name in names:
+            if size >= caps[min(len(runs), len(caps)) - 1]:
+                runs.append([])
+                size = 0
+            runs[-1].append(name)
+            size += prod(self._shapes[name]) * self._dtypes[name].itemsize
+        return runs
+
+    def _split(self, names: Sequence[str], settings: Settings) -> list[list[str]]:
+        """What is dense of float64 is a group of its own, since vectors are float32."""
+        if self._dtypes[names[0]] != torch.float64:
+            return [list(names)]
+        dense = [isinstance(settings.rules.method_of(name, self._shapes[name]), Dense) for name in names]
+        parts = [[name for name, each in zip(names, dense, strict=True) if each is kind] for kind in (False, True)]
+        return [part for part in parts if part]
+
+    def add(self, names: Sequence[str], settings: Settings, owed: bool = False) -> Group:
         """A new group, with the state that its parameters have so far; groups that have none left go."""
         shaped = [(name, self._shapes[name]) for name in names]
         self._scratch.clear()
-        group = Group(shaped, settings, self._world, self._scratch, self._unused)
+        owed = owed or any(old.residual and not set(names).isdisjoint(old.names) for old in self._groups)
+        group = Group(shaped, settings, self._world, self._scratch, self._unused, self._dtypes[names[0]], owed)
         for old in self._groups:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():
@@ -89,7 +124,7 @@ class Groups:
         """
         for saved in groups:
             if names := [name for name in saved["names"] if name in self._shapes]:
-                group = self.add(names, settings)
+                group = self.add(names, settings, owed=True)
                 snapshot.fill(group.states, saved, names)
                 group.adopted()
 

@@ -1,9 +1,12 @@
 """Groups of which all is sent as it is take a shorter way, and give the same bits."""
 
+import math
+
 import pytest
 import torch
 
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
+from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.group import Group
 from lightning_compress.meter import Meter
 from lightning_compress.scratch import Scratch
@@ -14,7 +17,8 @@ PARAMETERS = [("small", (37,)), ("large", (1500, 1001)), ("nothing", (0,)), ("bi
 """Large enough to travel in several messages; small ones come last in the vector."""
 WARM = {"compressor": "topk", "warmup_steps": 9}
 CAST = {"compressor": "bf16", "exchange": "all_reduce"}
-SLOW = {"compressor": "qsgd", "exchange": {"name": "auto", "link": {"latency_s": 1e-7, "bytes_per_s": 1e12}}}
+STOCK = {"compressor": "qsgd", "warmup_steps": 9}
+"""Nothing is kept from step to step."""
 
 
 def gradients(rank, step):
@@ -26,7 +30,11 @@ def averaged(collective, settings, straight, owed=(), steps=2, spoilt=(), spoili
     """Gradients of all steps, the flags, the bytes, and who took the short way."""
     meter = Meter(CPU)
     group = Group(
-        PARAMETERS, Settings.of(**settings), World(CountingCollective(collective, meter), CPU, meter), Scratch(CPU)
+        PARAMETERS,
+        Settings.of(**settings),
+        World(CountingCollective(collective, meter), CPU, meter),
+        Scratch(CPU),
+        unused=False,
     )
     if collective.rank in owed:
         group.residual.committed.fill_(0.25)
@@ -59,7 +67,7 @@ def alike(one, other):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("settings", [WARM, SLOW, CAST], ids=["warming up", "nothing pays", "cast"])
+@pytest.mark.parametrize("settings", [WARM, CAST], ids=["warming up", "cast"])
 def test_the_same_bits_and_bytes(settings, size):
     short = run_threads(size, lambda collective: averaged(collective, settings, True))
     long = run_threads(size, lambda collective: averaged(collective, settings, False))
@@ -69,7 +77,7 @@ def test_the_same_bits_and_bytes(settings, size):
         assert ways == [True, True]
 
 
-@pytest.mark.parametrize("settings", [WARM, SLOW, CAST], ids=["warming up", "nothing pays", "cast"])
+@pytest.mark.parametrize("settings", [WARM, CAST], ids=["warming up", "cast"])
 def test_the_same_bits_over_sockets(pools, settings):
     long = pools[3].run(over_gloo, settings, False)
     for (found, ways), (expected, _) in zip(pools[3].run(over_gloo, settings, True), long, strict=True):
@@ -132,3 +140,40 @@ def test_a_residual_is_looked_at_again_once_it_was_written():
     assert not residual.empty
     residual.committed.zero_()
     assert residual.empty
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_where_nothing_is_kept_it_is_what_ddp_does(size, dtype):
+    """Divided and added up in the gradients' own memory and dtype: its bits and bytes."""
+
+    def program(collective):
+        meter = Meter(CPU)
+        world = World(CountingCollective(collective, meter), CPU, meter)
+        group = Group(PARAMETERS, Settings.of(**STOCK), world, Scratch(CPU), dtype=dtype)
+        bucket = torch.cat([each.flatten() for each in gradients(collective.rank, 0)]).to(dtype)
+        parts = [
+            each.view(shape)
+            for each, (_, shape) in zip(
+                bucket.split([math.prod(shape) for _, shape in PARAMETERS]), PARAMETERS, strict=True
+            )
+        ]
+        expected = bucket / size
+        collective.all_reduce(expected)
+        flag = group.reduce(parts, 0, None)
+        return bucket.equal(expected), float(flag), meter.bytes_sent, all_reduce_bytes(bucket.nbytes, size)
+
+    for same, flag, sent, stock in run_threads(size, program):
+        assert same
+        assert flag == 0.0
+        assert sent == stock
+
+
+@pytest.mark.parametrize("spoiling", [torch.inf, torch.nan])
+def test_an_element_that_is_not_finite_is_passed_on_alone(spoiling):
+    ranks = run_threads(
+        3, lambda collective: averaged(collective, STOCK, True, spoilt=(2,), spoiling=spoiling, steps=1)
+    )
+    for found, flags, *_ in ranks:
+        assert flags[0].isnan()
+        assert sum(int((~part.isfinite()).sum()) for part in found) == 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
+from lightning_compress.codecs.dense import Dense
 from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
@@ -77,6 +78,36 @@ class BF16(Cast):
 
     sum_dtype: ClassVar[torch.dtype] = torch.bfloat16
     digits: ClassVar[int] = 8
+
+
+@dataclass(frozen=True)
+class Narrow(Dense):
+    """What stays dense of a model of 16 bits: its gradients in their own dtype, which loses nothing.
+
+    Args:
+        cast: the format of the gradients.
+    """
+
+    cast: Cast
+
+    @property
+    def sum_dtype(self) -> torch.dtype:  # type: ignore[override]
+        """See ``Codec.sum_dtype``."""
+        return self.cast.sum_dtype
+
+    def limit(self, summands: int) -> float:
+        """See ``Cast.limit``."""
+        return self.cast.limit(summands)
+
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """See ``Cast.plan``."""
+        return self.cast.plan(layout, device, summands)
+
+
+def dense_of(dtype: torch.dtype) -> Dense:
+    """What sends gradients of a dtype as they are, as far as float32 holds them."""
+    cast = next((each for each in (BF16(), FP16()) if each.sum_dtype == dtype), None)
+    return Narrow(cast) if cast else Dense()
 
 
 class _FusedCast(FusedPlan):

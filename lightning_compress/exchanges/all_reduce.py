@@ -46,7 +46,7 @@ class AllReduce(Exchange):
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)
         plan.dense_places = [slice(each.start, each.stop) for each in sections if isinstance(each.codec, Dense)]
-        plan.straight = Straight.of(parts, plan.messages, collective)
+        plan.straight = Straight.of(parts, plan.messages, world)
         return plan
 
 

@@ -9,10 +9,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.base import ALIGNMENT, aligned
 from lightning_compress.codecs.buffers import chunk_size
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
 from lightning_compress.message import Section
 
 Piece = tuple[int, int, int]
@@ -25,26 +25,33 @@ class Straight:
     Args:
         parts: sections that share a message, of each message; together they cover the vector.
         messages: uint8, of each part, a header of ``ALIGNMENT`` bytes that begins with the flag.
-        collective: the ranks.
+        world: the ranks.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], collective: Collective) -> None:
-        self._collective = collective
+    def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], world: World) -> None:
+        self._collective, _, self._meter = world
         self._parts = list(zip(parts, messages, strict=True))
         self._dtype = parts[0][0].codec.sum_dtype or torch.float32
         self._cuts: list[tuple[Tensor, list[Tensor], list[Piece]]] = []
 
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is cast."""
+        return all(isinstance(section.codec, Dense) for sections, _ in self._parts for section in sections)
+
+    def is_own(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of this dtype are sent as they are, as ``average_in_place`` does."""
+        return self.dense or self._dtype == dtype
+
     @classmethod
-    def of(
-        cls, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], collective: Collective
-    ) -> Straight | None:
+    def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], world: World) -> Straight | None:
         """None where something is encoded or kept, or the sections leave a part of the vector out."""
         sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
         together = all(before.stop == after.start for before, after in pairwise(sections))
         plain = all(each.codec.casts and not (each.fed_back and _loses(each.codec)) for each in sections)
         alike = len({each.codec.sum_dtype for each in sections}) == 1
         whole = together and bool(sections) and sections[0].start == 0
-        return cls(parts, messages, collective) if whole and plain and alike else None
+        return cls(parts, messages, world) if whole and plain and alike else None
 
     def mean(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
         """Replace the gradients by their mean over the ranks.
@@ -57,19 +64,29 @@ class Straight:
         self._cuts = self._cuts or self._cut([each.numel() for each in gradients])
         begun, weight = [], 1 / self._collective.size
         for message, rows, pieces in self._cuts:
-            message[:1].copy_(flag)
-            torch._foreach_copy_(rows, [gradients[place][start:stop] for place, start, stop in pieces])
+            with self._meter.span("encode"):
+                message[:1].copy_(flag)
+                torch._foreach_copy_(rows, [gradients[place][start:stop] for place, start, stop in pieces])
+            if self._meter.sampling:
+                self._note_error(rows, [gradients[place][start:stop] for place, start, stop in pieces])
             begun.append(self._collective.begin_all_reduce(message))
         flag.zero_()
         for (message, rows, pieces), wait in zip(self._cuts, begun, strict=True):
             wait()
-            flag.add_(message[0].float() * 0.0)
-            for row, (place, start, stop) in zip(rows, pieces, strict=True):
-                out = gradients[place][start:stop]
-                if row.dtype == out.dtype:
-                    torch.mul(row, weight, out=out)
-                else:
-                    out.copy_(row).mul_(weight)
+            with self._meter.span("decode"):
+                flag.add_(message[0].float() * 0.0)
+                for row, (place, start, stop) in zip(rows, pieces, strict=True):
+                    out = gradients[place][start:stop]
+                    if row.dtype == out.dtype:
+                        torch.mul(row, weight, out=out)
+                    else:
+                        out.copy_(row).mul_(weight)
+
+    def _note_error(self, rows: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """What casting lost."""
+        lost = [part - row for part, row in zip(given, rows, strict=True)]
+        before, after = (torch.stack(torch._foreach_norm(each)).norm() for each in (list(given), lost))
+        self._meter.add_error(before, after)
 
     def _cut(self, sizes: Sequence[int]) -> list[tuple[Tensor, list[Tensor], list[Piece]]]:
         """Each message as numbers, and the stretches of it, each with the piece of a gradient that it is."""
@@ -88,8 +105,39 @@ class Straight:
         return cuts
 
 
+def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Tensor:
+    """What DistributedDataParallel does: divide, then add up, in the gradients' own dtype and memory.
+
+    Args:
+        gradients: one-dimensional, contiguous, of one dtype; each becomes its mean over the ranks. Those of a bucket
+            stand side by side in memory, and travel from there.
+        collective: the ranks.
+
+    Returns:
+        float32 scalar: 0.0, or NaN where a mean is not finite; the same on all ranks.
+    """
+    flat = _side_by_side(gradients)
+    whole = torch.cat(list(gradients)) if flat is None else flat
+    collective.all_reduce(whole.div_(collective.size))
+    if flat is None:
+        torch._foreach_copy_(list(gradients), list(whole.split([each.numel() for each in gradients])))
+    lowest, highest = torch.aminmax(whole)
+    return (lowest.float() * 0.0 + highest.float() * 0.0).float()
+
+
+def _side_by_side(gradients: Sequence[Tensor]) -> Tensor | None:
+    """One tensor of them all, if they follow one another in memory, in whatever order."""
+    parts = sorted(gradients, key=lambda each: each.data_ptr())
+    first = parts[0]
+    together = all(one.data_ptr() + one.nbytes == two.data_ptr() for one, two in pairwise(parts))
+    shared = all(each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for each in parts)
+    if not together or not shared:
+        return None
+    return first.as_strided((sum(each.numel() for each in parts),), (1,))
+
+
 def _loses(codec: Codec) -> bool:
-    return codec.sum_dtype != torch.float32
+    return not isinstance(codec, Dense) and codec.sum_dtype != torch.float32
 
 
 def _pieces(start: int, stop: int, ends: Sequence[int], most: int) -> list[Piece]:
