@@ -207,6 +207,20 @@ def new_messages(count: int, size: int, device: torch.device) -> Tensor:
     return torch.zeros(count, size, dtype=torch.uint8, device=device)
 
 
+class Growing:
+    """Memory for messages whose length varies: as much as was ever needed, and an eighth more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = new_messages(1, 0, device)
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """``[count, width]``; what was there before has no meaning."""
+        size = count * width
+        if self._buffer.numel() < size:
+            self._buffer = new_messages(1, size + size // 8, self._buffer.device)
+        return rows(self._buffer, count, width)
+
+
 def gather(vector: Tensor, places: Sequence[slice], row: Tensor) -> None:
     """Copy stretches of ``vector`` side by side to the beginning of ``row``."""
     start = 0
