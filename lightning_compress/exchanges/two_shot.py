@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class TwoShot(Exchange):
         ValueError: adagrad is no such number.
     """
 
+    hands_over: ClassVar[bool] = True
     adagrad: float | None = None
 
     def __post_init__(self) -> None:
