@@ -152,7 +152,7 @@ class Auto(Exchange):
             between = _ways(codecs, ranks // node)
             offers += [self._offer(Hierarchical(way, node), sections, world) for way in between]
         allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
-        dense.name, dense.others = "float32 all_reduce", offers
+        dense.name, dense.others = "float32 all_reduce", [str(offer) for offer in offers]
         if not allowed:
             dense.plan.description += (
                 f" of float32, since {usual.plan.description} would send {usual.plan.bytes_sent:,} bytes"
@@ -161,7 +161,7 @@ class Auto(Exchange):
         best = min(allowed, key=lambda offer: offer.seconds)
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
             best = usual
-        best.others = [each for each in (*offers, dense) if each is not best]
+        best.others = [str(each) for each in (*offers, dense) if each is not best]
         if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
             dense.plan.description += f" of float32, since {best.plan.description} would save too little"
             dense.slow = True
@@ -197,9 +197,7 @@ class Auto(Exchange):
 
     def _say(self, choice: _Offer, sections: Sequence[Section]) -> None:
         numel = sum(section.layout.numel for section in sections)
-        others = ", ".join(
-            f"{each.name or each.plan.description} {1e3 * each.seconds:.2f} ms" for each in choice.others
-        )
+        others = ", ".join(choice.others)
         link = self.link or self._measured.links["ranks"]
         said = f"{choice.plan.description}: {choice.plan.bytes_sent:,} bytes a rank for {numel} elements"
         said += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
@@ -212,12 +210,12 @@ class Auto(Exchange):
 
 @dataclass
 class _Offer:
-    """A way, what it is predicted to take, and which others there were."""
+    """A way, what it is predicted to take, and which others there were, in words: plans would keep one another."""
 
     plan: ExchangePlan
     seconds: float
     name: str = ""
-    others: Sequence[_Offer] = ()
+    others: Sequence[str] = ()
     slow: bool = False
     """Compression was dropped because it would save too little."""
 

@@ -25,7 +25,7 @@ from lightning_compress.state import Declared, States
 
 
 class ExchangePlan(ABC):
-    """An exchange made ready for the vectors of one group; holds the message buffers.
+    """An exchange made ready for the vectors of one group; holds the message buffers, from the first ``mean`` on.
 
     Attributes:
         bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula; what it is expected to
@@ -205,20 +205,6 @@ def rows(buffer: Tensor, count: int, width: int) -> Tensor:
 def new_messages(count: int, size: int, device: torch.device) -> Tensor:
     """Buffers for ``count`` messages; zero, since encoding writes no padding."""
     return torch.zeros(count, size, dtype=torch.uint8, device=device)
-
-
-class Growing:
-    """Memory for messages whose length varies: as much as was ever needed, and an eighth more."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._buffer = new_messages(1, 0, device)
-
-    def rows(self, count: int, width: int) -> Tensor:
-        """``[count, width]``; what was there before has no meaning."""
-        size = count * width
-        if self._buffer.numel() < size:
-            self._buffer = new_messages(1, size + size // 8, self._buffer.device)
-        return rows(self._buffer, count, width)
 
 
 def gather(vector: Tensor, places: Sequence[slice], row: Tensor) -> None:

@@ -13,7 +13,8 @@ from lightning_compress.codecs.base import ALIGNMENT, aligned
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.exchanges import nonzeros
-from lightning_compress.exchanges.base import ExchangePlan, Growing, longest, new_messages
+from lightning_compress.exchanges.base import ExchangePlan, longest, new_messages
+from lightning_compress.exchanges.buffers import Growing
 from lightning_compress.exchanges.compact import Compact, expected_count, keeps_all
 from lightning_compress.exchanges.lists import Listed, joined
 from lightning_compress.exchanges.regions import Memory

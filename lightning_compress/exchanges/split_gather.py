@@ -28,7 +28,8 @@ from lightning_compress.collectives.counting import (
     all_to_all_rounds,
 )
 from lightning_compress.exchanges import nonzeros
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, Growing, longest, new_messages
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest
+from lightning_compress.exchanges.buffers import Growing, Messages
 from lightning_compress.exchanges.compact import expected_count
 from lightning_compress.exchanges.lists import Listed
 from lightning_compress.keys import mix
@@ -78,7 +79,7 @@ class _Plan(ExchangePlan):
         self._collective = collective
         self._meter = meter
         self._plan = MessagePlan(sections, device, meter)
-        self._own = new_messages(1, self._plan.size, device)
+        self._own = Messages(1, self._plan.size, device)
         self._send, self._receive = Growing(device), Growing(device)
         numels = [stretch.stop - stretch.start for stretch in self._plan.stretches]
         self._most = sum(aligned(nonzeros.most_bytes(numel) + nonzeros.bitmap_bytes(numel)) for numel in numels)
@@ -92,8 +93,8 @@ class _Plan(ExchangePlan):
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
-        self._plan.encode(vector, self._own[0], mix(key, rank), flag)
-        self._plan.decode(self._own, out, 1.0, accumulate=False)
+        self._plan.encode(vector, self._own.all[0], mix(key, rank), flag)
+        self._plan.decode(self._own.all, out, 1.0, accumulate=False)
         rooms = [out[stretch] for stretch in self._plan.stretches]
         with self._meter.span("encode"):
             held = [Listed.of(room) for room in rooms]

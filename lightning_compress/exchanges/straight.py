@@ -13,6 +13,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import ALIGNMENT, aligned
 from lightning_compress.codecs.buffers import chunk_size
 from lightning_compress.collectives import Collective
+from lightning_compress.exchanges.buffers import Messages
 from lightning_compress.message import Section
 
 Piece = tuple[int, int, int]
@@ -24,11 +25,13 @@ class Straight:
 
     Args:
         parts: sections that share a message, of each message; together they cover the vector.
-        messages: uint8, of each part, a header of ``ALIGNMENT`` bytes that begins with the flag.
+        messages: one of each part, uint8, a header of ``ALIGNMENT`` bytes that begins with the flag.
         collective: the ranks.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], collective: Collective) -> None:
+    def __init__(
+        self, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], collective: Collective
+    ) -> None:
         self._collective = collective
         self._parts = list(zip(parts, messages, strict=True))
         self._dtype = parts[0][0].codec.sum_dtype or torch.float32
@@ -36,7 +39,7 @@ class Straight:
 
     @classmethod
     def of(
-        cls, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], collective: Collective
+        cls, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], collective: Collective
     ) -> Straight | None:
         """None where something is encoded or kept, or the sections leave a part of the vector out."""
         sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
@@ -75,7 +78,8 @@ class Straight:
         """Each message as numbers, and the stretches of it, each with the piece of a gradient that it is."""
         ends = list(accumulate(sizes))
         cuts = []
-        for sections, message in self._parts:
+        for sections, messages in self._parts:
+            message = messages.all[0]
             numbers, rows, found = message.view(self._dtype), [], []
             start, width = ALIGNMENT, numbers.element_size()
             for section in sections:
