@@ -132,7 +132,8 @@ class Auto(Exchange):
         for section in sections:
             ways.setdefault(_kind(section.codec, collective.size), []).append(section)
         if len(ways) > 1:
-            apart = _Offer.apart([self._together(each, world) for each in ways.values()])
+            numels = [sum(section.layout.numel for section in each) for each in ways.values()]
+            apart = _Offer.apart([self._together(each, world) for each in ways.values()], numels)
             if apart.seconds < GAIN * choice.seconds and apart.plan.bytes_sent < choice.plan.bytes_sent:
                 choice = apart
         if collective.rank == 0:
@@ -228,11 +229,12 @@ class _Offer:
         return self.plan.bytes_sent - self.plan.inner_bytes
 
     @classmethod
-    def apart(cls, offers: Sequence[_Offer]) -> _Offer:
-        """One after the other."""
+    def apart(cls, offers: Sequence[_Offer], numels: Sequence[int]) -> _Offer:
+        """One after the other, for so many elements each."""
+        shares = [numel / max(1, sum(numels)) for numel in numels]
         others = [other for offer in offers for other in offer.others]
         seconds, slow = sum(offer.seconds for offer in offers), any(offer.slow for offer in offers)
-        return cls(_Apart([offer.plan for offer in offers]), seconds, "", others, slow)
+        return cls(_Apart([offer.plan for offer in offers], shares), seconds, "", others, slow)
 
 
 def _kind(codec: Codec, ranks: int) -> str:
@@ -261,14 +263,9 @@ def _dense(sections: Sequence[Section], world: World) -> ExchangePlan:
 class _Apart(ExchangePlan):
     """Several messages, one after the other."""
 
-    def __init__(self, plans: Sequence[ExchangePlan]) -> None:
+    def __init__(self, plans: Sequence[ExchangePlan], shares: Sequence[float]) -> None:
         self._plans = plans
-        self.bytes_sent = sum(plan.bytes_sent for plan in plans)
-        self.rounds, self.calls = sum(plan.rounds for plan in plans), sum(plan.calls for plan in plans)
-        self.inner_bytes, self.inner_rounds = (
-            sum(plan.inner_bytes for plan in plans),
-            sum(plan.inner_rounds for plan in plans),
-        )
+        self.priced_as(plans, shares)
         self.description = ", ".join(plan.description for plan in plans)
         self.dense_places = [place for plan in plans for place in plan.dense_places]
 
