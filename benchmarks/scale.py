@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -109,13 +109,35 @@ class Figures:
 def send(way: Way, numel: int, ranks: int, node_size: int) -> tuple[list[Call], int, ExchangePlan]:
     """One mean by the exchange's own code: the collectives that it issued, the bytes counted, and its plan."""
     meter, collective = Meter(CPU), SimulatedCollective(ranks, node_size)
-    section = Section(way.codec, Layout.of([("weight", (numel // BLOCK, BLOCK))]), 0)
+    section = Section(evenly(way, numel, ranks), Layout.of([("weight", (numel // BLOCK, BLOCK))]), 0)
     plan = way.on(node_size).plan([section], World(CountingCollective(collective, meter), CPU, meter))
-    vector = torch.randn(numel, generator=torch.Generator().manual_seed(ranks))
+    vector = vector_of(numel, ranks // node_size if way.nodes else ranks, node_size if way.nodes else 1)
     collective.calls.clear()  # those that found the nodes
     counted = meter.bytes_sent
     plan.mean(vector, torch.empty(numel), 1, torch.zeros(()))
     return collective.calls, meter.bytes_sent - counted, plan
+
+
+def evenly(way: Way, numel: int, shards: int) -> Codec:
+    """The way's codec; where shards end by what was selected, one that selects equally many in each."""
+    if not isinstance(way.exchange, SplitGather) or not isinstance(way.codec, TopK):
+        return way.codec
+    each = max(1, round(way.codec.density * numel / shards))
+    return replace(way.codec, density=(each * shards - 0.5) / numel, selection="exact")
+
+
+def vector_of(numel: int, shards: int, summands: int) -> torch.Tensor:
+    """Numbers of which all shards have the same ones in another order: they select equally many, in other places.
+
+    So do the shards of the sum of its ``summands`` parts, which the ranks of a node have in turn.
+    """
+    generator = torch.Generator().manual_seed(shards)
+    if numel % (shards * summands):
+        return torch.randn(numel, generator=generator)
+    length = numel // shards // summands
+    parts = torch.randn(length, generator=generator)[torch.rand(summands, length, generator=generator).argsort(dim=1)]
+    orders = torch.rand(shards, length, generator=generator).argsort(dim=1)
+    return parts[:, orders].flatten()
 
 
 def predict(way: Way, numel: int, ranks: int, cluster: Cluster, speeds: Speeds, copy_s: float) -> Figures:

@@ -120,12 +120,9 @@ class _Beside(ExchangePlan):
         self._exchange = exchange
         self._plans = plans
         self.dense_places = exchange.dense_places
-        self.bytes_sent = exchange.bytes_sent + sum(plan.bytes_sent for _, plan in plans)
-        self.rounds = exchange.rounds + sum(plan.rounds for _, plan in plans)
-        self.encodes, self.decodes = exchange.encodes, exchange.decodes
-        self.copies, self.calls = exchange.copies, exchange.calls
-        self.inner_bytes, self.inner_rounds = exchange.inner_bytes, exchange.inner_rounds
-        self.waited_bytes, self.inner_waited_bytes = exchange.waited_bytes, exchange.inner_waited_bytes
+        self.priced_as([exchange], [1.0])
+        self.bytes_sent += sum(plan.bytes_sent for _, plan in plans)
+        self.rounds += sum(plan.rounds for _, plan in plans)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._exchange.mean(vector, out, key, flag)

@@ -73,7 +73,7 @@ Work = Iterable[tuple[int, Speeds]]
 
 
 class Priced(Protocol):
-    """What of an exchange's plan its cost depends on; see ``ExchangePlan``."""
+    """What of an exchange's plan its cost depends on, see ``ExchangePlan``; floats are times over the vector."""
 
     bytes_sent: int
     rounds: int

@@ -122,6 +122,13 @@ class Settings:
                 )
             elif self.feeds_back(method) and not method.conserves:
                 raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
+        for given in (self.compressor, *self.schedule.compressors(self.compressor)):
+            _, correction = _parts(given)
+            if correction and self.exchange.hands_over and correction.masks:
+                raise ValueError(
+                    f"exchange={self.exchange} leaves what ranks sent in the residuals of others, and {given} takes "
+                    "what has left its own for applied; use exchange='auto', or masking=False"
+                )
         needed = any(self.feeds_back(method) for method in self.rules.methods)
         return dataclasses.replace(self, error_feedback=self.error_feedback or needed)
 
@@ -157,11 +164,6 @@ class Settings:
             raise ValueError(
                 f"exchange={pattern} adds up the gradients of a node before they are compressed, and {given} needs to "
                 "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
-            )
-        if correction and pattern.hands_over:
-            raise ValueError(
-                f"exchange={pattern} leaves what ranks sent in the residuals of others, and {given} takes what has "
-                "left its own for applied; use exchange='auto', or a compressor without momentum of its own"
             )
         pattern = pattern.flat() if correction else pattern
         if correction and pattern.optimizes:

@@ -227,6 +227,15 @@ def test_nodes_of_several_sizes_are_refused():
         ),
         ({"exchange": {"name": "ok_topk", "evaluate_every": 0}}, r"OkTopK\(evaluate_every=0\)"),
         ({"compressor": "dgc", "exchange": "gtopk"}, "leaves what ranks sent in the residuals of others"),
+        ({"compressor": "dgc", "exchange": "two_shot"}, "use exchange='auto', or masking=False"),
+        (
+            {
+                "compressor": {"name": "dgc", "density": 1.0},
+                "exchange": "two_shot",
+                "schedule": {"density": {0: 1.0, 10: 0.1}},
+            },
+            "leaves what ranks sent in the residuals of others",
+        ),
         ({"compressor": "wangni", "exchange": "gtopk"}, "drops the smaller sums, which only error feedback"),
         ({"compressor": "qsgd", "exchange": "recursive_doubling"}, "pays where few elements are sent"),
         ({"compressor": "onebit", "exchange": "split_gather"}, "pays where few elements are sent"),

@@ -71,6 +71,11 @@ class Threshold(Codec):
         if self.coding not in get_args(Coding):
             raise ValueError(f"Threshold(coding={self.coding!r}): coding must be one of 'rice', 'words'")
 
+    @property
+    def sent_share(self) -> float:
+        """See ``Codec.sent_share``; the most that there is room for."""
+        return self.capacity
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         return _ThresholdPlan(layout, self)

@@ -125,6 +125,11 @@ class Correction(ABC):
     counts_steps: ClassVar[bool] = False
     """It goes by the number of steps, which is that of all optimizers together: there may be one only."""
 
+    @property
+    def masks(self) -> bool:
+        """It takes what has left a rank's residual for applied, which no exchange may leave in that of another rank."""
+        return False
+
     def give_back(self, state: dict[str, Any]) -> None:  # noqa: B027  # most take nothing away
         """Put into an optimizer's ``state_dict`` what ``take_over`` took: another method may go on from it."""
 

@@ -45,6 +45,11 @@ class MomentumCorrection(Correction):
         """See ``Correction.plan``."""
         return _Plan(self, layout, compressed, ranks, device, states)
 
+    @property
+    def masks(self) -> bool:
+        """See ``Correction.masks``."""
+        return self.masking
+
     def give_back(self, state: dict[str, Any]) -> None:
         """See ``Correction.give_back``."""
         for group in state["param_groups"]:
@@ -121,7 +126,9 @@ class DGC(Corrected):
         density: share that is sent, in (0, 1]. The paper begins with ``WARMUP_DENSITIES``, an epoch each.
         momentum: of SGD, in [0, 1).
         nesterov: Nesterov's momentum.
-        masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again.
+        masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again. It
+            is refused with exchanges that drop elements of sums (``two_shot``, ``binomial``, ``gtopk``), by which what
+            left v is not always applied.
         clip: threshold of the local gradient clipping, by parameter, or None. A rank's share ``g / W`` of the mean is
             clipped to ``clip * W^(-1/2)``, so that the mean of independent gradients is clipped to ``clip``.
         selection: "sampled" estimates the k-th magnitude on a sample and selects again among what passed, as the paper

@@ -16,9 +16,9 @@ from lightning_compress.exchanges.base import (
     agree_length,
     length_bytes,
     length_rounds,
-    new_messages,
     rows,
 )
+from lightning_compress.exchanges.buffers import Messages
 from lightning_compress.kernels import Summands
 from lightning_compress.keys import mix
 from lightning_compress.message import MessagePlan, Section
@@ -43,8 +43,8 @@ class _Plan(ExchangePlan):
     def __init__(self, plan: MessagePlan, collective: Collective, device: torch.device) -> None:
         self._plan = plan
         self._collective = collective
-        self._message = new_messages(1, plan.size, device)[0]
-        self._messages = new_messages(collective.size, plan.size, device)
+        self._own = Messages(1, plan.size, device)
+        self._messages = Messages(collective.size, plan.size, device)
         size = collective.size
         self.bytes_sent = (size - 1) * plan.expected_size + length_bytes(plan, size)
         self.rounds = length_rounds(plan, size) + all_gather_rounds(size)
@@ -68,10 +68,10 @@ class _Plan(ExchangePlan):
 
     def _gathered(self, vector: Tensor, key: int, flag: Tensor, summands: Summands = None) -> Tensor:
         self._plan.share(key)
-        own = mix(key, self._collective.rank)
-        used = self._plan.encode(vector, self._message, own, flag, keep=False, summands=summands)
+        own, message = mix(key, self._collective.rank), self._own.all[0]
+        used = self._plan.encode(vector, message, own, flag, keep=False, summands=summands)
         width = agree_length(self._plan, used, self._collective, vector.device)
-        messages = rows(self._messages, self._collective.size, width)
-        self._collective.all_gather(self._message[:width], messages)
+        messages = rows(self._messages.all, self._collective.size, width)
+        self._collective.all_gather(message[:width], messages)
         flag.copy_(self._plan.flags(messages))
         return messages

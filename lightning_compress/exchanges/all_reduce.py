@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.buffers import Messages
 from lightning_compress.exchanges.straight import Straight
 from lightning_compress.keys import mix
-from lightning_compress.message import MessagePlan, Section, SumRun
+from lightning_compress.message import MessagePlan, Section
 from lightning_compress.state import States
 
 PART = 1 << 20
@@ -66,18 +68,21 @@ class _Plan(ExchangePlan):
 
     def __init__(self, plans: Sequence[MessagePlan], collective: Collective, device: torch.device) -> None:
         self._collective = collective
-        self._parts: list[tuple[MessagePlan, Tensor, list[Tensor]]] = []
-        runs: list[SumRun] = []
-        for plan in plans:
-            assert plan.sum_runs is not None
-            message = new_messages(1, plan.size, device)
-            sums = [message[0, run.start : run.stop].view(run.dtype) for run in plan.sum_runs]
-            self._parts.append((plan, message, sums))
-            runs += plan.sum_runs
+        self._plans = [(plan, plan.sum_runs or ()) for plan in plans]
+        self.messages = [Messages(1, plan.size, device) for plan in plans]
+        runs = [run for _, each in self._plans for run in each]
         self.bytes_sent = sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in runs)
-        self.rounds = len(self._parts[0][2]) * all_reduce_rounds(collective.size)  # parts wait for the wire, not again
+        self.rounds = len(self._plans[0][1]) * all_reduce_rounds(collective.size)  # parts wait for the wire, not again
         self.calls = len(plans)
-        self.messages = [message[0] for _, message, _ in self._parts]
+
+    @cached_property
+    def _parts(self) -> list[tuple[MessagePlan, Tensor, list[Tensor]]]:
+        """Each part's plan, message and what of it is summed."""
+        parts = []
+        for (plan, runs), messages in zip(self._plans, self.messages, strict=True):
+            sums = [messages.all[0, run.start : run.stop].view(run.dtype) for run in runs]
+            parts.append((plan, messages.all, sums))
+        return parts
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size

@@ -132,7 +132,8 @@ class Auto(Exchange):
         for section in sections:
             ways.setdefault(_kind(section.codec, collective.size), []).append(section)
         if len(ways) > 1:
-            apart = _Offer.apart([self._together(each, world) for each in ways.values()])
+            numels = [sum(section.layout.numel for section in each) for each in ways.values()]
+            apart = _Offer.apart([self._together(each, world) for each in ways.values()], numels)
             if apart.seconds < GAIN * choice.seconds and apart.plan.bytes_sent < choice.plan.bytes_sent:
                 choice = apart
         if collective.rank == 0:
@@ -152,7 +153,7 @@ class Auto(Exchange):
             between = _ways(codecs, ranks // node)
             offers += [self._offer(Hierarchical(way, node), sections, world) for way in between]
         allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
-        dense.name, dense.others = "float32 all_reduce", offers
+        dense.name, dense.others = "float32 all_reduce", [str(offer) for offer in offers]
         if not allowed:
             dense.plan.description += (
                 f" of float32, since {usual.plan.description} would send {usual.plan.bytes_sent:,} bytes"
@@ -161,7 +162,7 @@ class Auto(Exchange):
         best = min(allowed, key=lambda offer: offer.seconds)
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
             best = usual
-        best.others = [each for each in (*offers, dense) if each is not best]
+        best.others = [str(each) for each in (*offers, dense) if each is not best]
         if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
             dense.plan.description += f" of float32, since {best.plan.description} would save too little"
             dense.slow = True
@@ -197,9 +198,7 @@ class Auto(Exchange):
 
     def _say(self, choice: _Offer, sections: Sequence[Section]) -> None:
         numel = sum(section.layout.numel for section in sections)
-        others = ", ".join(
-            f"{each.name or each.plan.description} {1e3 * each.seconds:.2f} ms" for each in choice.others
-        )
+        others = ", ".join(choice.others)
         link = self.link or self._measured.links["ranks"]
         said = f"{choice.plan.description}: {choice.plan.bytes_sent:,} bytes a rank for {numel} elements"
         said += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
@@ -212,12 +211,12 @@ class Auto(Exchange):
 
 @dataclass
 class _Offer:
-    """A way, what it is predicted to take, and which others there were."""
+    """A way, what it is predicted to take, and which others there were, in words: plans would keep one another."""
 
     plan: ExchangePlan
     seconds: float
     name: str = ""
-    others: Sequence[_Offer] = ()
+    others: Sequence[str] = ()
     slow: bool = False
     """Compression was dropped because it would save too little."""
 
@@ -230,11 +229,12 @@ class _Offer:
         return self.plan.bytes_sent - self.plan.inner_bytes
 
     @classmethod
-    def apart(cls, offers: Sequence[_Offer]) -> _Offer:
-        """One after the other."""
+    def apart(cls, offers: Sequence[_Offer], numels: Sequence[int]) -> _Offer:
+        """One after the other, for so many elements each."""
+        shares = [numel / max(1, sum(numels)) for numel in numels]
         others = [other for offer in offers for other in offer.others]
         seconds, slow = sum(offer.seconds for offer in offers), any(offer.slow for offer in offers)
-        return cls(_Apart([offer.plan for offer in offers]), seconds, "", others, slow)
+        return cls(_Apart([offer.plan for offer in offers], shares), seconds, "", others, slow)
 
 
 def _kind(codec: Codec, ranks: int) -> str:
@@ -263,14 +263,9 @@ def _dense(sections: Sequence[Section], world: World) -> ExchangePlan:
 class _Apart(ExchangePlan):
     """Several messages, one after the other."""
 
-    def __init__(self, plans: Sequence[ExchangePlan]) -> None:
+    def __init__(self, plans: Sequence[ExchangePlan], shares: Sequence[float]) -> None:
         self._plans = plans
-        self.bytes_sent = sum(plan.bytes_sent for plan in plans)
-        self.rounds, self.calls = sum(plan.rounds for plan in plans), sum(plan.calls for plan in plans)
-        self.inner_bytes, self.inner_rounds = (
-            sum(plan.inner_bytes for plan in plans),
-            sum(plan.inner_rounds for plan in plans),
-        )
+        self.priced_as(plans, shares)
         self.description = ", ".join(plan.description for plan in plans)
         self.dense_places = [place for plan in plans for place in plan.dense_places]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import ALIGNMENT
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
+from lightning_compress.costs import Priced
 from lightning_compress.exchanges.straight import Straight
 from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
@@ -25,7 +26,7 @@ from lightning_compress.state import Declared, States
 
 
 class ExchangePlan(ABC):
-    """An exchange made ready for the vectors of one group; holds the message buffers.
+    """An exchange made ready for the vectors of one group; holds the message buffers, from the first ``mean`` on.
 
     Attributes:
         bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula; what it is expected to
@@ -60,6 +61,17 @@ class ExchangePlan(ABC):
     inner_waited_bytes: int = 0
     dense_places: Sequence[slice] = ()
     straight: Straight | None = None
+
+    def priced_as(self, plans: Sequence[ExchangePlan], shares: Sequence[float]) -> None:
+        """Cost what several plans cost, one after the other.
+
+        Args:
+            plans: of parts of the vector.
+            shares: of the vector, which each of them is for.
+        """
+        for name, kind in get_type_hints(Priced).items():
+            weights = shares if kind is float else [1] * len(plans)  # times over the vector, or a number
+            setattr(self, name, sum(weight * getattr(plan, name) for plan, weight in zip(plans, weights, strict=True)))
 
     def is_dense(self, place: slice) -> bool:
         """Whether this stretch of the vector is sent as it is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -160,9 +161,7 @@ class _Plan(ExchangePlan):
         self._outer = outer
         self._inside = inside
         width = max(self._numels) + 1  # with the flag
-        self._rows = torch.zeros(inside.size, width, device=device)
-        self._received = torch.empty_like(self._rows)
-        self._mean = torch.empty(width, device=device)
+        self._width, self._device = width, device
         self.description = f"{outer.description} between nodes of {inside.size}"
         self.inner_bytes = 2 * (inside.size - 1) * 4 * width
         self.inner_rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
@@ -172,16 +171,29 @@ class _Plan(ExchangePlan):
         self.copies, self.calls = 4.0, outer.calls  # into rows, their sum, what is left, out of rows
         self.encodes, self.decodes = outer.encodes / inside.size, outer.decodes / inside.size
 
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.zeros(self._inside.size, self._width, device=self._device)
+
+    @cached_property
+    def _received(self) -> Tensor:
+        return torch.empty_like(self._rows)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        return torch.empty(self._width, device=self._device)
+
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size
-        for row, places in zip(self._rows, self._places, strict=True):
+        rows, received = self._rows, self._received
+        for row, places in zip(rows, self._places, strict=True):
             gather(vector, places, row)
             row[-1] = flag
             for place in places:  # what else there is others take care of
                 vector[place] = 0.0
-        self._inside.all_to_all(self._rows, self._received)
-        total = self._received[0]
-        for row in self._received[1:]:
+        self._inside.all_to_all(rows, received)
+        total = received[0]
+        for row in received[1:]:
             total.add_(row)
         flag.copy_(total[-1])
         numel = self._numels[rank]
@@ -190,7 +202,7 @@ class _Plan(ExchangePlan):
         scatter(own, self._places[rank], vector)
         torch.mul(mean, 1 / size, out=mean)
         self._mean[-1] = flag
-        self._inside.all_gather(self._mean, self._rows)
-        for row, places in zip(self._rows, self._places, strict=True):
+        self._inside.all_gather(self._mean, rows)
+        for row, places in zip(rows, self._places, strict=True):
             scatter(row, places, out)
             flag.add_(row[-1])

@@ -60,6 +60,18 @@ class Listed:
             places = None
         return Listed(stop - start, places, self.values[first:last])
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the message that ``write`` writes."""
+        return int(nonzeros.used_bytes(len(self.values), self.numel, exact=True))
+
+    def add_to(self, out: Tensor) -> None:
+        """Add the numbers to all of the stretch."""
+        if self.places is None:
+            out.add_(self.values)
+        else:
+            out.index_add_(0, self.places, self.values)
+
     def spread(self, out: Tensor) -> None:
         """Write all numbers of the stretch, zeros too."""
         if self.places is None:

@@ -87,8 +87,8 @@ def write_all(values: Tensor, message: Tensor) -> int:
     return _dense(len(values), values, message)
 
 
-def read(message: Tensor, out: Tensor) -> None:
-    """Write all numbers, zeros too.
+def read(message: Tensor, out: Tensor) -> int:
+    """Write all numbers, zeros too; returns bytes of the message.
 
     Args:
         message: uint8, as long as ``write`` said or longer.
@@ -102,13 +102,14 @@ def read(message: Tensor, out: Tensor) -> None:
     if fast and 0 <= count <= numel and _kind(count, numel) == "bitmap":
         bitmap, values = _bitmap(message, count, numel, exact=False)
         fast.bitmap.spread(bitmap, values.numpy(), out.numpy())
-        return
+        return int(used_bytes(count, numel))
     places, values = read_entries(message, numel)
     if places is None:
         out.copy_(values)
-        return
-    out.zero_()
-    out[places] = values
+    else:
+        out.zero_()
+        out[places] = values
+    return int(used_bytes(count, numel))
 
 
 def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tensor | None, Tensor]:

@@ -87,8 +87,8 @@ class _Remembering(ExchangePlan):
 
     def __init__(self, inner: ExchangePlan, memory: Memory) -> None:
         self._inner, self._memory = inner, memory
-        self.bytes_sent, self.description = inner.bytes_sent, inner.description
-        self.rounds, self.dense_places = inner.rounds, inner.dense_places
+        self.priced_as([inner], [1.0])
+        self.description, self.dense_places = inner.description, inner.dense_places
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._memory.carry()

@@ -13,7 +13,8 @@ from lightning_compress.codecs.base import ALIGNMENT, aligned
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.exchanges import nonzeros
-from lightning_compress.exchanges.base import ExchangePlan, longest, new_messages, rows
+from lightning_compress.exchanges.base import ExchangePlan, longest, new_messages
+from lightning_compress.exchanges.buffers import Growing
 from lightning_compress.exchanges.compact import Compact, expected_count, keeps_all
 from lightning_compress.exchanges.lists import Listed, joined
 from lightning_compress.exchanges.regions import Memory
@@ -57,7 +58,7 @@ class OwnersPlan(ExchangePlan):
         self._own = new_messages(1, self._plan.size, device)
         self._sum, self._kept = torch.zeros(numel, device=device), torch.zeros(numel, dtype=torch.bool, device=device)
         self._most = _row_bytes(numel, numel) + aligned(nonzeros.bitmap_bytes(numel))
-        self._buffers = [new_messages(1, 0, device)] * 2
+        self._send, self._receive = Growing(device), Growing(device)
         size, count = collective.size, expected_count(sections, 1) / collective.size
         first, second = (_row_bytes(_most_of(count, each), -(-numel // size)) for each in (size * size, size))
         agreeing = all_reduce_bytes(4 * (1 + len(sections)), size) + all_reduce_bytes(4, size)
@@ -111,7 +112,7 @@ class OwnersPlan(ExchangePlan):
         parts = [held.part(start, stop, first, last) for (start, stop), (first, last) in edges]
         used = max(_row_bytes(len(part.values), part.numel) for part in parts)
         width, *most = self._agree([used, *(last - first for first, last in pairwise(inside))])
-        send, received = self._rows(0, size, max(width, used)), self._rows(1, size, width)
+        send, received = self._send.rows(size, max(width, used)), self._receive.rows(size, width)
         with self._meter.span("encode"):
             for row, part in zip(send, parts, strict=True):
                 row[:4].view(torch.float32)[0] = flag
@@ -128,7 +129,7 @@ class OwnersPlan(ExchangePlan):
             flag.fill_(torch.inf)
         used = _row_bytes(len(own.values), own.numel)
         width = longest(used, self._most, self._collective, flag.device)
-        message, messages = self._rows(0, 1, max(width, used))[0], self._rows(1, size, width)
+        message, messages = self._send.rows(1, max(width, used))[0], self._receive.rows(size, width)
         message[:4].view(torch.float32)[0] = flag
         own.write(message[FLAG:])
         self._collective.all_gather(message[:width], messages)
@@ -147,18 +148,11 @@ class OwnersPlan(ExchangePlan):
             raise ValueError(f"a rank says that its message takes {width} bytes; {self._most} is the most")
         return [width, *(max(0, count) for count in counts)]
 
-    def _rows(self, number: int, count: int, width: int) -> Tensor:
-        """Memory for messages, which grows to the most that was ever needed."""
-        if self._buffers[number].numel() < count * width:
-            self._buffers[number] = new_messages(1, count * width, self._ends.device)
-        return rows(self._buffers[number], count, width)
-
     def _add(self, received: Tensor, numel: int) -> Tensor:
         """The sums of a region, in the order of the ranks."""
         sums = self._sum[:numel].zero_()
         for row in received:
-            part = Listed.read(row[FLAG:], numel)
-            sums.add_(part.values) if part.places is None else sums.index_add_(0, part.places, part.values)
+            Listed.read(row[FLAG:], numel).add_to(sums)
         return sums
 
     def _filter(self, sums: Tensor, start: int, minimum: Sequence[float]) -> Listed:

@@ -13,6 +13,7 @@ from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.base import ALIGNMENT, aligned
 from lightning_compress.codecs.buffers import chunk_size
 from lightning_compress.collectives import Collective, World
+from lightning_compress.exchanges.buffers import Messages
 from lightning_compress.message import Section
 
 Piece = tuple[int, int, int]
@@ -24,11 +25,11 @@ class Straight:
 
     Args:
         parts: sections that share a message, of each message; together they cover the vector.
-        messages: uint8, of each part, a header of ``ALIGNMENT`` bytes that begins with the flag.
+        messages: one of each part, uint8, a header of ``ALIGNMENT`` bytes that begins with the flag.
         world: the ranks.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], world: World) -> None:
+    def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> None:
         self._collective, _, self._meter = world
         self._parts = list(zip(parts, messages, strict=True))
         self._dtype = parts[0][0].codec.sum_dtype or torch.float32
@@ -44,7 +45,7 @@ class Straight:
         return self.dense or self._dtype == dtype
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Tensor], world: World) -> Straight | None:
+    def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> Straight | None:
         """None where something is encoded or kept, or the sections leave a part of the vector out."""
         sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
         together = all(before.stop == after.start for before, after in pairwise(sections))
@@ -92,7 +93,8 @@ class Straight:
         """Each message as numbers, and the stretches of it, each with the piece of a gradient that it is."""
         ends = list(accumulate(sizes))
         cuts = []
-        for sections, message in self._parts:
+        for sections, messages in self._parts:
+            message = messages.all[0]
             numbers, rows, found = message.view(self._dtype), [], []
             start, width = ALIGNMENT, numbers.element_size()
             for section in sections:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,9 @@ from lightning_compress.exchanges.base import (
     agree_length,
     length_bytes,
     length_rounds,
-    new_messages,
     rows,
 )
+from lightning_compress.exchanges.buffers import Messages
 from lightning_compress.kernels import Summands
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
@@ -58,6 +59,7 @@ class TwoShot(Exchange):
         ValueError: adagrad is no such number.
     """
 
+    hands_over: ClassVar[bool] = True
     adagrad: float | None = None
 
     def __post_init__(self) -> None:
@@ -141,9 +143,9 @@ class _Plan(ExchangePlan):
         self._collective = collective
         self._adagrad = adagrad
         width = max(shard.size for shard in shards)
-        self._send = new_messages(collective.size, width, device)
-        self._receive = new_messages(collective.size, width, device)
-        self._sum = new_messages(1, width, device)
+        self._send = Messages(collective.size, width, device)
+        self._receive = Messages(collective.size, width, device)
+        self._sum = Messages(1, width, device)
         expected = max(shard.expected_size for shard in shards)
         self._all = max(shards, key=lambda shard: shard.size)
         size = collective.size
@@ -169,11 +171,11 @@ class _Plan(ExchangePlan):
         for peer, shard in enumerate(self._shards):
             shard.share(mix(key, peer))
             if peer != rank:
-                message = self._send[peer, : shard.size]
+                message = self._send.all[peer, : shard.size]
                 used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, summands))
         width = self._width(used)
-        received = rows(self._receive, size, width)
-        self._collective.all_to_all(self._send[:, :width].contiguous(), received)
+        received = rows(self._receive.all, size, width)
+        self._collective.all_to_all(self._send.all[:, :width].contiguous(), received)
         problem = None
         for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             if len(others):
@@ -187,12 +189,12 @@ class _Plan(ExchangePlan):
             flag.fill_(torch.inf)
         if self._adagrad:
             self._adagrad.step(vector)
-        message = self._sum[0, : own.size]
+        message = self._sum.all[0, : own.size]
         width = self._width(own.encode(vector, message, mix(key, rank, size), flag, keep=self._adagrad is not None))
         if self._adagrad:
             self._adagrad.keep(vector)
-        received = rows(self._receive, size, width)
-        self._collective.all_gather(self._sum[0, :width], received)
+        received = rows(self._receive.all, size, width)
+        self._collective.all_gather(self._sum.all[0, :width], received)
         if problem:
             raise problem
         for peer, shard in enumerate(self._shards):

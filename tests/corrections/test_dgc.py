@@ -9,9 +9,11 @@ import torch
 
 from lightning_compress.codecs import TopK
 from lightning_compress.corrections import DGC, WARMUP_DENSITIES
+from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings import Settings, build_compressor
 from tests.corrections.helpers import COMPRESSED, NAMES, PARAMETERS, Walker, gradient, named, on_ranks, walk
 from tests.reference.dgc import Rank
+from tests.test_laws import average
 
 SIZES = [1, 2, 3, 4]
 STEPS = 12
@@ -301,3 +303,39 @@ def test_other_optimizers_are_refused(name, message):
 
 def test_the_papers_warm_up():
     assert [round(100 * (1 - density), 4) for density in WARMUP_DENSITIES] == [75, 93.75, 98.4375, 99.6, 99.9]
+
+
+def _takes(exchange):
+    try:
+        Settings.of("dgc", exchange)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if _takes(name)])
+def test_what_left_the_residual_was_applied(exchange, size):
+    """So that momentum factor masking forgets nothing else, by every exchange that is not refused."""
+    for before, after, mean, *_ in average(DGC(0.01).codec, exchange, size):
+        sent = (after == 0) & (before != 0)
+        assert sent.any()
+        assert mean[sent].all()
+
+
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if not _takes(name)])
+def test_refused_exchanges(name):
+    with pytest.raises(ValueError, match="exchange="):
+        Settings.of("dgc", name)
+    if EXCHANGES[name].hands_over:
+        Settings.of({"name": "dgc", "masking": False}, name)  # forgets nothing
+
+
+def test_refused_exchanges_are_known():
+    assert {name for name in EXCHANGES if not _takes(name)} == {
+        "all_reduce",
+        "two_shot",
+        "binomial",
+        "gtopk",
+        "hierarchical",
+    }
