@@ -203,3 +203,9 @@ CASES = [
     Case("powersgd", PowerSGD(rank=2), lossless=PowerSGD(rank=10**6)),
     Case("sketch", Sketch(density=0.02), lossless=Sketch(density=1.0)),
 ]
+
+
+def unbiased_cases() -> list[Case]:
+    """Rows of codecs whose private noise is right on average."""
+    codecs = ((case, case.codec) for case in CASES)
+    return [case for case, codec in codecs if isinstance(codec, Codec) and not (codec.contractive or codec.sum_dtype)]
