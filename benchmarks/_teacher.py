@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (INPUTS, HIDDEN, HIDDEN, OUTPUTS)
-        layers = [nn.Linear(*each) for each in zip(widths, widths[1:], strict=False)]
+        layers = [nn.Linear(*each) for each in pairwise(widths)]
         self.layers = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
     def forward(self, examples: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ UNIT = 1 << 16
 
 
 def more_bits(ranks: int) -> int:
-    """Bits by which the variance of rounding to even levels falls to ``1 / ranks``: by 4 for each, since steps halve."""
+    """Bits by which the variance of rounding to even levels falls to ``1 / ranks``: by 4 a bit, since steps halve."""
     return math.ceil(math.log2(ranks) / 2)
 
 

@@ -24,7 +24,6 @@ from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.state import Declared, States
 
-
 Sums = Literal["refined", "same"]
 """How an exchange encodes sums: as ``Codec.refined`` says, or as it encodes what a rank sends."""
 

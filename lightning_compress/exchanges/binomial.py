@@ -83,7 +83,10 @@ class _Plan(ExchangePlan):
         rank, size = world.collective.rank, world.collective.size
         self._levels = levels_of(rank, size)
         self._rounds = Rounds(world, 1)
-        self._lengths, expected = [HEADER + plan.size for plan in plans], [HEADER + plan.expected_size for plan in plans]
+        self._lengths, expected = (
+            [HEADER + plan.size for plan in plans],
+            [HEADER + plan.expected_size for plan in plans],
+        )
         self._most, self._variable = max(self._lengths), any(plan.variable for plan in plans)
         self._send, self._receive = new_messages(2, self._most, world.device)
         levels = len(self._levels)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective, World
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.exchanges.adagrad import OwnerAdaGrad
 from lightning_compress.exchanges.base import (
