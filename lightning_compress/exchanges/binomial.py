@@ -133,6 +133,7 @@ class _Plan(ExchangePlan):
 
     def _encode(self, vector: Tensor, key: int, flag: Tensor) -> int:
         plan = self._plans[self._collective.rank]
+        self._send.zero_()  # what another plan's message left between sections
         return seal(self._send, plan.encode(vector, self._send[HEADER : HEADER + plan.size], key, flag))
 
     def _agree(self, length: int) -> list[int]:
