@@ -111,7 +111,7 @@ class QSGD(Codec):
 
     def _variance(self, bits: int) -> float:
         """The paper's bound for a bucket with the L2 norm, relative to its square."""
-        levels = 2 ** (bits - 1) - 1
+        levels: int = 2 ** (bits - 1) - 1
         return min(self.bucket / levels**2, math.sqrt(self.bucket) / levels)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
