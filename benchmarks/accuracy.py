@@ -1,9 +1,10 @@
 """What compression does to accuracy: ResNet-20 on CIFAR-10 for 3 epochs, the same seeds for every method.
 
     python -m benchmarks.accuracy --root data --json accuracy.json
+    python -m benchmarks.accuracy --root data --json accuracy.json --ranks 8 --batch 16 --exchange two_shot --seeds 0
 
-Each run is the recipe in processes of its own, about 5 minutes on two idle cores. Runs that the JSON file has already
-are not repeated, so that it may be interrupted.
+Two ranks of 64 images a step, or as many as one likes. Each run is the recipe in processes of its own, about 5 minutes
+on two idle cores. Runs that the JSON file has already are not repeated, so that it may be interrupted.
 """
 
 from __future__ import annotations
@@ -53,17 +54,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64, help="images a rank and step")
+    parser.add_argument("--exchange", default="auto", help="of the group conf/exchange")
     arguments = parser.parse_args()
     results: dict[str, dict[str, float]] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    ranks, batch, exchange = arguments.ranks, arguments.batch, arguments.exchange
+    where = f"{ranks} ranks of {batch}, {exchange}"
+    suffix = "" if (ranks, batch, exchange) == (2, 64, "auto") else f"/{where}"
+    shared = [f"trainer.devices={ranks}", f"data.batch_size={batch}", f"exchange={exchange}"]
     for seed in arguments.seeds:
         for method in arguments.methods:
-            if f"{method}/{seed}" not in results:
+            name = f"{method}/{seed}{suffix}"
+            if name not in results:
                 with tempfile.TemporaryDirectory() as folder:
-                    results[f"{method}/{seed}"] = train(METHODS[method], arguments.root, seed, folder)
+                    results[name] = train([*METHODS[method], *shared], arguments.root, seed, folder)
                 arguments.json.write_text(json.dumps(results, indent=2))
-    table = Table("method", "test accuracy, by seed", "mean", "bytes / dense", title="ResNet-20, CIFAR-10")
+    table = Table("method", "test accuracy, by seed", "mean", "bytes / dense", title=f"ResNet-20, CIFAR-10, {where}")
     for method in arguments.methods:
-        rows = [results[f"{method}/{seed}"] for seed in arguments.seeds]
+        rows = [results[f"{method}/{seed}{suffix}"] for seed in arguments.seeds]
         accuracies = [row["accuracy"] for row in rows]
         each = " ".join(f"{accuracy:.1f}" for accuracy in accuracies)
         table.add_row(method, each, f"{statistics.mean(accuracies):.1f}", f"1 / {rows[0]['ratio']:.1f}")

@@ -1,13 +1,15 @@
-"""Which compressor goes with which optimizer: a character LSTM on real text, 2 ranks, the same seeds for every method.
+"""Which compressor goes with which optimizer: the same seeds for every method, at any number of ranks.
 
     python -m benchmarks.optimizers --root data --json optimizers.json
     python -m benchmarks.optimizers --root data --json optimizers.json --methods dense onebit --optimizers adamw
     python -m benchmarks.optimizers --root data --json optimizers.json --tune --seeds 0
+    python -m benchmarks.optimizers --json mlp.json --model mlp --ranks 8 --optimizers adamw --exchange two_shot
 
-The model reads 16 excerpts of 64 characters of the English captions of Multi30k a rank and step; the learning rate
-falls linearly to 0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all),
-and no method has one of its own. A run takes half a minute on two idle cores. Runs that the JSON file has already are
-not repeated, so that it may be interrupted.
+A character LSTM on real text (``--root``) reads 16 excerpts of 64 characters of the English captions of Multi30k a rank
+and step; a small MLP learns a function from 16 examples of noise a rank and step. The learning rate falls linearly to
+0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all), and no method has
+one of its own. A run takes half a minute on two idle cores. Runs that the JSON file has already are not repeated, so
+that it may be interrupted.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._language import CharLSTM, Text, excerpts, read_text
+from benchmarks._language import CharLSTM, excerpts, read_text
+from benchmarks._teacher import MLP, Teacher
 from lightning_compress import attach
-from lightning_compress.exchanges import Auto
+from lightning_compress.exchanges import AllGather, Auto, Binomial, Exchange, TwoShot
 from lightning_compress.settings import Settings
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -44,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rotated 5 bits": {"compressor": {"name": "rotated", "bits": 5}},
     "rotated 4 bits": {"compressor": {"name": "rotated", "bits": 4}},
     "qsgd 4 bits": {"compressor": {"name": "qsgd", "bits": 4}},
+    "qsgd 2 bits": {"compressor": {"name": "qsgd", "bits": 2}},
     "topk 10 %": {"compressor": {"name": "topk", "density": 0.1}},
     "fft 85 %": {"compressor": {"name": "fft", "theta": 0.85}},
     "terngrad": {"compressor": "terngrad"},
@@ -68,29 +72,83 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "onebit_adam": lambda parameters, rate: torch.optim.SGD(parameters, rate, weight_decay=0.01),  # is Adam itself
 }
 RATES = {"sgd": (0.1, 0.2, 0.5, 1.0, 2.0), "adamw": (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)}
-BEST = {"sgd": 1.0, "adamw": 1e-2}
-"""Dense, seed 0, held-out loss at each of RATES: 1.967, 1.754, 1.501, 1.369, 1.368 for SGD (of two equal ones, the
-smaller), and 1.796, 1.591, 1.333, 1.205, 1.265 for AdamW."""
+BEST = {"lstm": {"sgd": 1.0, "adamw": 1e-2}, "mlp": {"sgd": 0.2, "adamw": 5e-3}}
+"""LSTM, 2 ranks, dense, seed 0, held-out loss at each of RATES: 1.967, 1.754, 1.501, 1.369, 1.368 for SGD (of two equal
+ones, the smaller), and 1.796, 1.591, 1.333, 1.205, 1.265 for AdamW; MLP, 8 ranks: 0.152, 0.130, 0.107, 0.120, 0.343 for
+AdamW."""
 RANKS, BATCH, LENGTH, LAST = 2, 16, 64, 20
+EXCHANGES: dict[str, Exchange] = {
+    "auto": Auto(fallback="never"),
+    "all_gather": AllGather(),
+    "two_shot": TwoShot(),
+    "two_shot, same": TwoShot(sums="same"),
+    "binomial": Binomial(),
+}
 
 Run = dict[str, Any]
-"""``name`` (the key of its result), ``method``, ``optimizer``, ``rate``, ``seed``, ``steps``."""
+"""``name`` (the key of its result), ``method``, ``optimizer``, ``rate``, ``seed``, ``steps``, ``model``, ``ranks``,
+``exchange``."""
 
 
-def train(run: Run, text: Text) -> dict[str, float]:
+class Reading:
+    """Characters of text: a new model, a rank's batch of a step, and the loss on half of the held-out text."""
+
+    def __init__(self, root: Path) -> None:
+        self._text = read_text(root)
+
+    def model(self) -> torch.nn.Module:
+        """A new one."""
+        return CharLSTM(self._text.vocabulary)
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """Excerpts."""
+        return excerpts(self._text.train, BATCH, LENGTH, generator)
+
+    @torch.no_grad()
+    def held_out_loss(self, model: torch.nn.Module) -> float:
+        """Mean loss on half of the held-out text, cut into excerpts of 128 characters."""
+        length, text = 128, self._text.held_out
+        rows = text[: len(text) // (length + 1) * (length + 1)].view(-1, length + 1)[::2]
+        return float(model(rows))
+
+
+class Learning:
+    """A function, by examples; likewise."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._teacher = Teacher()
+
+    def model(self) -> torch.nn.Module:
+        """A new one."""
+        return MLP()
+
+    def batch(self, generator: torch.Generator) -> Tensor:
+        """Examples."""
+        return self._teacher.draw(BATCH, generator)
+
+    @torch.no_grad()
+    def held_out_loss(self, model: torch.nn.Module) -> float:
+        """Squared error over the variance of what is to be learnt, on examples of its own."""
+        return float(model(self._teacher.held_out))
+
+
+TASKS = {"lstm": Reading, "mlp": Learning}
+
+
+def train(run: Run, task: Reading | Learning) -> dict[str, float]:
     """One run, on this rank: held-out loss, training loss of the last 20 steps, how many times fewer bytes, seconds."""
     start = time.perf_counter()
     torch.manual_seed(run["seed"])
-    model = CharLSTM(text.vocabulary)
+    model = task.model()
     ddp = DistributedDataParallel(model)
-    compression = attach(ddp, exchange=Auto(fallback="never"), **METHODS[run["method"]], seed=run["seed"])
+    compression = attach(ddp, exchange=EXCHANGES[run["exchange"]], **METHODS[run["method"]], seed=run["seed"])
     optimizer = OPTIMIZERS.get(run["method"], OPTIMIZERS[run["optimizer"]])(model.parameters(), run["rate"])
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
     losses = []
     for _ in range(run["steps"]):
         optimizer.zero_grad()
-        loss = ddp(excerpts(text.train, BATCH, LENGTH, generator))
+        loss = ddp(task.batch(generator))
         loss.backward()
         optimizer.step()
         falling.step()
@@ -100,28 +158,21 @@ def train(run: Run, text: Text) -> dict[str, float]:
     stats = compression.stats()
     compression.close()
     return {
-        "held_out": held_out_loss(model, text.held_out),
+        "held_out": task.held_out_loss(model),
         "training": float(last) / dist.get_world_size(),
         "ratio": stats["total_bytes_dense"] / stats["total_bytes_sent"],
         "seconds": time.perf_counter() - start,
     }
 
 
-@torch.no_grad()
-def held_out_loss(model: CharLSTM, text: Tensor) -> float:
-    """Mean loss on half of the held-out text, cut into excerpts of 128 characters."""
-    length = 128
-    rows = text[: len(text) // (length + 1) * (length + 1)].view(-1, length + 1)[::2]
-    return float(model(rows))
-
-
 def work(rank: int, runs: list[Run], root: Path, results: Path, store: str) -> None:
     """All runs, one after the other, on one rank; rank 0 writes down each result."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
-    text = read_text(root)
+    ranks = runs[0]["ranks"]
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    task = TASKS[runs[0]["model"]](root)
     for number, run in enumerate(runs):
-        figures = train(run, text)
+        figures = train(run, task)
         if rank == 0:
             results.write_text(json.dumps(read_results(results) | {run["name"]: figures}, indent=2))
             said = f"held-out loss {figures['held_out']:.3f}, {figures['seconds']:.0f} s"
@@ -145,22 +196,24 @@ def known(method: str) -> bool:
     return True
 
 
-def named(method: str, optimizer: str, rate: float, seed: int, steps: int) -> Run:
+def named(run: Run) -> Run:
     """A run, by the name that the results have for it."""
-    name = f"{optimizer} {rate:g}/{method}/seed {seed}/{steps} steps"
-    return {"name": name, "method": method, "optimizer": optimizer, "rate": rate, "seed": seed, "steps": steps}
+    name = "{optimizer} {rate:g}/{method}/seed {seed}/{steps} steps".format(**run)
+    if (run["model"], run["ranks"], run["exchange"]) != ("lstm", RANKS, "auto"):
+        name += "/{model}, {ranks} ranks, {exchange}".format(**run)
+    return run | {"name": name}
 
 
 def table(results: dict[str, dict[str, float]], runs: list[Run]) -> Table:
     """Held-out loss by optimizer and method, and over that of dense averaging with the same seed."""
-    title = f"character LSTM, {RANKS} ranks: held-out loss in nats, over dense of the same seed"
+    title = "{model}, {ranks} ranks, {exchange}: held-out loss, over dense of the same seed".format(**runs[0])
     shown = Table("optimizer", "method", "loss, by seed", "/ dense, by seed", "mean", "fewer bytes", title=title)
     rows: dict[tuple[str, float, str], list[Run]] = {}
     for run in runs:
         rows.setdefault((run["optimizer"], run["rate"], run["method"]), []).append(run)
     for (optimizer, rate, method), mine in rows.items():
         losses = [results[run["name"]]["held_out"] for run in mine]
-        dense = [results.get(named("dense", optimizer, rate, run["seed"], run["steps"])["name"], {}) for run in mine]
+        dense = [results.get(named(run | {"method": "dense"})["name"], {}) for run in mine]
         over = [loss / each.get("held_out", math.nan) for loss, each in zip(losses, dense, strict=True)]
         by_seed = (" ".join(f"{each:.3f}" for each in column) for column in (losses, over))
         ratio = results[mine[0]["name"]]["ratio"]
@@ -169,30 +222,40 @@ def table(results: dict[str, dict[str, float]], runs: list[Run]) -> Table:
 
 
 def main() -> None:
-    """Run what is missing in one pair of processes, and print the table."""
+    """Run what is missing in processes of one group, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True, help="folder that holds multi30k")
+    parser.add_argument("--root", type=Path, help="folder that holds multi30k, for the LSTM")
     parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that there are, if left out")
-    parser.add_argument("--optimizers", nargs="+", choices=BEST, default=list(BEST))
+    parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--model", choices=TASKS, default="lstm")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument(
+        "--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tune", action="store_true", help="dense only, with every learning rate in RATES")
     arguments = parser.parse_args()
+    if arguments.model == "lstm" and arguments.root is None:
+        parser.error("--root is needed for the LSTM")
+    same = {"steps": arguments.steps, "model": arguments.model, "ranks": arguments.ranks}
+    same["exchange"] = arguments.exchange
+    best = BEST[arguments.model]
     methods = ["dense"] if arguments.tune else arguments.methods or [method for method in METHODS if known(method)]
     runs = [
-        named(method, optimizer, rate, seed, arguments.steps)
+        named({"method": method, "optimizer": optimizer, "rate": rate, "seed": seed} | same)
         for seed in arguments.seeds
         for optimizer in arguments.optimizers
         for method in methods
         if ONLY.get(method, optimizer) == optimizer
-        for rate in (RATES[optimizer] if arguments.tune else [BEST[optimizer]])
+        for rate in (RATES[optimizer] if arguments.tune else [best[optimizer]])
     ]
     missing = [run for run in runs if run["name"] not in read_results(arguments.json)]
     if missing:
         with tempfile.TemporaryDirectory() as folder:
             work_arguments = (missing, arguments.root, arguments.json, f"file://{folder}/store")
-            torch.multiprocessing.spawn(work, work_arguments, RANKS)  # type: ignore[attr-defined, no-untyped-call]
+            torch.multiprocessing.spawn(work, work_arguments, arguments.ranks)  # type: ignore[attr-defined, no-untyped-call]
     Console().print(table(read_results(arguments.json), runs))
 
 

@@ -121,6 +121,7 @@ class _Beside(ExchangePlan):
         self._plans = plans
         self.dense_places = exchange.dense_places
         self.priced_as([exchange], [1.0])
+        self.sum_ranks = exchange.sum_ranks
         self.bytes_sent += sum(plan.bytes_sent for _, plan in plans)
         self.rounds += sum(plan.rounds for _, plan in plans)
 

@@ -7,7 +7,7 @@ Collective Communication Operations in MPICH", IJHPCA 2005.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -68,7 +68,7 @@ UNKNOWN = Link(1e-4, 1.25e8)
 COPIES, CODES, LISTS = Speeds(0.4e-9, 0.4e-9), Speeds(2e-9, 1e-9), Speeds(2e-9, 0.1e-9)
 """Likewise: how fast a core copies float32, and how fast good codecs are; lists decode at once."""
 
-Work = Iterable[tuple[int, Speeds]]
+Work = Sequence[tuple[int, Speeds]]
 """Elements, and how fast they are encoded and decoded."""
 
 
@@ -79,6 +79,8 @@ class Priced(Protocol):
     rounds: int
     encodes: float
     decodes: float
+    sum_encodes: float
+    sum_decodes: float
     copies: float
     calls: int
     inner_bytes: int
@@ -105,7 +107,9 @@ def wire_seconds(plan: Priced, link: Link, inside: Link | None = None, sharing: 
     return waits + outward + inward
 
 
-def device_seconds(plan: Priced, work: Work, copy_s: float = 0.0, crowding: float = 1.0) -> float:
+def device_seconds(
+    plan: Priced, work: Work, copy_s: float = 0.0, crowding: float = 1.0, sums: Work | None = None
+) -> float:
     """Time that the rank's device encodes and decodes, and can do nothing else.
 
     Args:
@@ -113,11 +117,15 @@ def device_seconds(plan: Priced, work: Work, copy_s: float = 0.0, crowding: floa
         work: elements and speeds, of each section.
         copy_s: seconds per element that is copied.
         crowding: ranks that share a core, 1 or more.
+        sums: the same of the codecs that encode sums; None: by the same ones.
     """
     once = 0.0
+    for numel, speeds in work if sums is None else sums:
+        once += numel * plan.sum_encodes * speeds.encode_s
+        once += numel * plan.sum_decodes * speeds.decode_s
     for numel, speeds in work:
-        once += numel * plan.encodes * speeds.encode_s  # each element as often as the pattern encodes it
-        once += numel * plan.decodes * speeds.decode_s  # grows with the messages that arrive
+        once += numel * (plan.encodes - plan.sum_encodes) * speeds.encode_s  # as often as the pattern encodes it
+        once += numel * (plan.decodes - plan.sum_decodes) * speeds.decode_s  # grows with the messages that arrive
         once += numel * plan.copies * copy_s  # what stays float32 passes through memory all the same
         once += plan.calls * speeds.start_s  # a shard of its own is a call of its own
     return once * max(1.0, crowding)
@@ -132,6 +140,7 @@ def step_seconds(
     copy_s: float = 0.0,
     crowding: float = 1.0,
     hidden_s: float = 0.0,
+    sums: Work | None = None,
 ) -> float:
     """What one exchange adds to a step.
 
@@ -144,10 +153,11 @@ def step_seconds(
         copy_s: see ``device_seconds``.
         crowding: see ``device_seconds``.
         hidden_s: seconds of backward that are left while messages travel; 0 for the last bucket.
+        sums: see ``device_seconds``.
     """
     exposed = max(0.0, wire_seconds(plan, link, inside, sharing) - hidden_s)
     # Encoding takes the device from backward: nothing of it is hidden.
-    return device_seconds(plan, work, copy_s, crowding) + exposed
+    return device_seconds(plan, work, copy_s, crowding, sums) + exposed
 
 
 def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import ALIGNMENT, Codec, aligned
 from lightning_compress.kernels import Summands
+from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 
@@ -112,8 +113,8 @@ class MessagePlan:
 
     def share(self, key: int) -> None:
         """Draw what all ranks must have in common; before ``encode`` and ``decode``, with the same key on all ranks."""
-        for _, plan in self._parts:
-            plan.share(key)
+        for number, (_, plan) in enumerate(self._parts):
+            plan.share(_own(key, number))
 
     def encode(
         self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True, summands: Summands = None
@@ -123,7 +124,7 @@ class MessagePlan:
         Args:
             vector: float32, the whole group's; finite.
             message: uint8 ``[size]``.
-            key: where randomness comes from.
+            key: where randomness comes from; each section has a stream of its own.
             flag: float32 scalar, 0.0 or NaN.
             keep: the exchange asks for what stays, also in stretches that are not fed back.
             summands: gradient and residual, each as long as the vector, whose sum the vector becomes first.
@@ -135,12 +136,12 @@ class MessagePlan:
             message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
             end, lengths = self._header, []
             keep = keep or self._meter.sampling  # which measures what stays
-            for (stretch, plan), fed_back in zip(self._parts, self._fed_back, strict=True):
-                part = message[end : end + plan.message_size]
+            for number, ((stretch, plan), fed_back) in enumerate(zip(self._parts, self._fed_back, strict=True)):
+                part, own = message[end : end + plan.message_size], _own(key, number)
                 if summands is not None:
-                    plan.encode_sum(summands[0][stretch], summands[1][stretch], vector[stretch], part, key)
+                    plan.encode_sum(summands[0][stretch], summands[1][stretch], vector[stretch], part, own)
                 else:
-                    (plan.encode if keep or fed_back else plan.send)(vector[stretch], part, key)
+                    (plan.encode if keep or fed_back else plan.send)(vector[stretch], part, own)
                 lengths.append(plan.used)
                 if self.variable:  # what an earlier, longer message left there
                     message[end + plan.used : end + aligned(plan.used)] = 0
@@ -228,3 +229,11 @@ class MessagePlan:
                 part.masked_fill_(sound.isnan(), 0.0)
             elif sound.isnan():
                 part.zero_()
+
+
+def _own(key: int, number: int) -> int:
+    """A section's key: were it equal for all, sections would round alike, element by element.
+
+    Below 0, since exchanges mix in ranks and parts, which are not.
+    """
+    return mix(key, -number) if number else key

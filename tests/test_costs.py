@@ -14,6 +14,7 @@ WORK = [(1000, SPEEDS)]
 def plan(**numbers):
     standard = {"bytes_sent": 5000, "rounds": 3, "encodes": 1.0, "decodes": 2.0, "copies": 0.0, "calls": 2}
     standard |= dict.fromkeys(("inner_bytes", "inner_rounds", "waited_bytes", "inner_waited_bytes"), 0)
+    standard |= {"sum_encodes": 0.0, "sum_decodes": 0.0}
     return SimpleNamespace(**standard | numbers)
 
 
@@ -27,6 +28,9 @@ def test_by_hand():
     assert device_seconds(plan(), WORK) == pytest.approx(2e-3 + 2e-3 + 2e-4)
     assert device_seconds(plan(copies=3.0), WORK, copy_s=1e-7, crowding=2) == pytest.approx(2 * (4.2e-3 + 3e-4))
     assert device_seconds(plan(), WORK, crowding=0.5) == device_seconds(plan(), WORK)  # a rank has no two cores
+    sums, finer = plan(sum_encodes=0.25, sum_decodes=1.0), [(1000, Speeds(4e-6, 3e-6, 1e-4))]
+    assert device_seconds(sums, WORK) == device_seconds(plan(), WORK)
+    assert device_seconds(sums, WORK, sums=finer) == pytest.approx(1.5e-3 + 1e-3 + 1e-3 + 3e-3 + 2e-4)
     assert step_seconds(plan(), WORK, LINK) == pytest.approx(8e-3 + 4.2e-3)
     assert step_seconds(plan(), WORK, LINK, hidden_s=5e-3) == pytest.approx(3e-3 + 4.2e-3)
     assert step_seconds(plan(), WORK, LINK, hidden_s=1.0) == pytest.approx(4.2e-3)  # encoding is never hidden

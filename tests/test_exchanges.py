@@ -240,6 +240,8 @@ def test_nodes_of_several_sizes_are_refused():
         ({"compressor": "qsgd", "exchange": "recursive_doubling"}, "pays where few elements are sent"),
         ({"compressor": "onebit", "exchange": "split_gather"}, "pays where few elements are sent"),
         ({"compressor": "powersgd", "exchange": "hierarchical"}, "exchanges by itself"),
+        ({"exchange": {"name": "two_shot", "sums": "finer"}}, r"TwoShot\(sums='finer'\): it must be 'refined'"),
+        ({"exchange": {"name": "binomial", "sums": None}}, r"Binomial\(sums=None\): it must be 'refined'"),
     ],
 )
 def test_refused_at_construction(arguments, words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -60,6 +60,10 @@ class ATOMO(Codec):
     def safe_with_adam(self) -> bool:
         """Its noise is many times the gradient."""
         return False
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: as many atoms as the ranks send."""
+        return replace(self, rank=ranks * self.rank)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

@@ -151,6 +151,18 @@ class Codec(ABC):
         """The largest magnitude that a message holds if ``summands`` of them are added up in its own dtype."""
         return math.inf
 
+    def refined(self, ranks: int) -> Codec:
+        """The codec by which an exchange encodes the sum of what so many ranks sent; itself for one.
+
+        Private noise averages out over the ranks, but that of encoding their sum does not: so an unbiased method's
+        codec of sums has no more variance than is left of the messages' own, a share of ``1 / ranks``. A method with
+        error feedback, which brings back what it leaves of a sum too, may be its own.
+
+        Args:
+            ranks: 1 or more.
+        """
+        return self
+
     @abstractmethod
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout.

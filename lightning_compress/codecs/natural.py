@@ -14,6 +14,7 @@ from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buckets import bucket_shape
 from lightning_compress.codecs.buffers import check, pieces, scratch
 from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.codecs.qsgd import QSGD
 from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
@@ -62,6 +63,15 @@ class Natural(Codec):
     def block(self) -> int:  # type: ignore[override]
         """Shards are cut between buckets."""
         return self.bucket
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: ``qsgd`` with 8 bits in buckets of 64, half a bit more.
+
+        Its variance, 1e-4 of the square, is that of a gathered mean of 800 messages. Small elements beside large ones
+        are rounded more coarsely than by powers of two: of an LSTM's gradients at 8 ranks a tenth (in buckets of 512 a
+        third; with ``bf16`` none, at 16 bits).
+        """
+        return self if ranks == 1 else QSGD(bits=8, bucket=64)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar, Literal, get_args
 
@@ -14,8 +15,9 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buckets import Buckets, Norm, bucket_shape
 from lightning_compress.codecs.buffers import check, scratch
+from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.qsgd_elias import EliasPlan
-from lightning_compress.codecs.quantise import LARGEST, FusedLevels, Quantiser
+from lightning_compress.codecs.quantise import BITS, LARGEST, FusedLevels, Quantiser, more_bits
 from lightning_compress.codecs.randomness import word_state
 from lightning_compress.layout import Layout
 
@@ -95,6 +97,23 @@ class QSGD(Codec):
     def safe_with_adam(self) -> bool:
         """From 4 bits on."""
         return self.bits >= 4
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: half of log2 of the ranks more bits; ``bf16`` where that is more than 8.
+
+        With the L2 norm, as many as the paper's bound of the variance asks for: elements below the first level, as most
+        are then, have a variance that falls by 2 a bit, not by 4.
+        """
+        bits = self.bits + more_bits(ranks)
+        if self.norm == "l2":
+            enough = self._variance(self.bits) / ranks
+            bits = next((each for each in range(self.bits, BITS + 1) if self._variance(each) <= enough), BITS + 1)
+        return replace(self, bits=bits) if bits <= BITS else BF16()
+
+    def _variance(self, bits: int) -> float:
+        """The paper's bound for a bucket with the L2 norm, relative to its square."""
+        levels: int = 2 ** (bits - 1) - 1
+        return min(self.bucket / levels**2, math.sqrt(self.bucket) / levels)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

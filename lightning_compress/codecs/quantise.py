@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +19,15 @@ from lightning_compress.kernels import Summands
 from lightning_compress.layout import Layout
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
+BITS = 8
+"""The most that a code of even levels has."""
 UNIT = 1 << 16
 """Random numbers per level: the probability of rounding up is a multiple of 1 / UNIT."""
+
+
+def more_bits(ranks: int) -> int:
+    """Bits by which the variance of rounding to even levels falls to ``1 / ranks``: by 4 a bit, since steps halve."""
+    return math.ceil(math.log2(ranks) / 2)
 
 
 class Quantiser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import numpy as np
@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check, scratch
+from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.hadamard import Hadamard
-from lightning_compress.codecs.quantise import FusedLevels, Quantiser
+from lightning_compress.codecs.quantise import BITS, FusedLevels, Quantiser, more_bits
 from lightning_compress.codecs.randomness import RandomBits, word_state
 from lightning_compress.layout import Layout
 
@@ -75,6 +76,11 @@ class Rotated(Codec):
     def safe_with_adam(self) -> bool:
         """From 4 bits on."""
         return self.bits >= 4
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: half of log2 of the ranks more bits; ``bf16`` where that is more than 8."""
+        bits = self.bits + more_bits(ranks)
+        return replace(self, bits=bits) if bits <= BITS else BF16()
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar, Literal
 
@@ -55,6 +55,13 @@ class Spectral(Codec):
     @abstractmethod
     def transform(self, length: int) -> Transform:
         """The transform of blocks of this length."""
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: root of the ranks times as many coefficients.
+
+        Ranks keep others each; with that many the whole exchange leaves about as much as one that sums all of them.
+        """
+        return self if ranks == 1 else replace(self, theta=max(0.0, 1 - math.sqrt(ranks) * (1 - self.theta)))
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

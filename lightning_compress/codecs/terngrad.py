@@ -15,6 +15,7 @@ from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.buffers import check
 from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.planes import code_bytes, pack_plane, unpack_plane
+from lightning_compress.codecs.qsgd import QSGD
 from lightning_compress.codecs.quantise import LARGEST, UNIT, fit
 from lightning_compress.codecs.randomness import word_state
 from lightning_compress.codecs.ternary import FEW, RUN, Ternary, pack_digits, unpack_digits
@@ -68,6 +69,13 @@ class TernGrad(Codec):
     def safe_with_adam(self) -> bool:
         """Not known to be: rounding is coarse, and Adam divides by the size of what it sees."""
         return False
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: ``qsgd`` with half of log2 of the ranks more bits than the 2 that a message has.
+
+        The sum of messages with scales of their own is no vector of whole numbers; ``terngrad_shared`` makes it one.
+        """
+        return self if ranks == 1 else QSGD(bits=2).refined(ranks)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -72,6 +72,10 @@ class Wangni(Codec):
     def sent_share(self) -> float:
         """See ``Codec.sent_share``."""
         return self.density
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: as many elements as the ranks send, if no two send the same."""
+        return replace(self, density=min(1.0, ranks * self.density))
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""

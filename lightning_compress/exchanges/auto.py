@@ -120,6 +120,9 @@ class Auto(Exchange):
         """See ``Exchange.measure``."""
         if self.link is None and collective.size > 1:
             self._measured.look(codecs, collective, world, device, self.node_size)
+            counts = collective.size, collective.size // self._nodes(collective.size)
+            sums = [codec.refined(count) for codec in codecs for count in counts]
+            self._measured.look(sums, collective, world, device, self.node_size)
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
@@ -175,14 +178,15 @@ class Auto(Exchange):
     def _price(self, plan: ExchangePlan, sections: Sequence[Section], ranks: int) -> _Offer:
         """What it costs alone, with no backward to hide behind: on a CPU the hook waits for its messages."""
         work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
+        finer = [(each.layout.numel, self._speeds(each.codec.refined(plan.sum_ranks))) for each in sections]
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
-            price = costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s)
+            price = costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
         else:
             links = self._measured.links
             link = links["between"] if plan.inner_rounds else links["ranks"]
-            price = costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s)
+            price = costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
         through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
         return _Offer(plan, price + through)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, get_type_hints
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,6 +25,27 @@ from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.state import Declared, States
 
+Sums = Literal["refined", "same"]
+"""How an exchange encodes sums: as ``Codec.refined`` says, or as it encodes what a rank sends."""
+
+
+def check_sums(exchange: str, sums: object) -> None:
+    """Refuse what is neither.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if sums not in get_args(Sums):
+        raise ValueError(
+            f"{exchange}(sums={sums!r}): it must be 'refined' (sums of unbiased methods take more bits, so that their "
+            "noise averages out) or 'same' (fewer bytes, and more noise)"
+        )
+
+
+def of_sums(sections: Sequence[Section], ranks: int, sums: Sums) -> list[Section]:
+    """The sections by the codecs that encode sums of so many ranks."""
+    return [replace(each, codec=each.codec.refined(ranks)) if sums == "refined" else each for each in sections]
+
 
 class ExchangePlan(ABC):
     """An exchange made ready for the vectors of one group; holds the message buffers, from the first ``mean`` on.
@@ -35,6 +57,9 @@ class ExchangePlan(ABC):
         rounds: messages that wait for one another: how often a step pays the latency of the link.
         encodes: how many times over a rank encodes the vector.
         decodes: how many times over it decodes it.
+        sum_ranks: sums are encoded by ``Codec.refined`` of so many.
+        sum_encodes: of ``encodes``, those of sums.
+        sum_decodes: of ``decodes``, those of sums.
         copies: how many times over it copies float32 or adds it up beside that.
         calls: how often it calls the codec to encode or to decode.
         inner_bytes: of ``bytes_sent``, those that stay within a node.
@@ -53,6 +78,9 @@ class ExchangePlan(ABC):
     rounds: int = 0
     encodes: float = 1.0
     decodes: float = 1.0
+    sum_ranks: int = 1
+    sum_encodes: float = 0.0
+    sum_decodes: float = 0.0
     copies: float = 0.0
     calls: int = 2
     inner_bytes: int = 0

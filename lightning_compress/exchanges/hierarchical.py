@@ -170,6 +170,8 @@ class _Plan(ExchangePlan):
         self.waited_bytes = outer.waited_bytes
         self.copies, self.calls = 4.0, outer.calls  # into rows, their sum, what is left, out of rows
         self.encodes, self.decodes = outer.encodes / inside.size, outer.decodes / inside.size
+        self.sum_encodes, self.sum_decodes = outer.sum_encodes / inside.size, outer.sum_decodes / inside.size
+        self.sum_ranks = outer.sum_ranks
 
     @cached_property
     def _rows(self) -> Tensor:

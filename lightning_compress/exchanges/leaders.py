@@ -71,6 +71,7 @@ class LeadersPlan(ExchangePlan):
             self.waited_bytes += outer.waited_bytes
             self.rounds += outer.rounds
             self.encodes, self.decodes, self.calls = outer.encodes, outer.decodes, outer.calls
+            self.sum_encodes, self.sum_decodes, self.sum_ranks = outer.sum_encodes, outer.sum_decodes, outer.sum_ranks
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.mean``."""

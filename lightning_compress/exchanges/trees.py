@@ -29,6 +29,11 @@ def levels_of(rank: int, size: int) -> list[Level]:
     return levels
 
 
+def summands(rank: int, size: int) -> int:
+    """Of how many ranks the sum is that a rank sends to its parent, and the root to all."""
+    return min(rank & -rank, size - rank) if rank else size
+
+
 def links(levels: list[Level]) -> int:
     """With how many others a rank talks, one message each way."""
     return sum((level.parent is not None) + (level.child is not None) for level in levels)
