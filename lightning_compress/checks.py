@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective
+from lightning_compress.corrections import DGC
 from lightning_compress.kinds import kinds_of
 from lightning_compress.settings import Settings
 
@@ -47,6 +48,22 @@ def check_accumulation(static_graph: bool, accumulate: int) -> None:
             f"static_graph=True with accumulate_grad_batches={accumulate} fails inside DistributedDataParallel "
             "(pytorch#143580); set static_graph=False or accumulate_grad_batches=1"
         )
+
+
+def check_clipping(settings: Settings, clip: float | None) -> None:
+    """Refuse to clip what the optimizer is given, by norm or by value, where that is no mean of gradients.
+
+    Raises:
+        ValueError: it would be clipped.
+    """
+    if not clip or clip < 0 or (by := settings.steps_by) is None:
+        return
+    own = f"compressor={{'name': 'dgc', 'clip': {clip}}}, or " if isinstance(settings.compressor, DGC) else ""
+    raise ValueError(
+        f"gradient_clip_val={clip} cannot be combined with {by}, which gives the optimizer steps and no mean of "
+        "gradients: clipping would shorten every step. Clip the gradients of each rank before they are compressed, by "
+        f"{own}local_clip_norm={clip} of the strategy, and set gradient_clip_val=None"
+    )
 
 
 def check_ddp(ddp: DistributedDataParallel) -> None:

@@ -101,6 +101,14 @@ class Settings:
         scheduled = self.schedule.compressors(self.compressor)
         return [*self.rules.methods, *(_parts(each)[0] for each in scheduled)]
 
+    @property
+    def steps_by(self) -> Compressor | Exchange | None:
+        """What gives the optimizer anything else than a mean of gradients: a velocity, a step of Adam, a vote."""
+        if self.correction is not None:
+            return self.compressor
+        votes = [each for each in self.methods if isinstance(each, Reducer) and not each.conserves]
+        return votes[0] if votes else self.exchange if self.exchange.optimizes else None
+
     def _checked(self) -> Settings:
         """With error feedback on if the rules' methods ask for it.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_compress import checks, failures
 from lightning_compress.checkpoint import SavedState
@@ -92,11 +94,13 @@ class CompressedDDPMixin(_Base):
         fitting = trainer.state.fn == "fit"
         if fitting:
             checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), _accumulation(trainer))
+            checks.check_clipping(self._settings, trainer.gradient_clip_val)
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
         super().setup(trainer)
         if fitting:
             self._check_optimizers()
+            self._watch_clipping()
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
@@ -110,6 +114,18 @@ class CompressedDDPMixin(_Base):
                 "go with so coarse a method. Use compressor='rotated', which costs nothing; or 'onebit_adam', which is "
                 "Adam itself; or SGD with momentum."
             )
+
+    def _watch_clipping(self) -> None:
+        """Check what a module clips by itself too, in manual optimization or in ``configure_gradient_clipping``."""
+        plugin = self.precision_plugin
+        clip = type(plugin).clip_gradients.__get__(plugin)
+
+        @wraps(clip)
+        def checked(optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+            checks.check_clipping(self.compression.settings, clip_val)
+            clip(optimizer, clip_val, *args, **kwargs)
+
+        plugin.clip_gradients = checked  # type: ignore[method-assign]
 
     def _register_ddp_hooks(self) -> None:
         # The base class registers hooks on CUDA only, and silently none on CPU.
@@ -196,6 +212,7 @@ class CompressedDDPMixin(_Base):
         """Stop watching the optimizers; the figures stay readable."""
         if self._compression is not None:
             self._compression.close()
+            vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()
 
     @classmethod
@@ -261,7 +278,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             rounded at random, so that small gradients still add up.
         local_clip_norm: clip each parameter's gradient on each rank before it is compressed, to this norm times the
             square root of the number of ranks, so that the mean of independent gradients is clipped to about this norm.
-            The Trainer's ``gradient_clip_val`` clips the mean, after.
+            The Trainer's ``gradient_clip_val`` clips the mean, after; it is refused where the optimizer is given steps
+            and no mean of gradients (dgc, onebit_adam, signsgd, AdaGrad), and this is what to use there.
         deterministic: add floating-point numbers up in the order of the ranks, whatever DistributedDataParallel's
             buckets are: then ``none`` too resumes bit for bit. As many bytes, in two rounds.
         on_nonfinite: what to do, in a run without a GradScaler, when a rank's gradient is NaN or infinite: "pass" it

@@ -102,7 +102,8 @@ class DGC(Corrected):
         send the k = max(1, ceil(density * numel)) largest elements of each parameter's v;  v and u <- 0 there
 
     and the mean over the ranks of what was sent is what SGD without momentum is given: its own momentum is set to 0
-    when training begins, and any optimizer but SGD is refused. The other parameters (small, 1-D, excluded) are averaged
+    when training begins, and any optimizer but SGD is refused, as is ``gradient_clip_val``, which would clip velocities
+    (``clip`` is the paper's way). The other parameters (small, 1-D, excluded) are averaged
     as they are and then get the same momentum. In dense steps (warm-up, one rank, where ``auto`` finds dense cheaper)
     all of v is sent and no u is forgotten: that is SGD with momentum, exactly. ``64 * density`` bits per element:
     0.064, a five-hundredth, at the default. At a density of 1 all is sent and nothing forgotten either; near 0 one
