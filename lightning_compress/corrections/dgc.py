@@ -125,8 +125,8 @@ class DGC(Corrected):
         masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again.
         clip: threshold of the local gradient clipping, by parameter, or None. A rank's share ``g / W`` of the mean is
             clipped to ``clip * W^(-1/2)``, so that the mean of independent gradients is clipped to ``clip``.
-        selection: "sampled" estimates the k-th magnitude on a sample and selects again among what passed, as the paper
-            does; "exact" finds just the k largest.
+        selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
+            again among what passed, as the paper does; "exact" selects among all.
         sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
 
     Raises:

@@ -82,7 +82,7 @@ def check_follows(ranks, simulated):
 @pytest.mark.parametrize("dense_steps", [0, 5])
 @pytest.mark.parametrize("size", [2, 3])
 def test_dgc_follows_the_simulation(pools, size, dense_steps):
-    method = DGC(density=0.02, selection="exact")
+    method = DGC(density=0.02)
     ranks = pools[size].run(_train, method, {"warmup_steps": dense_steps}, sgd)
     check_follows(ranks, simulate_dgc(net(), batches(size), 0.02, RATE, 0.9, dense_steps))
 
