@@ -263,7 +263,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             value (or ``"from"``), in 8 ``"stages"``, over steps or epochs; ``{"theta": {"kind": "lr", "factor": 5}}``:
             the dropped share is ``factor`` times the learning rate (the largest of a parameter group), at most the
             compressor's own. Or a preset: ``"dgc"``, density 0.25, 0.0625, 0.0156, 0.004, 0.001, an epoch each;
-            ``{"preset": "dgc", "steps": 100}``. Steps count from 0, ``warmup_steps`` included.
+            ``{"preset": "dgc", "steps": 100}``. Steps count from 0, ``warmup_steps`` included. The compressor ``dgc``
+            brings that preset along; ``{"name": "dgc", "warmup": False}`` does without.
         rules: what takes another compressor, in order; the first rule that takes a parameter has it, and ``compressor``
             has the rest: ``[{"kind": "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor":
             {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns

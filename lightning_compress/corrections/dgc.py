@@ -119,7 +119,7 @@ class DGC(Corrected):
     the long run that makes it ``1 / (1 - momentum)`` times as strong: multiply weight_decay by that (10 for 0.9).
 
     Args:
-        density: share that is sent, in (0, 1]. The paper begins with ``WARMUP_DENSITIES``, an epoch each.
+        density: share that is sent, in (0, 1].
         momentum: of SGD, in [0, 1).
         nesterov: Nesterov's momentum.
         masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again.
@@ -128,6 +128,9 @@ class DGC(Corrected):
         selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
             again among what passed, as the paper does; "exact" selects among all.
         sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
+        warmup: begin with those of ``WARMUP_DENSITIES`` that are above ``density``, an epoch each. None: if ``density``
+            is the paper's, 0.001. A ``schedule`` of density takes the place of it, such as ``{"preset": "dgc",
+            "steps": 100}``; with ``attach``, who trains sets the handle's ``epoch``.
 
     Raises:
         ValueError: a setting is out of range, or the sparsifier is none.
@@ -143,6 +146,7 @@ class DGC(Corrected):
     clip: float | None = None
     selection: Literal["exact", "sampled"] = "sampled"
     sparsifier: Codec | Mapping[str, object] | str | None = None
+    warmup: bool | None = None
 
     def __post_init__(self) -> None:
         TopK(self.density, selection=self.selection)
@@ -153,8 +157,15 @@ class DGC(Corrected):
             raise ValueError(f"DGC(momentum={self.momentum!r}): momentum must be in [0, 1), as SGD's; 0.9 is usual")
         if self.clip is not None and (isinstance(self.clip, bool) or not float(self.clip) > 0):
             raise ValueError(f"DGC(clip={self.clip!r}): clip must be a norm above 0, or null for no clipping")
+        if self.warmup not in (None, True, False):
+            raise ValueError(f"DGC(warmup={self.warmup!r}): warmup must be true, false, or null (on at density 0.001)")
         if self.sparsifier is None:
             return
+        if self.warmup:
+            raise ValueError(
+                f"DGC(warmup=True, sparsifier={self.sparsifier!r}): the warm-up changes the density of top-k, which the "
+                "sparsifier stands in for; set warmup=False"
+            )
         codec = build("sparsifier", self.sparsifier, CODECS, (Codec,))
         if not isinstance(codec, Codec) or not (codec.sparse and codec.contractive):
             fit = [name for name, each in CODECS.items() if each.sparse and each.contractive]
@@ -173,6 +184,15 @@ class DGC(Corrected):
     def codec(self) -> Codec:
         """What selects."""
         return cast(Codec | None, self.sparsifier) or TopK(self.density, selection=self.selection)
+
+    @property
+    def courses(self) -> Mapping[str, object]:
+        """The paper's warm-up."""
+        usual = self.density == WARMUP_DENSITIES[-1] and self.sparsifier is None
+        if not (usual if self.warmup is None else self.warmup):
+            return {}
+        densities = [*(each for each in WARMUP_DENSITIES if each > self.density), self.density]
+        return {"density": {"unit": "epoch", "values": dict(enumerate(densities))}}
 
     @property
     def correction(self) -> MomentumCorrection:

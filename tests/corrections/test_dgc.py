@@ -239,6 +239,8 @@ def test_what_stays_dense_has_the_momentum_of_the_mean():
         ({"momentum": "0.9"}, "momentum='0.9'"),
         ({"clip": 0.0}, "DGC(clip=0.0)"),
         ({"masking": 1}, "DGC(masking=1)"),
+        ({"warmup": "long"}, "DGC(warmup='long'): warmup must be true, false, or null"),
+        ({"warmup": True, "sparsifier": "topk"}, "DGC(warmup=True, sparsifier='topk'): the warm-up changes"),
         ({"sparsifier": "onebit"}, "DGC(sparsifier='onebit'): what is sent has to be 0 in the vector"),
         ({"sparsifier": "nosuch"}, "unknown sparsifier 'nosuch'; there are: none"),
         ({"sparsifier": {"name": "topk", "ratio": 1}}, "sparsifier 'topk' has no setting 'ratio'"),
