@@ -21,7 +21,7 @@ class Schedule:
     def of(cls, given: object, compressor: Compressor) -> Schedule:
         """Check and complete what the user gave; the forms are those of ``CompressedDDPStrategy``.
 
-        What the compressor brings itself stays where the user says nothing about it.
+        Where the user gives none, it is what the compressor brings itself.
 
         Raises:
             ValueError: it is none of these forms, or names a setting or a value that the compressor has not.
@@ -37,7 +37,7 @@ class Schedule:
                     f"{', '.join(PRESETS)}"
                 )
             check_names(compressor, courses)
-            named = {**own, **{str(name): each for name, each in courses.items()}}
+            named = {str(name): each for name, each in courses.items()}
             schedule = cls(tuple((name, course(name, each, getattr(compressor, name))) for name, each in named.items()))
         schedule.compressors(compressor)
         return schedule

@@ -211,7 +211,6 @@ def test_lightning_cli_yaml(tmp_path):
         ("dgc", None, DGC),
         ({"name": "dgc", "warmup": True, "density": 0.01}, None, [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]),
         ({"name": "dgc", "warmup": True, "density": 0.5}, None, [0.5] * 6),
-        ("dgc", {"momentum": {5: 0.5}}, DGC),
         ("dgc", {"density": {"unit": "epoch", "values": {1: 0.1}}}, [0.001] + [0.1] * 5),
         ("dgc", {"preset": "dgc", "epochs": 5}, [0.25] * 5 + [0.0625]),
     ],

@@ -159,7 +159,7 @@ class Corrected(ABC):
 
     @property
     def courses(self) -> Mapping[str, object]:
-        """How its settings change while training, where the user says nothing about them; see ``Schedule``."""
+        """How its settings change while training, where the user gives no ``schedule``."""
         return {}
 
     @property

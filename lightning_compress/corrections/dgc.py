@@ -129,7 +129,7 @@ class DGC(Corrected):
             again among what passed, as the paper does; "exact" selects among all.
         sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
         warmup: begin with those of ``WARMUP_DENSITIES`` that are above ``density``, an epoch each. None: if ``density``
-            is the paper's, 0.001. A ``schedule`` of density takes the place of it, such as ``{"preset": "dgc",
+            is the paper's, 0.001. A ``schedule`` takes the place of it, such as ``{"preset": "dgc",
             "steps": 100}``; with ``attach``, who trains sets the handle's ``epoch``.
 
     Raises:
@@ -163,8 +163,8 @@ class DGC(Corrected):
             return
         if self.warmup:
             raise ValueError(
-                f"DGC(warmup=True, sparsifier={self.sparsifier!r}): the warm-up changes the density of top-k, which the "
-                "sparsifier stands in for; set warmup=False"
+                f"DGC(warmup=True, sparsifier={self.sparsifier!r}): the warm-up changes the density of top-k, which "
+                "the sparsifier stands in for; set warmup=False"
             )
         codec = build("sparsifier", self.sparsifier, CODECS, (Codec,))
         if not isinstance(codec, Codec) or not (codec.sparse and codec.contractive):

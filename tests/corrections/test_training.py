@@ -98,7 +98,7 @@ def _large():
     """Bytes of a step of one large layer."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(1000, 1000))
-    compression = attach(model, "dgc")
+    compression = attach(model, {"name": "dgc", "warmup": False})
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=False)
     for step in range(3):
         optimizer.zero_grad()
