@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ _REFUSED_DDP_ARGUMENTS = {
     "param_to_hook_all_reduce": "these parameters would bypass the compression; use exclude=[...] instead",
 }
 
+_GIVEN_BY_LIGHTNING = {"self", "module", "device_ids"}
+
 
 def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
     """Refuse arguments of DistributedDataParallel that take its communication hook away.
@@ -35,6 +39,36 @@ def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
     for name, reason in _REFUSED_DDP_ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise ValueError(f"{name}={arguments[name]!r} cannot be combined with compression: {reason}")
+
+
+def check_known(arguments: Collection[str], strategy: type, ours: Sequence[str]) -> None:
+    """Refuse what neither the strategy that ours is made of nor DistributedDataParallel takes.
+
+    Args:
+        arguments: names that are none of ours.
+        strategy: the class.
+        ours: names that are ours, or may be meant.
+
+    Raises:
+        ValueError: one of them is unknown.
+    """
+    makers = [
+        each.__dict__["__init__"] for each in [*strategy.__mro__, DistributedDataParallel] if "__init__" in vars(each)
+    ]
+    theirs = {name for make in makers for name in _named(make)} - _GIVEN_BY_LIGHTNING - set(ours)
+    for name in arguments:
+        if name not in theirs:
+            close = difflib.get_close_matches(name, [*ours, *sorted(theirs)], n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join([*ours, *sorted(theirs)])}"
+            raise ValueError(f"{strategy.__name__} has no argument {name!r}{meant}")
+
+
+def _named(make: Callable[..., None]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        return [name for name, each in inspect.signature(make).parameters.items() if each.kind in kinds]
+    except ValueError:  # object's own
+        return []
 
 
 def check_accumulation(static_graph: bool, accumulate: int) -> None:

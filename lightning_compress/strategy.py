@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,6 +65,7 @@ class CompressedDDPMixin(_Base):
         check_drift_every: int = 100,
         **kwargs: Any,
     ) -> None:
+        checks.check_known(kwargs, type(self), _OURS)
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
         self._settings = Settings.of(
@@ -225,6 +227,9 @@ class CompressedDDPMixin(_Base):
                 if name + suffix not in strategy_registry:
                     description = f"Compressed DDP: {arguments | more or 'defaults'}"
                     strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+
+
+_OURS = [name for name in inspect.signature(CompressedDDPMixin.__init__).parameters if name not in ("self", "kwargs")]
 
 
 def _accumulation(trainer: Any) -> int:
