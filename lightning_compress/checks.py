@@ -172,7 +172,7 @@ def check_ranks_agree(
     described = {
         "compression settings": settings.digest(),
         "trained parameters (names, shapes, dtypes)": _parameters_digest(module),
-        "kernels (numba is installed, or not)": hashlib.sha256(bytes([bool(kernels.of(device))])).digest(),
+        f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": _kernels_digest(device),
     }
     digests = [*described.values(), hashlib.sha256(str(problem).encode()).digest()]
     mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
@@ -189,6 +189,15 @@ def check_ranks_agree(
     healthy = torch.frombuffer(bytearray(digests[-1]), dtype=torch.uint8)
     if others := _different(everyone.cpu()[:, -32:], healthy):
         raise ValueError(f"rank {others} cannot train and says why in an error of its own")
+
+
+def _kernels_digest(device: torch.device) -> bytes:
+    """Of which kernels are in use: on an accelerator they add up in another order than tensor operations do."""
+    try:
+        used = [each.__name__ for each in (kernels.of(device), kernels.fused(device)) if each]
+    except ValueError as error:  # the rank whose problem it is raises it
+        used = [str(error)]
+    return hashlib.sha256(repr(used).encode()).digest()
 
 
 def _different(digests: Tensor, wanted: Tensor) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import checks, hook
+from lightning_compress import checks, hook, kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import Collective, TorchCollective
 from lightning_compress.compression import Compression, ScaleSource
@@ -67,6 +67,7 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
     problem = None
     try:
         checks.check_module(module, settings)
+        kernels.fused(device)  # may refuse what the environment asks for
     except ValueError as error:
         problem = error
     checks.check_ranks_agree(settings, module, problem, collective, device)

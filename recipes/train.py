@@ -55,7 +55,7 @@ def train(cfg: DictConfig) -> float:
     for logger in trainer.loggers:
         logger.log_hyperparams(settings)
     trainer.fit(model, datamodule=data)
-    _go_on_writing(trainer.loggers)
+    go_on_writing(trainer.loggers)
     ratio = trainer.callback_metrics.get("comm/ratio")
     trainer.test(model, datamodule=data, verbose=False)
     accuracy = float(trainer.callback_metrics["test/acc"])
@@ -98,7 +98,7 @@ def _plain(group: str) -> DictConfig:
     return cast(DictConfig, OmegaConf.load(CONF / group / f"{IDLE[group]}.yaml"))
 
 
-def _go_on_writing(loggers: list[Logger]) -> None:
+def go_on_writing(loggers: list[Logger]) -> None:
     """Let CSV files keep what spawned processes wrote, whose columns this one has not seen."""
     for logger in loggers:
         if isinstance(logger, CSVLogger) and os.path.isfile(path := logger.experiment.metrics_file_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from hydra.types import RunMode
+from lightning.pytorch.loggers import CSVLogger
 
 from recipes.build import build
-from recipes.train import refuse_idle, refuse_multirun
+from recipes.train import go_on_writing, refuse_idle, refuse_multirun
 from tests.config.composing import ROOT, composed
 
 
@@ -103,6 +105,25 @@ def test_what_has_an_effect_is_not(overrides: list[str]) -> None:
     refuse_idle(cfg, build(cfg.trainer))
 
 
+def _in_a_process_of_its_own(logger: CSVLogger, metrics: dict[str, float], step: int) -> None:
+    """What a spawned process does with the logger that it is sent."""
+    sent = pickle.loads(pickle.dumps(logger))
+    sent.log_metrics(metrics, step)
+    sent.save()
+
+
+def test_csv_files_keep_what_spawned_processes_wrote(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams({"seed": 0})
+    _in_a_process_of_its_own(logger, {"train/loss": 2.0, "epoch": 0}, 3)
+    go_on_writing([logger])
+    _in_a_process_of_its_own(logger, {"test/acc": 0.5, "epoch": 0}, 4)
+    header, *rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    assert header == "epoch,step,test/acc,train/loss"
+    assert rows == ["0,3,,2.0", "0,4,0.5,"]
+
+
+@pytest.mark.thorough
 def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
     overrides = ["debug=fast", "logger=csv", "trainer=cpu_2proc", "strategy.start_method=spawn", "compressor=topk"]
     done = train("--multirun", *overrides, folder=tmp_path)
