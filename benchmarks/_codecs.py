@@ -14,7 +14,7 @@ from lightning_compress.state import State
 Case = Codec | Corrected
 
 CASES: dict[str, Case] = {name: codec() for name, codec in CODECS.items()}
-CASES["topk-sampled"] = TopK(selection="sampled")
+CASES["topk-exact"] = TopK(selection="exact")
 CASES |= {name: corrected() for name, corrected in CORRECTED.items()}
 
 

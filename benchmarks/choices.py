@@ -28,7 +28,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 Cell = dict[str, Any]
 AUTO, DDP = "auto", "DDP"
 COMPRESSORS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "topk": ({"name": "topk", "density": 0.01, "selection": "sampled"}, ("all_gather", "split_gather")),
+    "topk": ({"name": "topk", "density": 0.01}, ("all_gather", "split_gather")),
     "onebit": ("onebit", ("all_gather", "two_shot")),
     "rotated": ("rotated", ("all_gather", "two_shot")),
     "bf16": ("bf16", ("all_reduce",)),

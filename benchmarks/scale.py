@@ -47,7 +47,7 @@ SHORT = 1 << 18
 """Elements, at least, of the shorter one of two vectors."""
 BLOCK = 1024
 """Shards are multiples of it, so that all are of one size."""
-SPARSE = TopK(0.01, selection="sampled")
+SPARSE = TopK(0.01)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective
+from lightning_compress.corrections import DGC
 from lightning_compress.kinds import kinds_of
 from lightning_compress.settings import Settings
 
@@ -24,6 +27,8 @@ _REFUSED_DDP_ARGUMENTS = {
     "param_to_hook_all_reduce": "these parameters would bypass the compression; use exclude=[...] instead",
 }
 
+_GIVEN_BY_LIGHTNING = {"self", "module", "device_ids"}
+
 
 def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
     """Refuse arguments of DistributedDataParallel that take its communication hook away.
@@ -34,6 +39,36 @@ def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
     for name, reason in _REFUSED_DDP_ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise ValueError(f"{name}={arguments[name]!r} cannot be combined with compression: {reason}")
+
+
+def check_known(arguments: Collection[str], strategy: type, ours: Sequence[str]) -> None:
+    """Refuse what neither the strategy that ours is made of nor DistributedDataParallel takes.
+
+    Args:
+        arguments: names that are none of ours.
+        strategy: the class.
+        ours: names that are ours, or may be meant.
+
+    Raises:
+        ValueError: one of them is unknown.
+    """
+    makers = [
+        each.__dict__["__init__"] for each in [*strategy.__mro__, DistributedDataParallel] if "__init__" in vars(each)
+    ]
+    theirs = {name for make in makers for name in _named(make)} - _GIVEN_BY_LIGHTNING - set(ours)
+    for name in arguments:
+        if name not in theirs:
+            close = difflib.get_close_matches(name, [*ours, *sorted(theirs)], n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join([*ours, *sorted(theirs)])}"
+            raise ValueError(f"{strategy.__name__} has no argument {name!r}{meant}")
+
+
+def _named(make: Callable[..., None]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        return [name for name, each in inspect.signature(make).parameters.items() if each.kind in kinds]
+    except ValueError:  # object's own
+        return []
 
 
 def check_accumulation(static_graph: bool, accumulate: int) -> None:
@@ -47,6 +82,22 @@ def check_accumulation(static_graph: bool, accumulate: int) -> None:
             f"static_graph=True with accumulate_grad_batches={accumulate} fails inside DistributedDataParallel "
             "(pytorch#143580); set static_graph=False or accumulate_grad_batches=1"
         )
+
+
+def check_clipping(settings: Settings, clip: float | None) -> None:
+    """Refuse to clip what the optimizer is given, by norm or by value, where that is no mean of gradients.
+
+    Raises:
+        ValueError: it would be clipped.
+    """
+    if not clip or clip < 0 or (by := settings.steps_by) is None:
+        return
+    own = f"compressor={{'name': 'dgc', 'clip': {clip}}}, or " if isinstance(settings.compressor, DGC) else ""
+    raise ValueError(
+        f"gradient_clip_val={clip} cannot be combined with {by}, which gives the optimizer steps and no mean of "
+        "gradients: clipping would shorten every step. Clip the gradients of each rank before they are compressed, by "
+        f"{own}local_clip_norm={clip} of the strategy, and set gradient_clip_val=None"
+    )
 
 
 def check_ddp(ddp: DistributedDataParallel) -> None:
@@ -121,7 +172,7 @@ def check_ranks_agree(
     described = {
         "compression settings": settings.digest(),
         "trained parameters (names, shapes, dtypes)": _parameters_digest(module),
-        "kernels (numba is installed, or not)": hashlib.sha256(bytes([bool(kernels.of(device))])).digest(),
+        f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": _kernels_digest(device),
     }
     digests = [*described.values(), hashlib.sha256(str(problem).encode()).digest()]
     mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
@@ -138,6 +189,15 @@ def check_ranks_agree(
     healthy = torch.frombuffer(bytearray(digests[-1]), dtype=torch.uint8)
     if others := _different(everyone.cpu()[:, -32:], healthy):
         raise ValueError(f"rank {others} cannot train and says why in an error of its own")
+
+
+def _kernels_digest(device: torch.device) -> bytes:
+    """Of which kernels are in use: on an accelerator they add up in another order than tensor operations do."""
+    try:
+        used = [each.__name__ for each in (kernels.of(device), kernels.fused(device)) if each]
+    except ValueError as error:  # the rank whose problem it is raises it
+        used = [str(error)]
+    return hashlib.sha256(repr(used).encode()).digest()
 
 
 def _different(digests: Tensor, wanted: Tensor) -> str:

@@ -78,6 +78,8 @@ class Compression:
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        self._orders = snapshot.orders(parameters)  # in which DistributedDataParallel has laid them out by now
         self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
         self._workspace = Workspace()  # other models of the process average at the same time
         self._soundness = Soundness(self.device, settings.guards)
@@ -87,6 +89,7 @@ class Compression:
         self._accumulation: Accumulation | None = None
         self._accumulating = parameters if accumulates else []
         self._last_state: snapshot.Snapshot | None = None
+        self._last_norm: float | None = None
         self._stepped, self.active = True, False
         self._at_close: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
@@ -187,7 +190,8 @@ class Compression:
         if self._last_state is not None:
             return self._last_state
         groups = [(group.given, group.states) for group in self.groups]
-        return snapshot.take(self.family, self.step, self._optimizers.rates, self._tuning.running(), groups)
+        rates, running = self._optimizers.rates, self._tuning.running()
+        return snapshot.take(self.family, self.step, rates, running, groups, self._orders)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
         """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew. All ranks must come.
@@ -204,7 +208,7 @@ class Compression:
         try:
             self._tuning.resume(state["running"])
             with self._workspace.used():
-                self.groups.restore(state["groups"], self.settings)
+                self.groups.restore(snapshot.reordered(state, self._shapes, self._orders), self.settings)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # nothing of it stays
             self._tuning = before
             self.reset()
@@ -319,11 +323,12 @@ class Compression:
             residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
             ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
+        norm = self._residual_norm() if self._last_norm is None else self._last_norm
+        return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(self._soundness.count)}
+
+    def _residual_norm(self) -> float:
         norms = [residual.committed.norm(dtype=torch.float32) for residual in self.groups.residuals()]
-        return self.meter.read() | {
-            "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
-            "nonfinite_steps": float(self._soundness.count),
-        }
+        return float(torch.stack(norms).norm()) if norms else 0.0
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Have it called by ``close``."""
@@ -332,10 +337,11 @@ class Compression:
     def close(self) -> None:
         """Stop watching the optimizers and give memory back, when the model will not be trained any more.
 
-        ``state_dict`` goes on giving the last state, which waits on the CPU.
+        ``state_dict`` goes on giving the last state, which waits on the CPU, and ``stats`` the last figures.
         """
         if self.active and self._last_state is None:
             self._last_state = snapshot.on_cpu(self.state_dict())
+            self._last_norm = self._residual_norm()
         unwatch(self)
         for callback in self._at_close:
             callback()

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from lightning_compress.corrections import WARMUP_DENSITIES
+
 Unit = Literal["step", "epoch"]
 
-PRESETS: dict[str, dict[str, tuple[float, ...]]] = {"dgc": {"density": (0.25, 0.0625, 0.015625, 0.004, 0.001)}}
+PRESETS: dict[str, dict[str, tuple[float, ...]]] = {"dgc": {"density": WARMUP_DENSITIES}}
 """Values of one stage after the other; the last one stays. ``dgc``: the warm-up of Lin et al., ICLR 2018."""
 
 

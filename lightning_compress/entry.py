@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import checks, hook
+from lightning_compress import checks, hook, kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import Collective, TorchCollective
 from lightning_compress.compression import Compression, ScaleSource
 from lightning_compress.settings import CompressorLike, ExchangeLike, Settings
+
+log = logging.getLogger(__name__)
 
 
 def attach(
@@ -36,7 +39,7 @@ def attach(
             survive a change of it; None where there is no scaler.
         **settings: ``error_feedback`` and the others of ``CompressedDDPStrategy``, from ``warmup_steps``
             to ``check_drift_every``; but for those on checkpoints, ``state`` and ``strict_state``. Where a schedule
-            goes by epochs, set the handle's ``epoch`` when one begins.
+            goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins: nobody else knows of it.
 
     Returns:
         the handle: ``stats()``, ``retune()``, ``roll_back()`` (for steps that you skip yourself) and ``close()``.
@@ -46,6 +49,12 @@ def attach(
     """
     chosen = Settings.of(compressor, exchange, **settings)
     checks.check_ddp(ddp)
+    if chosen.schedule.by_epoch and not settings.get("schedule") and TorchCollective(ddp.process_group).rank == 0:
+        log.warning(
+            "%s begins with other settings, epoch by epoch: set the handle's epoch when one begins, or give a schedule "
+            "by steps, or warmup=False",
+            chosen.compressor,
+        )
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
     return compress(ddp, chosen, scale)
 
@@ -59,6 +68,7 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
     problem = None
     try:
         checks.check_module(module, settings)
+        kernels.fused(device)  # may refuse what the environment asks for
     except ValueError as error:
         problem = error
     checks.check_ranks_agree(settings, module, problem, collective, device)

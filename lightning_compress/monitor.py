@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 
 
 class MonitorMixin:
@@ -13,45 +14,49 @@ class MonitorMixin:
     def __init__(self, prefix: str = "comm/", progress_bar: bool = True) -> None:
         self.prefix = prefix
         self.progress_bar = progress_bar
-        self._logged = 0
+        self._steps = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a strategy that has nothing to tell.
-
-        Raises:
-            ValueError: the strategy is not a compressed one.
-        """
-        if not hasattr(trainer.strategy, "comm_stats"):
-            raise ValueError(
-                f"CommunicationMonitor needs Trainer(strategy=CompressedDDPStrategy(...)), not "
+        """Say so where the strategy has nothing to tell."""
+        if stage == "fit" and not _tells(trainer):
+            rank_zero_warn(
+                f"CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), not "
                 f"{type(trainer.strategy).__name__}; for an uncompressed baseline use compressor='none'"
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Have those steps measured that will be logged."""
-        trainer.strategy.compression.meter.sample_every = trainer.log_every_n_steps
-        self._logged = 0
+        if _tells(trainer):
+            trainer.strategy.compression.meter.sample_every = trainer.log_every_n_steps
+        self._steps = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log a step that ended in this batch, if it is due."""
-        steps, every = trainer.strategy.compression.meter.steps, trainer.log_every_n_steps
-        if not every or steps == self._logged or steps % every:
+        """Log a step that ended in this batch, if it is due, in the row that Lightning's own figures of it have."""
+        if not _tells(trainer):
             return
-        self._logged = steps
+        steps, every = trainer.strategy.compression.meter.steps, trainer.log_every_n_steps
+        before, self._steps = self._steps, steps
+        row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what LearningRateMonitor and self.log go by
+        if not every or steps == before or (row + 1) % every:
+            return
         figures = trainer.strategy.comm_stats()
         for logger in trainer.loggers:
-            logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, trainer.global_step)
+            logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, row)
         if self.progress_bar:
             pl_module.log(self.prefix + "ratio", figures["ratio"], prog_bar=True, logger=False, batch_size=1)
 
 
+def _tells(trainer: Any) -> bool:
+    return hasattr(trainer.strategy, "comm_stats")
+
+
 class CommunicationMonitor(MonitorMixin, Callback):
-    """Logs bytes, time and error of the compression every ``log_every_n_steps`` steps.
+    """Logs bytes, time and error of the compression every ``log_every_n_steps`` steps, where Lightning logs them.
 
     Per step ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio``, ``encode_ms``, ``exchange_ms``,
     ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus residual),
     ``residual_norm``; in total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``. The figures
-    are rank 0's. Steps between are not timed.
+    are rank 0's. Steps between are not timed. With another strategy it warns, and logs nothing.
 
     Args:
         prefix: of the metrics' names.

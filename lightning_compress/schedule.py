@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_compress.courses import PRESETS, ByRate, Course, Progress, course, preset
+from lightning_compress.corrections import Corrected
+from lightning_compress.courses import PRESETS, ByRate, Course, Milestones, Progress, course, preset
 from lightning_compress.rules import Compressor
 
 
@@ -20,14 +21,17 @@ class Schedule:
     def of(cls, given: object, compressor: Compressor) -> Schedule:
         """Check and complete what the user gave; the forms are those of ``CompressedDDPStrategy``.
 
+        Where the user gives none, it is what the compressor brings itself.
+
         Raises:
             ValueError: it is none of these forms, or names a setting or a value that the compressor has not.
         """
-        if given is None or isinstance(given, Schedule):
-            schedule = given or cls()
+        if isinstance(given, Schedule):
+            schedule = given
         else:
-            courses = preset(given) or given
-            if not isinstance(courses, Mapping) or not courses:
+            own = compressor.courses if isinstance(compressor, Corrected) else {}
+            courses = own if given is None else preset(given) or given
+            if not isinstance(courses, Mapping) or (given is not None and not courses):
                 raise ValueError(
                     f"schedule={given!r}: give {{setting: {{0: value, step: value, ...}}}}, or a preset: "
                     f"{', '.join(PRESETS)}"
@@ -37,6 +41,11 @@ class Schedule:
             schedule = cls(tuple((name, course(name, each, getattr(compressor, name))) for name, each in named.items()))
         schedule.compressors(compressor)
         return schedule
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether the number of the epoch decides anything."""
+        return any(isinstance(each, Milestones) and each.unit == "epoch" for _, each in self.courses)
 
     @property
     def by_rate(self) -> bool:

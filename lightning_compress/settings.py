@@ -17,7 +17,7 @@ from lightning_compress.guards import Guards
 from lightning_compress.kinds import KINDS
 from lightning_compress.layout import Layout
 from lightning_compress.reducers import REDUCERS, Reducer
-from lightning_compress.registry import build, describe
+from lightning_compress.registry import build, describe, rebuild
 from lightning_compress.rules import Compressor, Method, Rule, Rules
 from lightning_compress.schedule import Schedule, changed
 
@@ -106,6 +106,14 @@ class Settings:
         """All that will compress at some time."""
         scheduled = self.schedule.compressors(self.compressor)
         return [*self.rules.methods, *(_parts(each)[0] for each in scheduled)]
+
+    @property
+    def steps_by(self) -> Compressor | Exchange | None:
+        """What gives the optimizer anything else than a mean of gradients: a velocity, a step of Adam, a vote."""
+        if self.correction is not None:
+            return self.compressor
+        votes = [each for each in self.methods if isinstance(each, Reducer) and not each.conserves]
+        return votes[0] if votes else self.exchange if self.exchange.optimizes else None
 
     def _checked(self) -> Settings:
         """With error feedback on if the rules' methods ask for it.
@@ -239,12 +247,22 @@ class Settings:
             ValueError: see ``retuned``.
         """
         compressor, feedback = running["compressor"], bool(running["error_feedback"])
-        settings = self if compressor is None else self.retuned(dict(compressor), {})  # type: ignore[call-overload]
+        settings = self if compressor is None else self.retuned(self._rebuilt(compressor), {})
         measured = running.get("measured")
         if not isinstance(measured, Mapping | None):
             raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
         exchange = settings.exchange.given(measured or {})
         return dataclasses.replace(settings, error_feedback=settings.error_feedback or feedback, exchange=exchange)
+
+    def _rebuilt(self, described: object) -> Compressor:
+        """The compressor of an earlier run; one from outside is of a class that this run was given, or refused."""
+        if not isinstance(described, Mapping):
+            raise ValueError(f"the state has no mapping of the compressor, but {type(described).__name__}")
+        given = [self.compressor, *self.rules.methods, *self.schedule.compressors(self.compressor)]
+        built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
+        if not isinstance(built, Codec | Reducer | Corrected):
+            raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
+        return built
 
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""

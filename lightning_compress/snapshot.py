@@ -2,7 +2,8 @@
 
     {"format": 1, "method": str, "step": int, "rates": {name: learning rate}, "running": {setting: value},
      "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank", "shared" or "owner", "names": [str, ...],
-                                                        "numels": [int, ...], "numbers": float [their sum]}}}, ...]}
+                                                        "numels": [int, ...], "numbers": float [their sum]}}}, ...],
+     "orders": {name: [its dimensions, in the order of memory]}}
 
 Groups are saved because nothing is bit-exact without them: a resumed DistributedDataParallel begins with one bucket of
 all parameters, in which blocks, shards and transforms would fall elsewhere.
@@ -28,6 +29,7 @@ MOST_SETTINGS = 1000
 PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
 
 Snapshot = dict[str, Any]
+Orders = Mapping[str, Sequence[int]]
 
 
 def take(
@@ -36,6 +38,7 @@ def take(
     rates: Mapping[str, float],
     running: Mapping[str, object],
     groups: Iterable[tuple[Sequence[str], States]],
+    orders: Orders,
 ) -> Snapshot:
     """What the optimizer steps have made true so far; refers to the states' own memory, which a commit replaces.
 
@@ -45,6 +48,7 @@ def take(
         rates: learning rates of the last step, by name.
         running: settings that may have changed since the run began, as primitives.
         groups: names in order and states of each group.
+        orders: see ``orders``.
     """
     return {
         "format": FORMAT,
@@ -56,7 +60,64 @@ def take(
             {"names": list(names), "states": {kind: _one(state) for kind, state in states.items()}}
             for names, states in groups
         ],
+        "orders": {name: list(order) for name, order in orders.items()},
     }
+
+
+def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
+    """The dimensions of parameters in the order of their memory, where they are not in C order (channels_last)."""
+    found = {}
+    for name, parameter in parameters:
+        order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+        if not parameter.is_contiguous() and parameter.permute(order).is_contiguous():
+            found[name] = order
+    return found
+
+
+def reordered(snapshot: Snapshot, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[Snapshot]:
+    """The groups of a checked snapshot with the numbers of each parameter in the order that its memory has now.
+
+    Args:
+        snapshot: says in which order they were, unless it is of a version that did not.
+        shapes: of the parameters.
+        now: see ``orders``.
+
+    Raises:
+        ValueError: an order does not fit the parameter.
+    """
+    before: Orders = snapshot.get("orders", now)
+    moved = {name for name in shapes if before.get(name) != now.get(name)}
+    if wrong := [name for name in moved if name in before and len(before[name]) != len(shapes[name])]:
+        raise ValueError(
+            f"the state has {wrong[0]} in the order {before[wrong[0]]}, and its shape is {shapes[wrong[0]]}"
+        )
+    groups = []
+    for group in snapshot["groups"]:
+        states = {kind: dict(one) for kind, one in group["states"].items()}
+        for one in states.values():
+            parts = one["numbers"].split(one["numels"])
+            there = [
+                name in moved and part.numel() == math.prod(shapes[name])
+                for name, part in zip(one["names"], parts, strict=True)
+            ]
+            if any(there):
+                one["numbers"] = torch.cat(
+                    [
+                        _permuted(part, shapes[name], before.get(name), now.get(name)) if moves else part
+                        for name, part, moves in zip(one["names"], parts, there, strict=True)
+                    ]
+                )
+        groups.append({"names": group["names"], "states": states})
+    return groups
+
+
+def _permuted(
+    numbers: torch.Tensor, shape: Sequence[int], before: Sequence[int] | None, now: Sequence[int] | None
+) -> torch.Tensor:
+    plain = range(len(shape))
+    before, now = before or plain, now or plain
+    there = numbers.view([shape[each] for each in before])
+    return there.permute([list(before).index(each) for each in now]).reshape(-1)
 
 
 def _one(state: State) -> Snapshot:
@@ -167,7 +228,16 @@ def check(snapshot: object) -> Snapshot:
     names = [name for group in parts["groups"] for name in group["names"]]
     if len(set(names)) != len(names):
         raise ValueError("a parameter is in two groups")
-    return {name: parts[name] for name in PARTS}
+    known = {name: parts[name] for name in PARTS}
+    return known | {"orders": _checked_orders(parts["orders"])} if "orders" in parts else known
+
+
+def _checked_orders(orders: object) -> Orders:
+    for name, order in orders.items() if isinstance(orders, dict) else [(None, None)]:
+        known = isinstance(name, str) and isinstance(order, list) and all(type(each) is int for each in order)
+        if not known or sorted(order) != list(range(len(order))):
+            raise ValueError("the state does not say in which order the numbers of its parameters are")
+    return orders  # type: ignore[return-value]
 
 
 def _check_running(running: Mapping[object, object]) -> None:
@@ -222,6 +292,7 @@ def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, A
 
 def _shape(snapshot: Snapshot) -> list[object]:
     shape: list[object] = [snapshot["step"], sorted(snapshot["rates"].items()), repr(snapshot["running"])]
+    shape += [sorted(snapshot["orders"].items())] if snapshot.get("orders") else []
     for group in snapshot["groups"]:
         shape.append(group["names"])
         shape += [(kind, one["holder"], one["names"], one["numels"]) for kind, one in sorted(group["states"].items())]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_compress import checks, failures
 from lightning_compress.checkpoint import SavedState
@@ -62,6 +65,7 @@ class CompressedDDPMixin(_Base):
         check_drift_every: int = 100,
         **kwargs: Any,
     ) -> None:
+        checks.check_known(kwargs, type(self), _OURS)
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
         self._settings = Settings.of(
@@ -92,11 +96,13 @@ class CompressedDDPMixin(_Base):
         fitting = trainer.state.fn == "fit"
         if fitting:
             checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), _accumulation(trainer))
+            checks.check_clipping(self._settings, trainer.gradient_clip_val)
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
         super().setup(trainer)
         if fitting:
             self._check_optimizers()
+            self._watch_clipping()
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
@@ -110,6 +116,18 @@ class CompressedDDPMixin(_Base):
                 "go with so coarse a method. Use compressor='rotated', which costs nothing; or 'onebit_adam', which is "
                 "Adam itself; or SGD with momentum."
             )
+
+    def _watch_clipping(self) -> None:
+        """Check what a module clips by itself too, in manual optimization or in ``configure_gradient_clipping``."""
+        plugin = self.precision_plugin
+        clip = type(plugin).clip_gradients.__get__(plugin)
+
+        @wraps(clip)
+        def checked(optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+            checks.check_clipping(self.compression.settings, clip_val)
+            clip(optimizer, clip_val, *args, **kwargs)
+
+        plugin.clip_gradients = checked  # type: ignore[method-assign]
 
     def _register_ddp_hooks(self) -> None:
         # The base class registers hooks on CUDA only, and silently none on CPU.
@@ -198,6 +216,7 @@ class CompressedDDPMixin(_Base):
         """Stop watching the optimizers; the figures stay readable."""
         if self._compression is not None:
             self._compression.close()
+            vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()
 
     @classmethod
@@ -210,6 +229,9 @@ class CompressedDDPMixin(_Base):
                 if name + suffix not in strategy_registry:
                     description = f"Compressed DDP: {arguments | more or 'defaults'}"
                     strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+
+
+_OURS = [name for name in inspect.signature(CompressedDDPMixin.__init__).parameters if name not in ("self", "kwargs")]
 
 
 def _accumulation(trainer: Any) -> int:
@@ -248,7 +270,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             value (or ``"from"``), in 8 ``"stages"``, over steps or epochs; ``{"theta": {"kind": "lr", "factor": 5}}``:
             the dropped share is ``factor`` times the learning rate (the largest of a parameter group), at most the
             compressor's own. Or a preset: ``"dgc"``, density 0.25, 0.0625, 0.0156, 0.004, 0.001, an epoch each;
-            ``{"preset": "dgc", "steps": 100}``. Steps count from 0, ``warmup_steps`` included.
+            ``{"preset": "dgc", "steps": 100}``. Steps count from 0, ``warmup_steps`` included. The compressor ``dgc``
+            brings that preset along; ``{"name": "dgc", "warmup": False}`` does without.
         rules: what takes another compressor, in order; the first rule that takes a parameter has it, and ``compressor``
             has the rest: ``[{"kind": "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor":
             {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns
@@ -263,7 +286,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             rounded at random, so that small gradients still add up.
         local_clip_norm: clip each parameter's gradient on each rank before it is compressed, to this norm times the
             square root of the number of ranks, so that the mean of independent gradients is clipped to about this norm.
-            The Trainer's ``gradient_clip_val`` clips the mean, after.
+            The Trainer's ``gradient_clip_val`` clips the mean, after; it is refused where the optimizer is given steps
+            and no mean of gradients (dgc, onebit_adam, signsgd, AdaGrad), and this is what to use there.
         deterministic: add floating-point numbers up in the order of the ranks, whatever DistributedDataParallel's
             buckets are: then ``none`` too resumes bit for bit. As many bytes, in two rounds.
         on_nonfinite: what to do, in a run without a GradScaler, when a rank's gradient is NaN or infinite: "pass" it

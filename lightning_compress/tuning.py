@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 
 from lightning_compress.courses import Progress
-from lightning_compress.settings import CompressorLike, Settings
+from lightning_compress.registry import describe
+from lightning_compress.settings import COMPRESSORS, CompressorLike, Settings
 
 
 class Tuning:
@@ -21,7 +23,7 @@ class Tuning:
 
     def __init__(self, settings: Settings) -> None:
         self.now = self.next = settings
-        self._scheduled: dict[str, object] = {}
+        self._scheduled: dict[str, object] = {}  # as primitives
 
     def retune(self, compressor: CompressorLike | None, changes: Mapping[str, object]) -> None:
         """See ``Compression.retune``."""
@@ -33,8 +35,11 @@ class Tuning:
         The schedule decides where its values are others than in the last step; in between ``retune`` has the say.
         """
         values = self.next.schedule.values(progress)
-        if values != self._scheduled:
-            self._scheduled = values
+        described = {
+            name: describe(value, COMPRESSORS) if is_dataclass(value) else value for name, value in values.items()
+        }
+        if described != self._scheduled:
+            self._scheduled = described
             self.retune(None, values)
         changed = self.next is not self.now
         self.now = self.next

@@ -5,21 +5,29 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import warnings
+from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from lightning_compress import CompressedDDPStrategy, ThetaRecovery
 from recipes.build import build
 
 __all__ = ["main", "train"]
+
+CONF = Path(__file__).parents[1] / "conf"
+IDLE = {"compressor": "none", "exchange": "auto"}
+"""Groups that only our strategy takes, and what is composed where nobody chose."""
 
 
 def train(cfg: DictConfig) -> float:
@@ -32,7 +40,7 @@ def train(cfg: DictConfig) -> float:
         Accuracy on the test set, in [0, 1].
 
     Raises:
-        ValueError: a setting is wrong, or the data is missing or damaged.
+        ValueError: a setting is wrong or has no effect, or the data is missing or damaged.
     """
     # Images are in memory and augmented on the device: more workers would only copy them.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -42,10 +50,12 @@ def train(cfg: DictConfig) -> float:
     data = build(cfg.data)
     model = build(cfg.recipe, **data.dims)
     trainer: Trainer = build(cfg.trainer)
+    refuse_idle(cfg, trainer)
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:
         logger.log_hyperparams(settings)
     trainer.fit(model, datamodule=data)
+    go_on_writing(trainer.loggers)
     ratio = trainer.callback_metrics.get("comm/ratio")
     trainer.test(model, datamodule=data, verbose=False)
     accuracy = float(trainer.callback_metrics["test/acc"])
@@ -54,6 +64,46 @@ def train(cfg: DictConfig) -> float:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()  # so that the next run of this process is a run of its own
     return accuracy
+
+
+def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
+    """Stop a run in which something that was composed is nobody's.
+
+    Args:
+        cfg: the composed config.
+        trainer: built from it.
+
+    Raises:
+        ValueError: a compressor, an exchange or a recovery would have no effect.
+    """
+    kind, compresses = type(trainer.strategy).__name__, isinstance(trainer.strategy, CompressedDDPStrategy)
+    chosen = [
+        f"{group}={cfg[group].get('_target_')}" for group in IDLE if cfg.get(group) and cfg[group] != _plain(group)
+    ]
+    if chosen and not compresses:
+        raise ValueError(
+            f"{', '.join(chosen)} has no effect: trainer.strategy is {kind}, which does not compress; leave it at "
+            "'${strategy}' with strategy=compressed_ddp, or take compressor=none"
+        )
+    watching = any(isinstance(each, ThetaRecovery) for each in trainer.callbacks)  # type: ignore[attr-defined]
+    if cfg.get("recovery") and not watching:
+        raise ValueError(
+            "recovery has no effect: it is none of trainer.callbacks; add it, as in "
+            """'trainer.callbacks=["${monitor}", "${recovery}"]'"""
+        )
+
+
+def _plain(group: str) -> DictConfig:
+    """What a group is where nobody chose anything."""
+    return cast(DictConfig, OmegaConf.load(CONF / group / f"{IDLE[group]}.yaml"))
+
+
+def go_on_writing(loggers: list[Logger]) -> None:
+    """Let CSV files keep what spawned processes wrote, whose columns this one has not seen."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger) and os.path.isfile(path := logger.experiment.metrics_file_path):
+            with open(path, newline="") as file:
+                logger.experiment.metrics_keys = next(csv.reader(file), [])
 
 
 def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:

@@ -31,7 +31,7 @@ METHODS = [
     {"name": "qsgd", "bits": 8, "bucket": 64},
     {"name": "qsgd", "norm": "l2"},
     {"name": "topk", "density": 0.02},
-    {"name": "topk", "density": 0.02, "selection": "sampled"},
+    {"name": "topk", "density": 0.02, "selection": "exact"},
 ]
 
 

@@ -1,5 +1,6 @@
 """A resumed run is the run that was never interrupted."""
 
+import dataclasses
 import os
 import warnings
 from functools import partial
@@ -14,6 +15,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import Dense, OneBit, TopK
+from lightning_compress.corrections import DGC
 from tests.cases import CASES
 from tests.helpers.training import Net, digits, loader, parameters
 
@@ -89,6 +91,13 @@ class FallingRate(Net):
         return [optimizer], [{"scheduler": falling, "interval": "step"}]
 
 
+@dataclasses.dataclass(frozen=True)
+class Outside(TopK):
+    """A codec that the package does not know."""
+
+    label: object = torch.float32  # no primitive, so that no file has it
+
+
 KEEPERS = {
     "dgc": {"compressor": {"name": "dgc", "density": 0.05}},
     "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 1}, "make": PlainSGD},
@@ -98,6 +107,11 @@ KEEPERS = {
     "rank": {"compressor": {"name": "powersgd", "rank": 4}, "schedule": {"rank": {0: 4, 2: 2}}},
     "rules": {"compressor": TopK(0.05), "rules": [{"kind": "conv", "compressor": "powersgd"}]},
     "warmup": {"compressor": TopK(0.05), "warmup_steps": 4},
+    "outside": {"compressor": Outside(0.5), "schedule": {"density": {0: 0.5, 2: 0.2, 4: 0.05}}},
+    "nested": {
+        "compressor": DGC(sparsifier=Outside(0.5)),
+        "schedule": {"sparsifier": {2: Outside(0.2), 5: {"name": "topk", "density": 0.05}}},
+    },
 }
 """What else is kept from step to step."""
 

@@ -1,5 +1,6 @@
 """Settings that change while training: what a user may write, and what then travels."""
 
+import logging
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_compress.codecs import FFT, QSGD, TopK
 from lightning_compress.courses import Progress
 from lightning_compress.schedule import Schedule
 from lightning_compress.settings import Settings
+from lightning_compress.tuning import Tuning
 from tests.helpers.training import Net, fit
 
 
@@ -201,3 +203,86 @@ def test_lightning_cli_yaml(tmp_path):
     cli = LightningCLI(Net, args=[f"--config={config}"], run=False)
     schedule = cli.trainer.strategy._settings.schedule
     assert schedule.values(Progress(step=100)) == {"density": 0.0625}
+
+
+@pytest.mark.parametrize(
+    ("compressor", "schedule", "values"),
+    [
+        ("dgc", None, DGC),
+        ({"name": "dgc", "warmup": True, "density": 0.01}, None, [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]),
+        ({"name": "dgc", "warmup": True, "density": 0.5}, None, [0.5] * 6),
+        ("dgc", {"density": {"unit": "epoch", "values": {1: 0.1}}}, [0.001] + [0.1] * 5),
+        ("dgc", {"preset": "dgc", "epochs": 5}, [0.25] * 5 + [0.0625]),
+    ],
+)
+def test_dgc_warms_up_as_in_the_paper(compressor, schedule, values):
+    settings = Settings.of(compressor, schedule=schedule)
+    moments = [settings.schedule.values(moment) for moment in at("epoch", 0, 1, 2, 3, 4, 5)]
+    assert [each["density"] for each in moments] == values
+
+
+@pytest.mark.parametrize(
+    "without",
+    [{"warmup": False}, {"density": 0.01}, {"density": 0.01, "warmup": None}, {"sparsifier": "topk"}],
+)
+def test_dgc_without_warm_up(without):
+    assert not Settings.of({"name": "dgc", **without}).schedule.courses
+
+
+def _warmed_up(compressor):
+    watch = Epochs()
+    fit(CompressedDDPStrategy(compressor), 12, callbacks=[watch], limit_train_batches=2)
+    return watch.seen
+
+
+def test_dgc_warms_up_by_the_epochs_of_the_trainer(pools):
+    for seen in pools[2].run(_warmed_up, "dgc"):
+        by_epoch = dict(seen)
+        assert [by_epoch[epoch] for epoch in range(6)] == DGC
+    assert {density for _, density in pools[1].run(_warmed_up, {"name": "dgc", "warmup": False})[0]} == {0.001}
+
+
+def _warned(**given):
+    """What the log says when a bare model warms up, and the densities by epochs that are set and not."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_compress").addHandler(handler)
+    ratios = []
+    for epochs in (None, [0, 1, 2, 3, 4, 5]):
+        ratios.append(_attached(given.get("schedule"), None, epochs, given.get("compressor", "dgc"))[0])
+    logging.getLogger("lightning_compress").removeHandler(handler)
+    return [each for each in said if "warmup=False" in each], ratios
+
+
+def test_a_bare_model_is_told_its_epoch(pools):
+    (said, (unset, told)), (others, _) = pools[2].run(_warned)
+    assert len(said) == 2
+    assert not others
+    assert len(set(unset)) == 1
+    assert told == sorted(told)
+    assert told[4] > 20 * told[0]
+
+
+def _silent():
+    return _warned(schedule={"preset": "dgc", "steps": 1}), _warned(compressor={"name": "dgc", "warmup": False})
+
+
+def test_a_bare_model_warms_up_by_steps_or_not_at_all(pools):
+    for by_steps, never in pools[2].run(_silent):
+        assert not by_steps[0]
+        assert not never[0]
+        assert by_steps[1][0][4] > 20 * by_steps[1][0][0]
+        assert len(set(never[1][0])) == 1
+
+
+def test_dgc_goes_on_from_a_run_without_warm_up():
+    """Of an earlier version, whose settings did not have it."""
+    saved = Tuning(Settings.of({"name": "dgc", "warmup": False})).running()
+    assert saved["compressor"].pop("warmup") is False
+    tuning = Tuning(Settings.of("dgc"))
+    tuning.resume(saved)
+    densities = []
+    for epoch in (7, 8):
+        tuning.begin_step(Progress(epoch=epoch))
+        densities.append(tuning.now.method.density)
+    assert densities == [0.001, 0.001]

@@ -21,7 +21,7 @@ from lightning_compress.codecs.base import Plan, aligned
 from lightning_compress.layout import Layout
 
 ORDER = (
-    "onebit", "efsign", "qsgd", "rotated", "terngrad", "range_float", "natural", "topk", "topk-sampled", "fft", "dct",
+    "onebit", "efsign", "qsgd", "rotated", "terngrad", "range_float", "natural", "topk", "topk-exact", "fft", "dct",
     "bf16", "dgc",
 )  # fmt: skip
 """What is measured first, where time is short."""

@@ -65,8 +65,8 @@ OURS: dict[str, dict[str, Any]] = {
     "onebit": {"compressor": "onebit"},
     "rotated": {"compressor": "rotated"},
     "qsgd": {"compressor": "qsgd"},
-    "topk 1 %": {"compressor": {"name": "topk", "density": 0.01, "selection": "sampled"}},
-    "dgc 0.1 %": {"compressor": {"name": "dgc", "momentum": 0.0}},
+    "topk 1 %": {"compressor": {"name": "topk", "density": 0.01}},
+    "dgc 0.1 %": {"compressor": {"name": "dgc", "momentum": 0.0, "warmup": False}},
     "powersgd 1": {"compressor": {"name": "powersgd", "rank": 1}},
     "powersgd 4": {"compressor": {"name": "powersgd", "rank": 4}},
 }
@@ -77,18 +77,18 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "fft, 2 bits": {"compressor": {"name": "fft", "theta": 0.85, "bits": 10}},
         "qsgd, 2 bits": {"compressor": {"name": "qsgd", "bits": 2, "bucket": 1024}},
         "terngrad, 2 bits": {"compressor": "terngrad"},
-        "topk, 2 bits": {"compressor": {"name": "topk", "density": 2 / 64, "selection": "sampled"}},
+        "topk, 2 bits": {"compressor": {"name": "topk", "density": 2 / 64}},
     },
     "4_bits": {
         "fft, 4 bits": {"compressor": {"name": "fft", "theta": 0.65, "bits": 10}},
         "qsgd, 4 bits": {"compressor": {"name": "qsgd", "bits": 4, "bucket": 512}},
-        "topk, 4 bits": {"compressor": {"name": "topk", "density": 4 / 64, "selection": "sampled"}},
+        "topk, 4 bits": {"compressor": {"name": "topk", "density": 4 / 64}},
     },
     "papers": {
         "fft, paper": {"compressor": {"name": "fft", "theta": 0.85, "bits": 10}, "error_feedback": False},
         "qsgd, paper": {"compressor": {"name": "qsgd", "bits": 4, "bucket": 512}},
         "terngrad, paper": {"compressor": "terngrad"},
-        "topk, paper": {"compressor": {"name": "topk", "density": 0.15, "selection": "sampled"}},
+        "topk, paper": {"compressor": {"name": "topk", "density": 0.15}},
     },
 }
 """At equal bits of a message per element, and as the FFT paper seems to have run them (theta 0.85 for both sparsifiers,

@@ -30,7 +30,7 @@ from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 from lightning_compress.settings import Settings
 
-SPARSE = {"name": "topk", "density": 0.01, "selection": "sampled"}
+SPARSE = {"name": "topk", "density": 0.01}
 CHOICES: list[dict[str, Any]] = [
     {"compressor": "fp16", "exchange": "all_reduce"},
     {"compressor": "onebit", "exchange": "all_gather"},

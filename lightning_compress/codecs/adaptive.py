@@ -15,7 +15,7 @@ from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.crossings import Crossings
 from lightning_compress.codecs.entries import Entries, Found, VariableEntriesPlan
 from lightning_compress.codecs.positions import positions_of
-from lightning_compress.codecs.selection import CpuSelector
+from lightning_compress.codecs.selection import sample_of
 from lightning_compress.codecs.values import Floats, TwoMeans
 from lightning_compress.layout import Layout
 
@@ -89,7 +89,6 @@ class _AdaptivePlan(VariableEntriesPlan):
         entries = Entries(positions, values, [part.stop for part in parts])
         usual = positions_of(codec.indices, layout.numel, sum(targets)).size + values.size(sum(targets))
         super().__init__(layout, [entries], usual)
-        self._selector = CpuSelector(exact=False)
         self._crossings = Crossings()
 
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
@@ -106,8 +105,10 @@ class _AdaptivePlan(VariableEntriesPlan):
 
         A sign that the sample does not have gets the other's threshold; where it has only zeros, all else is sent.
         """
-        where, rank = self._selector.sample(len(part), max(1, int(len(part) / self._proportion)), key)
-        sample = part[where] if rank else part
+        target = max(1, int(len(part) / self._proportion))
+        where = sample_of(len(part), target, key)
+        some = 0 < round(target * len(where) / len(part)) < len(where)
+        sample = part[where.start : where.stop : where.step] if some else part
         high, low = self._threshold(sample[sample > 0]), self._threshold(-sample[sample < 0])
         high, low = high or low or TINY, low or high or TINY
         return -low, high

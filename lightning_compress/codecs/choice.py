@@ -17,7 +17,7 @@ class Choice:
     Args:
         density: share that is sent, in (0, 1].
         local: of each parameter, instead of the whole vector.
-        exact: the largest; otherwise what reaches a threshold by a sample.
+        sampled: see ``Selector``.
         layout: what the vector is made of.
         device: where it is.
 
@@ -25,10 +25,10 @@ class Choice:
         most: how many, at most.
         parts: what the elements are chosen from, and how many from each.
         ends: where these end.
-        exact: see above.
+        sampled: see above.
     """
 
-    def __init__(self, density: float, local: bool, exact: bool, layout: Layout, device: torch.device) -> None:
+    def __init__(self, density: float, local: bool, sampled: bool, layout: Layout, device: torch.device) -> None:
         if layout.numel >= 2**31:
             raise ValueError(
                 f"TopK: the vector has {layout.numel} elements, but int32 indices end at 2^31 - 1; "
@@ -39,11 +39,11 @@ class Choice:
         self.parts = [(part, max(1, math.ceil(density * len(part)))) for part in parts if part]
         self.most = sum(k for _, k in self.parts)
         self.ends = [part.stop for part, _ in self.parts]
-        self._selector = (CpuSelector if device.type == "cpu" else SortSelector)(exact)
-        self.exact = exact
+        self._selector = (CpuSelector if device.type == "cpu" else SortSelector)(sampled)
+        self.sampled = sampled
 
     def make(self, vector: Tensor, key: int, indices: Tensor, values: Tensor) -> None:
-        """Fill ``most`` slots; those left over get index 0 and value 0."""
+        """Fill ``most`` slots."""
         filled = 0
         for part, k in self.parts:
             slots = slice(filled, filled + k)

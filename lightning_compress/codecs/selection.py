@@ -17,20 +17,20 @@ from lightning_compress.codecs.buffers import CHUNK, pieces, scratch
 SMALL = 4096
 """Up to this many elements no sample is worth taking."""
 TAIL = 400
-"""Elements of the sample that should reach the threshold: their number errs by 1 / sqrt(TAIL) = 5 %; by more where the
-sample would have to be more than a 16th of all (densities below 0.006)."""
+"""Elements of the sample that the k largest should have among them: their number errs by 1 / sqrt(TAIL) = 5 %; by more
+where the sample would have to be more than a 16th of all (densities below 0.006)."""
 
 
 class Selector(ABC):
-    """Finds the elements of largest magnitude.
+    """Finds the k elements of largest magnitude, the first ones among equals.
 
     Args:
-        exact: find just the ``k`` largest, the first ones among equals; otherwise the largest ``k`` at most of those
-            that reach the k-th magnitude as estimated on a sample.
+        sampled: look for them among those that reach a threshold by a sample, which is lowered where fewer than k do;
+            otherwise among all.
     """
 
-    def __init__(self, exact: bool) -> None:
-        self.exact = exact
+    def __init__(self, sampled: bool = True) -> None:
+        self.sampled = sampled
 
     @abstractmethod
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
@@ -40,18 +40,15 @@ class Selector(ABC):
             vector: float32 ``[n]``.
             part: the elements to choose among.
             key: from which the sample's offset is drawn.
-            indices: int32 ``[k]``; places in the vector, then 0 where fewer than k were found.
-            values: float32 ``[k]``; the values there, then 0.
+            indices: int32 ``[k]``; places in the vector.
+            values: float32 ``[k]``; the values there.
         """
 
-    def sample(self, numel: int, k: int, key: int) -> tuple[slice, int]:
-        """Which elements to look at, and how many of them should reach the threshold (0: take no threshold)."""
-        stride = stride_of(numel, k)
-        if not stride:
-            return slice(0, 0), 0
-        offset = key % stride
-        size = len(range(offset, numel, stride))
-        return slice(offset, numel, stride), rank_of(size, numel, k, self.exact)
+
+def sample_of(numel: int, k: int, key: int) -> range:
+    """Which elements to look at for the k largest of so many; none where that is not worth it."""
+    stride = stride_of(numel, k)
+    return range(key % stride, numel, stride) if stride else range(0)
 
 
 def stride_of(numel: int, k: int) -> int:
@@ -62,19 +59,21 @@ def stride_of(numel: int, k: int) -> int:
     return max(1, numel // wanted) | 1  # odd, so that it does not fall in step with the rows of a matrix
 
 
-def rank_of(size: int, numel: int, k: int, exact: bool) -> int:
-    """How many elements of a sample should reach the threshold for ``k`` of all; 0: take no threshold."""
+def rank_of(size: int, numel: int, k: int) -> int:
+    """How many elements of a sample should reach the threshold, so that ``k`` of all do; 0: take no threshold.
+
+    Fewer than k reach it in one of a thousand cases.
+    """
     rank = k * size / numel
-    if exact:  # aim above k, such that fewer than k pass in one of a thousand cases
-        rank += 3 * math.sqrt(rank) + 5
+    rank += 3 * math.sqrt(rank) + 5
     return round(rank) if rank < size else 0
 
 
 class CpuSelector(Selector):
     """Threshold by sample, then candidates chunk by chunk in cache, then a selection among the candidates."""
 
-    def __init__(self, exact: bool) -> None:
-        super().__init__(exact)
+    def __init__(self, sampled: bool = True) -> None:
+        super().__init__(sampled)
         cpu = torch.device("cpu")
         self._magnitude = scratch("selection magnitude", CHUNK, torch.float32, cpu).numpy()
         self._mask = scratch("selection mask", CHUNK, torch.bool, cpu).numpy()
@@ -85,35 +84,37 @@ class CpuSelector(Selector):
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
         """Write places and values of the largest elements; see the base class."""
         slots = indices.numpy()
-        found = self._find(vector.numpy()[part.start : part.stop], key, slots)
-        slots[:found] += np.int32(part.start)
-        slots[found:] = 0
-        torch.index_select(vector, 0, indices[:found], out=values[:found])
-        values[found:] = 0
+        self._find(vector.numpy()[part.start : part.stop], key, slots)
+        slots += np.int32(part.start)
+        torch.index_select(vector, 0, indices, out=values)
 
-    def _find(self, source: npt.NDArray[np.float32], key: int, slots: npt.NDArray[np.int32]) -> int:
+    def _find(self, source: npt.NDArray[np.float32], key: int, slots: npt.NDArray[np.int32]) -> None:
         k = len(slots)
         if k == len(source):
             slots[:] = np.arange(k)
-            return k
-        where, rank = self.sample(len(source), k, key)
-        threshold = np.float32(0)
-        if rank:
-            magnitudes = np.abs(source[where])
-            magnitudes.partition(len(magnitudes) - rank)
-            threshold = magnitudes[len(magnitudes) - rank]
-        count = self._collect(source, threshold)
-        if self.exact and count < k and threshold > 0:
-            count = self._collect(source, np.float32(0))
+            return
+        count = self._candidates_for(source, k, key)
         if count > k:
             self._cut(count, slots)
-            return k
+            return
         slots[:count] = self._candidates[:count]
-        if self.exact and count < k:  # all that is not zero; the first zeros stand among the first k elements
+        if count < k:  # all that is not zero; the first zeros stand among the first k elements
             slots[count:] = np.flatnonzero(source[:k] == 0)[: k - count]
             slots.sort()
-            return k
-        return count
+
+    def _candidates_for(self, source: npt.NDArray[np.float32], k: int, key: int) -> int:
+        """Gather what may be among the k largest, or all that is not zero; returns its number."""
+        where = sample_of(len(source), k, key) if self.sampled else range(0)
+        rank = rank_of(len(where), len(source), k)
+        magnitudes = np.abs(source[where.start : where.stop : where.step])
+        while 0 < rank < len(where):
+            magnitudes.partition(len(where) - rank)
+            threshold = magnitudes[len(where) - rank]
+            count = self._collect(source, threshold)
+            if count >= k or threshold == 0:
+                return count
+            rank *= 4  # the sample was misleading: select again among more
+        return self._collect(source, np.float32(0))
 
     def _collect(self, source: npt.NDArray[np.float32], threshold: np.float32) -> int:
         """Gather the elements that reach the threshold and are not zero; returns their number."""
@@ -175,20 +176,8 @@ class SortSelector(Selector):
 
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
         """Write places and values of the largest elements; see the base class."""
-        source, k = vector[part.start : part.stop], len(indices)
-        magnitudes = source.abs()
-        where, rank = self.sample(len(part), k, key)
-        if not self.exact and rank:
-            least = magnitudes[where].topk(rank, sorted=True).values[-1]
-            magnitudes = torch.where(magnitudes >= least, magnitudes, 0)
-        largest, places = torch.sort(magnitudes, descending=True, stable=True)
-        if self.exact or k == len(part):
-            chosen = places[:k].sort().values
-            indices.copy_(chosen + part.start)
-            values.copy_(source[chosen])
-            return
-        found = largest[:k] > 0
-        chosen = torch.where(found, places[:k], len(part)).sort().values  # what was not found comes last
-        found = chosen < len(part)
-        indices.copy_(torch.where(found, chosen + part.start, 0))
-        values.copy_(torch.where(found, source[chosen.clamp(max=len(part) - 1)], 0))
+        source = vector[part.start : part.stop]
+        places = torch.sort(source.abs(), descending=True, stable=True).indices
+        chosen = places[: len(indices)].sort().values
+        indices.copy_(chosen + part.start)
+        values.copy_(source[chosen])

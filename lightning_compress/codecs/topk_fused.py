@@ -25,7 +25,7 @@ class FusedFloats(FusedPlan, Floats):
     ) -> None:
         super().__init__(layout, choice, dtype)
         self._spare = choice.most if self._slots > choice.most else -1
-        parts = [_part(kernel, part, k, choice.exact) for part, k in choice.parts]
+        parts = [_part(kernel, part, k, choice.sampled) for part, k in choice.parts]
         listed = scratch("top-k candidates", sum(part.room for part in parts), torch.int64, device)
         self._add, self._topk = kernel.lists.add, kernel.topk.TopK(parts, listed, device) if parts else None
 
@@ -42,9 +42,9 @@ class FusedFloats(FusedPlan, Floats):
             self._add(indices, values, out, weight)
 
 
-def _part(kernel: ModuleType, part: range, k: int, exact: bool) -> Any:
+def _part(kernel: ModuleType, part: range, k: int, sampled: bool) -> Any:
     """What the kernel takes; the sample is the one that a CPU looks at."""
-    numel, strict = len(part), not exact and k < len(part)
-    stride = stride_of(numel, k) if k < numel else 0
-    few, more = (rank_of(numel // stride + each, numel, k, exact) if stride else 0 for each in (0, 1))
-    return kernel.topk.Part(part.start, numel, k, stride if few or more else 0, few, more, strict)
+    numel = len(part)
+    stride = stride_of(numel, k) if sampled and k < numel else 0
+    few, more = (rank_of(numel // stride + each, numel, k) if stride else 0 for each in (0, 1))
+    return kernel.topk.Part(part.start, numel, k, stride if few or more else 0, few, more)

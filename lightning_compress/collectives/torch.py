@@ -91,12 +91,14 @@ class TorchCollective(Collective):
         return TorchCollective(_part(self._whole, (tuple(range(self.size)),)))
 
     def close(self) -> None:
-        """Destroy the process group, where that was not done: what is left at the exit may end it with an abort."""
-        if dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(self.group)
+        """Destroy the process group and its parts, where that was not done: what is left may abort the exit."""
+        parts = _parts.pop(self.group, {}).values() if self.group else ()
+        for group in (*parts, self.group):
+            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """A process group for each part, made once in a process and with the same timeout."""
+        """A process group for each part, made once and with the same timeout; ``close`` destroys them too."""
         known, wanted = _parts.setdefault(self._whole, {}), tuple(map(tuple, ranks))
         if wanted not in known:
             known[wanted] = _part(self._whole, wanted)

@@ -163,6 +163,11 @@ class Corrected(ABC):
         """What is done before and after."""
 
     @property
+    def courses(self) -> Mapping[str, object]:
+        """How its settings change while training, where the user gives no ``schedule``."""
+        return {}
+
+    @property
     def dense_steps(self) -> int:
         """Steps at the beginning that the method needs dense."""
         return 0

@@ -107,7 +107,8 @@ class DGC(Corrected):
         send the k = max(1, ceil(density * numel)) largest elements of each parameter's v;  v and u <- 0 there
 
     and the mean over the ranks of what was sent is what SGD without momentum is given: its own momentum is set to 0
-    when training begins, and any optimizer but SGD is refused. The other parameters (small, 1-D, excluded) are averaged
+    when training begins, and any optimizer but SGD is refused, as is ``gradient_clip_val``, which would clip velocities
+    (``clip`` is the paper's way). The other parameters (small, 1-D, excluded) are averaged
     as they are and then get the same momentum. In dense steps (warm-up, one rank, where ``auto`` finds dense cheaper)
     all of v is sent and no u is forgotten: that is SGD with momentum, exactly. ``64 * density`` bits per element:
     0.064, a five-hundredth, at the default. At a density of 1 all is sent and nothing forgotten either; near 0 one
@@ -123,7 +124,7 @@ class DGC(Corrected):
     the long run that makes it ``1 / (1 - momentum)`` times as strong: multiply weight_decay by that (10 for 0.9).
 
     Args:
-        density: share that is sent, in (0, 1]. The paper begins with ``WARMUP_DENSITIES``, an epoch each.
+        density: share that is sent, in (0, 1].
         momentum: of SGD, in [0, 1).
         nesterov: Nesterov's momentum.
         masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again. It
@@ -131,9 +132,12 @@ class DGC(Corrected):
             left v is not always applied.
         clip: threshold of the local gradient clipping, by parameter, or None. A rank's share ``g / W`` of the mean is
             clipped to ``clip * W^(-1/2)``, so that the mean of independent gradients is clipped to ``clip``.
-        selection: "sampled" estimates the k-th magnitude on a sample and selects again among what passed, as the paper
-            does; "exact" finds just the k largest.
+        selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
+            again among what passed, as the paper does; "exact" selects among all.
         sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
+        warmup: begin with those of ``WARMUP_DENSITIES`` that are above ``density``, an epoch each. None: if ``density``
+            is the paper's, 0.001. A ``schedule`` takes the place of it, such as ``{"preset": "dgc",
+            "steps": 100}``; with ``attach``, who trains sets the handle's ``epoch``.
 
     Raises:
         ValueError: a setting is out of range, or the sparsifier is none.
@@ -149,6 +153,7 @@ class DGC(Corrected):
     clip: float | None = None
     selection: Literal["exact", "sampled"] = "sampled"
     sparsifier: Codec | Mapping[str, object] | str | None = None
+    warmup: bool | None = None
 
     def __post_init__(self) -> None:
         TopK(self.density, selection=self.selection)
@@ -159,8 +164,15 @@ class DGC(Corrected):
             raise ValueError(f"DGC(momentum={self.momentum!r}): momentum must be in [0, 1), as SGD's; 0.9 is usual")
         if self.clip is not None and (isinstance(self.clip, bool) or not float(self.clip) > 0):
             raise ValueError(f"DGC(clip={self.clip!r}): clip must be a norm above 0, or null for no clipping")
+        if self.warmup not in (None, True, False):
+            raise ValueError(f"DGC(warmup={self.warmup!r}): warmup must be true, false, or null (on at density 0.001)")
         if self.sparsifier is None:
             return
+        if self.warmup:
+            raise ValueError(
+                f"DGC(warmup=True, sparsifier={self.sparsifier!r}): the warm-up changes the density of top-k, which "
+                "the sparsifier stands in for; set warmup=False"
+            )
         codec = build("sparsifier", self.sparsifier, CODECS, (Codec,))
         if not isinstance(codec, Codec) or not (codec.sparse and codec.contractive):
             fit = [name for name, each in CODECS.items() if each.sparse and each.contractive]
@@ -179,6 +191,15 @@ class DGC(Corrected):
     def codec(self) -> Codec:
         """What selects."""
         return cast(Codec | None, self.sparsifier) or TopK(self.density, selection=self.selection)
+
+    @property
+    def courses(self) -> Mapping[str, object]:
+        """The paper's warm-up."""
+        usual = self.density == WARMUP_DENSITIES[-1] and self.sparsifier is None
+        if not (usual if self.warmup is None else self.warmup):
+            return {}
+        densities = [*(each for each in WARMUP_DENSITIES if each > self.density), self.density]
+        return {"density": {"unit": "epoch", "values": dict(enumerate(densities))}}
 
     @property
     def correction(self) -> MomentumCorrection:

@@ -75,9 +75,9 @@ class OneBitAdam(Corrected):
     parameters go the same way, but travel as float32. ``error_feedback`` and ``exchange`` are those of the codec: with
     two_shot, as ``auto`` takes from 4 ranks on, both directions are compressed, as in the paper, with one residual.
 
-    The optimizer, and a Trainer's ``gradient_clip_val``, see steps of Adam, not gradients: do not clip them. Accumulate
-    gradients under ``no_sync``, as Lightning does: a second backward before the step begins the step anew. A parameter
-    without a gradient has one of 0 for Adam.
+    The optimizer is given steps of Adam, not gradients, so that a Trainer's ``gradient_clip_val`` is refused: clip on
+    each rank with ``local_clip_norm``. Accumulate gradients under ``no_sync``, as Lightning does: a second backward
+    before the step begins the step anew. A parameter without a gradient has one of 0 for Adam.
 
     Bits per element: 32 up to ``freeze_steps``, then those of the codec, by default ``1 + 32 / block``. State:
     ``momentum`` and ``variance``, float32, the same on all ranks, beside the residual: with their second buffers 24

@@ -198,7 +198,7 @@ class _SketchPlan(ReducerPlan):
         self._carried, self._table = self._first[:carried], self._first[carried:]
         if self._sketch:
             self._table = self._table.view(reducer.rows, columns)
-        self._selector = (CpuSelector if device.type == "cpu" else SortSelector)(exact=True)
+        self._selector = (CpuSelector if device.type == "cpu" else SortSelector)()
         self._places = torch.zeros(fetched, dtype=torch.int32, device=device)
         self._sums = torch.zeros(fetched, device=device)
         self._chosen = torch.zeros(applied, dtype=torch.int32, device=device)

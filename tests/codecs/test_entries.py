@@ -110,10 +110,10 @@ def test_topk_equals_the_reference(values: str, indices: str, scope: str, vector
 
 @pytest.mark.parametrize("values", ["fp16", "2bit", "1bit"])
 @pytest.mark.parametrize("indices", KINDS)
-def test_sampled_topk_sends_the_same_elements_in_every_coding(values: str, indices: str) -> None:
+def test_topk_sends_the_same_elements_in_every_coding(values: str, indices: str) -> None:
     vector = make("normal", 200_000)
-    wanted = trip(TopK(0.01, selection="sampled"), vector)[0] != 0
-    decoded, residual, _ = trip(TopK(0.01, "parameter", "sampled", values, indices), vector)  # type: ignore[arg-type]
+    wanted = trip(TopK(0.01), vector)[0] != 0
+    decoded, residual, _ = trip(TopK(0.01, values=values, indices=indices), vector)  # type: ignore[arg-type]
     assert torch.equal(decoded != 0, wanted)
     assert torch.equal(residual[~wanted], vector[~wanted])
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from lightning_compress.codecs import TopK
-from lightning_compress.codecs.selection import CpuSelector, SortSelector
+from lightning_compress.codecs.selection import CpuSelector, SortSelector, sample_of
+from lightning_compress.corrections import DGC
 from lightning_compress.layout import Layout, Segment
 from tests.codecs.helpers import CPU, KINDS, make, trip
 
@@ -33,11 +36,9 @@ def test_places_are_unique_when_little_is_there(kind: str) -> None:
 
 def test_a_misleading_sample_does_not_change_the_exact_choice() -> None:
     numel = 200_000
-    selector = CpuSelector(exact=True)
     for key in range(3):
         vector = make("normal", numel)
-        where, _ = selector.sample(numel, 200, key)
-        vector[where] *= 1e3  # all of the sample is large, and little else
+        vector[list(sample_of(numel, 10_000, key))] *= 1e3  # all of the sample is large, and little else
         plan = TopK(density=0.05).plan(Layout.of([("w", (numel,))]), CPU)
         message = torch.empty(plan.message_size, dtype=torch.uint8)
         expected = torch.sort(vector.abs(), descending=True, stable=True).indices[:10_000].sort().values
@@ -45,30 +46,43 @@ def test_a_misleading_sample_does_not_change_the_exact_choice() -> None:
         assert sent(message)[0] == expected.tolist()
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy"])
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
-def test_sampling_keeps_about_as_many(kind: str, density: float) -> None:
-    vector = make(kind, 1 << 20)
-    plan = TopK(density, selection="sampled").plan(Layout.of([("w", (1 << 20,))]), CPU)
-    message = torch.empty(plan.message_size, dtype=torch.uint8)
-    shares = []
-    for key in range(5):
-        plan.encode(vector.clone(), message, key)
-        values = torch.tensor(sent(message)[1])
-        shares.append(float((values != 0).double().mean()))
-        threshold = values[values != 0].abs().min()
-        assert (vector.abs() > threshold).sum() <= len(values)
-    assert min(shares) > 0.7
-    assert sum(shares) / len(shares) > 0.9
+def _mostly_zeros(numel: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < 2e-3)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("codec", [DGC().codec, TopK(0.01), TopK(0.05)], ids=repr)
+@pytest.mark.parametrize("kind", [*KINDS, "mostly zeros"])
+@pytest.mark.parametrize("numel", [4096, 4097, 36_864, 150_000])
+def test_as_many_are_sent_as_were_asked_for(codec: TopK, kind: str, numel: int) -> None:
+    plan = codec.plan(Layout.of([("w", (numel,))]), CPU)
+    message, k = torch.empty(plan.message_size, dtype=torch.uint8), math.ceil(codec.density * numel)
+    for seed in range(12):
+        vector = _mostly_zeros(numel, seed) if kind == "mostly zeros" else make(kind, numel, seed)
+        out = torch.zeros(numel)
+        plan.encode(vector.clone(), message, seed * 2654435761)
+        plan.decode(message[None], out, 1.0, accumulate=False)
+        largest = vector[out != 0].abs().double().sum()
+        assert int((out != 0).sum()) == min(k, int((vector != 0).sum()))
+        assert largest == pytest.approx(float(vector.abs().topk(k).values.double().sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("density", [0.001, 0.05, 0.5])
+@pytest.mark.parametrize("key", [0, 7, 2**64 - 1])
+def test_a_sample_finds_what_a_look_at_all_does(kind: str, density: float, key: int) -> None:
+    vector = make(kind, 70_000)
+    sampled, everything = (trip(TopK(density, selection=each), vector, key)[2] for each in ("sampled", "exact"))
+    assert torch.equal(sampled, everything)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 70, 7000, 69_999])
-def test_the_accelerators_way_makes_the_same_choice(exact: bool, kind: str, k: int) -> None:
+def test_the_accelerators_way_makes_the_same_choice(sampled: bool, kind: str, k: int) -> None:
     vector, part = make(kind, 70_000), range(11, 70_000)
     results = []
-    for selector in (CpuSelector(exact), SortSelector(exact)):
+    for selector in (CpuSelector(sampled), SortSelector()):
         indices, values = torch.empty(min(k, len(part)), dtype=torch.int32), torch.empty(min(k, len(part)))
         selector.select(vector, part, 5, indices, values)
         results.append((indices, values))

@@ -39,7 +39,7 @@ def check_sgd(size, out, nesterov=False, start=0):
 @pytest.mark.parametrize("exchange", ["auto", "all_gather", "two_shot"])
 @pytest.mark.parametrize("size", SIZES)
 def test_sending_everything_is_sgd_with_momentum(size, exchange, nesterov):
-    method = DGC(density=1.0, masking=False, nesterov=nesterov, selection="exact")
+    method = DGC(density=1.0, masking=False, nesterov=nesterov)
     check_sgd(size, walk(size, method, STEPS, exchange=exchange)[0], nesterov)
 
 
@@ -79,7 +79,7 @@ def test_one_rank_alone_is_sgd_to_the_bit():
 @pytest.mark.parametrize("masking", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_it_is_the_papers(size, masking, nesterov):
-    method = DGC(density=0.02, nesterov=nesterov, masking=masking, clip=30.0, selection="exact")
+    method = DGC(density=0.02, nesterov=nesterov, masking=masking, clip=30.0)
     out, walkers = walk(size, method, STEPS, warmup_steps=2, exchange="all_gather")
     ranks = [{name: Rank(math.prod(shape)) for name, shape in PARAMETERS} for _ in range(size)]
     for step in range(STEPS):
@@ -150,7 +150,7 @@ def test_clipping_bounds_each_parameter_before_it_is_accumulated(size):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_second_backward_adds_its_gradient_without_another_decay(nesterov):
-    method = DGC(nesterov=nesterov, density=1.0, selection="exact")
+    method = DGC(nesterov=nesterov, density=1.0)
 
     def program(collective):
         walker = Walker(collective, method, exchange="all_gather")
@@ -244,6 +244,8 @@ def test_what_stays_dense_has_the_momentum_of_the_mean():
         ({"momentum": "0.9"}, "momentum='0.9'"),
         ({"clip": 0.0}, "DGC(clip=0.0)"),
         ({"masking": 1}, "DGC(masking=1)"),
+        ({"warmup": "long"}, "DGC(warmup='long'): warmup must be true, false, or null"),
+        ({"warmup": True, "sparsifier": "topk"}, "DGC(warmup=True, sparsifier='topk'): the warm-up changes"),
         ({"sparsifier": "onebit"}, "DGC(sparsifier='onebit'): what is sent has to be 0 in the vector"),
         ({"sparsifier": "nosuch"}, "unknown sparsifier 'nosuch'; there are: none"),
         ({"sparsifier": {"name": "topk", "ratio": 1}}, "sparsifier 'topk' has no setting 'ratio'"),

@@ -82,7 +82,7 @@ def check_follows(ranks, simulated):
 @pytest.mark.parametrize("dense_steps", [0, 5])
 @pytest.mark.parametrize("size", [2, 3])
 def test_dgc_follows_the_simulation(pools, size, dense_steps):
-    method = DGC(density=0.02, selection="exact")
+    method = DGC(density=0.02)
     ranks = pools[size].run(_train, method, {"warmup_steps": dense_steps}, sgd)
     check_follows(ranks, simulate_dgc(net(), batches(size), 0.02, RATE, 0.9, dense_steps))
 
@@ -98,7 +98,7 @@ def _large():
     """Bytes of a step of one large layer."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(1000, 1000))
-    compression = attach(model, "dgc")
+    compression = attach(model, {"name": "dgc", "warmup": False})
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=False)
     for step in range(3):
         optimizer.zero_grad()

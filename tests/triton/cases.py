@@ -20,7 +20,7 @@ METHODS = [
     {"name": "bf16"},
     {"name": "fp16"},
     {"name": "topk"},
-    {"name": "topk", "selection": "sampled", "scope": "group", "values": "fp16", "density": 0.1},
+    {"name": "topk", "scope": "group", "values": "fp16", "density": 0.1},
     {"name": "qsgd"},
     {"name": "qsgd", "bits": 2, "bucket": 96, "norm": "l2"},
     {"name": "qsgd", "bits": 5, "bucket": 200},

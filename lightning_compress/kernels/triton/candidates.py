@@ -11,8 +11,6 @@ from lightning_compress.kernels.triton.narrowing import (
     COLUMNS,
     COUNT,
     FIELDS,
-    FOUND,
-    KEPT,
     LIST,
     LISTED,
     PREFIX,
@@ -20,9 +18,7 @@ from lightning_compress.kernels.triton.narrowing import (
     ROOM,
     RUN,
     SLOT,
-    STRICT,
     TILE,
-    TILES,
     magnitude_bits,
 )
 
@@ -57,8 +53,7 @@ def _collect(
     inside = column < end - begin
     numbers = read_sum(first + begin, second + begin, column, inside, SUM, WHOLE)
     part, mine = parts + owner * _COLUMNS, state + owner * _FIELDS
-    bound = tl.maximum(tl.load(mine + BOUND), tl.load(part + STRICT))
-    hit = inside & (magnitude_bits(numbers) >= bound)
+    hit = inside & (magnitude_bits(numbers) >= tl.load(mine + BOUND))
     if SUM:
         write(vector + begin, column, numbers, inside, WHOLE)
     count = tl.sum(hit.to(tl.int32), axis=0)
@@ -132,7 +127,6 @@ def emit(
                 vector, vector + begin, places, amount, begin, before, least, rest,
                 indices + slot, values + slot, False, WIDTH, HALF,
             )  # fmt: skip
-    _leave_empty(part, mine, indices + slot, values + slot, WIDTH)
     if (number == 0) & (spare >= 0):
         tl.store(indices + spare, 0)
         tl.store(values + spare, 0.0)
@@ -179,15 +173,3 @@ def _emit(
         above += total >> 16
         earlier += total & 0xFFFF
         position += WIDTH
-
-
-@triton.jit
-def _leave_empty(part, mine, indices, values, WIDTH: tl.constexpr):
-    """Slots for which nothing was found hold index 0 and value 0; the part's programs write them by turns."""
-    kept = tl.load(part + KEPT)
-    slot = tl.load(mine + FOUND).to(tl.int64) + (tl.program_id(0) - tl.load(part + TILE)) * WIDTH
-    while slot < kept:
-        number = slot + tl.arange(0, WIDTH)
-        tl.store(indices + number, tl.zeros([WIDTH], tl.int32), mask=number < kept)
-        tl.store(values + number, tl.zeros([WIDTH], values.dtype.element_ty), mask=number < kept)
-        slot += tl.load(part + TILES) * WIDTH

@@ -20,12 +20,12 @@ DIGITS = ((20, 11), (10, 10), (0, 10))
 """Where each round's digit begins among the bits, and how many of them it has."""
 
 # Of a part, as the layout has it: a row of ``parts``, int32.
-COLUMNS = 16
-START, LENGTH, KEPT, SLOT, TILE, TILES, LIST, ROOM = (tl.constexpr(each) for each in range(8))
-STRIDE, FEW, MORE, STRICT, SAMPLE, LOOKS, RUN, RUNS = (tl.constexpr(each) for each in range(8, 16))
+COLUMNS = 13
+START, LENGTH, KEPT, SLOT, TILE, LIST, ROOM = (tl.constexpr(each) for each in range(7))
+STRIDE, FEW, MORE, LOOKS, RUN, RUNS = (tl.constexpr(each) for each in range(7, 13))
 # Of a part, as an encoding finds it: a row of ``state``, int32.
-FIELDS = 8
-BOUND, PREFIX, RANK, ARRIVED, COUNT, AMOUNT, LISTED, FOUND = (tl.constexpr(each) for each in range(8))
+FIELDS = 7
+BOUND, PREFIX, RANK, ARRIVED, COUNT, AMOUNT, LISTED = (tl.constexpr(each) for each in range(7))
 _COLUMNS, _FIELDS, _BINS = tl.constexpr(COLUMNS), tl.constexpr(FIELDS), tl.constexpr(BINS)
 
 
@@ -37,10 +37,10 @@ def magnitude_bits(numbers):
 
 @triton.jit(do_not_specialize=["high", "low"])
 def sample(
-    first, second, owners, parts, state, histogram, samples, high: tl.int64, low: tl.int64,
-    SUM: tl.constexpr, KEEP: tl.constexpr, SHIFT: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr,
+    first, second, owners, parts, state, histogram, high: tl.int64, low: tl.int64,
+    SUM: tl.constexpr, SHIFT: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Look at every so-manieth element of each part, and do the first round with these; ``KEEP`` them for others.
+    """Look at every so-manieth element of each part, and do the first round with these.
 
     The offset is the unsigned key ``2^32 high + low`` modulo the stride.
     """
@@ -53,30 +53,10 @@ def sample(
     inside = number < size
     place = tl.load(part + START) + offset + number * stride
     numbers = read_sum(first, second, place, inside, SUM, False)
-    if KEEP:
-        tl.store(samples + tl.load(part + SAMPLE) + number, numbers, mask=inside)
     counts = tl.histogram(magnitude_bits(numbers) >> SHIFT, 1 << DIGIT, mask=inside)
     if arrive(counts, histogram + owner * _BINS, mine, tl.load(part + LOOKS), DIGIT):
         rank = tl.load(part + FEW) if size == length // stride.to(tl.int32) else tl.load(part + MORE)
-        tl.store(mine + AMOUNT, size)
         found = pick(histogram + owner * _BINS, mine, 0, rank, SHIFT, DIGIT)
-        tl.store(mine + BOUND, tl.where(rank > 0, found, 0))
-
-
-@triton.jit
-def narrow_sample(
-    samples, owners, parts, state, histogram, SHIFT: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """A later round with the sample."""
-    owner = tl.load(owners + 2 * tl.program_id(0))
-    part, mine = parts + owner * _COLUMNS, state + owner * _FIELDS
-    number = tl.load(owners + 2 * tl.program_id(0) + 1) * CHUNK + tl.arange(0, CHUNK)
-    inside = number < tl.load(mine + AMOUNT)
-    numbers = tl.load(samples + tl.load(part + SAMPLE) + number, mask=inside, other=0.0)
-    prefix, rank = tl.load(mine + PREFIX), tl.load(mine + RANK)
-    counts = _histogram(magnitude_bits(numbers), inside, prefix, SHIFT, DIGIT)
-    if arrive(counts, histogram + owner * _BINS, mine, tl.load(part + LOOKS), DIGIT):
-        found = pick(histogram + owner * _BINS, mine, prefix, rank, SHIFT, DIGIT)
         tl.store(mine + BOUND, tl.where(rank > 0, found, 0))
 
 
@@ -108,7 +88,6 @@ def narrow(
             tl.store(mine + BOUND, bound)
             tl.store(mine + AMOUNT, amount)
             tl.store(mine + LISTED, is_listed)
-            tl.store(mine + FOUND, rank)
             tl.store(mine + COUNT, 0)
         if SHIFT == 0:  # the last one
             run = 0
@@ -125,11 +104,10 @@ def _source(part, mine, SHIFT: tl.constexpr):
     bound, amount = tl.load(mine + BOUND), tl.load(mine + AMOUNT)
     rank, is_listed, prefix = tl.load(mine + RANK), tl.load(mine + LISTED), tl.load(mine + PREFIX)
     if SHIFT == 20:
-        strict, kept = tl.load(part + STRICT), tl.load(part + KEPT)
+        rank = tl.load(part + KEPT)
         count, room = tl.load(mine + COUNT), tl.load(part + ROOM)
-        enough = (strict != 0) | (count >= kept)
-        bound = tl.where(enough, tl.maximum(bound, strict), 0)
-        rank = tl.where(strict != 0, tl.minimum(kept, count), kept)
+        enough = count >= rank
+        bound = tl.where(enough, bound, 0)
         is_listed = (enough & (count <= room) & (room > 0)).to(tl.int32)
         amount = tl.where(is_listed != 0, count, tl.load(part + LENGTH))
         prefix = prefix * 0

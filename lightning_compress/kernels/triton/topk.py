@@ -4,7 +4,7 @@ A sample says from which magnitude on elements may be among the k largest. One p
 and lists those, tile by tile; the rest is done with the list: find the k-th largest (``narrowing``), count what is
 larger in each tile, write places and values in order (``candidates``). Where the list cannot do (fewer than k reached
 the bound, or more than there is room for) the same kernels go over the vector; nobody waits for the device to learn
-of it. All parts are handled by the same 7 launches, or 9 for a threshold that is exactly the sample's.
+of it. All parts are handled by the same 7 launches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Part(NamedTuple):
         stride: every so-manieth one is looked at, from the key modulo it on; 0 where none need be.
         few, more: which of the sample's largest magnitudes is the bound, if the sample has ``numel // stride``
             elements and if it has one more; 0 for no bound.
-        strict: only what reaches the bound, and is not 0, is chosen.
     """
 
     start: int
@@ -45,7 +44,6 @@ class Part(NamedTuple):
     stride: int
     few: int
     more: int
-    strict: bool
 
     @property
     def looks(self) -> int:
@@ -80,9 +78,6 @@ class TopK:
         self._found = torch.zeros(len(tiles), 2, dtype=torch.int32, device=device)
         self._counts = torch.zeros(len(tiles), dtype=torch.int64, device=device)
         self._runs = torch.zeros(runs, dtype=torch.int64, device=device)
-        self._keep = any(part.strict and part.stride for part in parts)
-        samples = sum(part.looks for part in parts) if self._keep else 0
-        self._samples = torch.zeros(samples, device=device)
         most = max((part.kept / part.numel for part in parts if part.room), default=0.0)
         width = width_of(int(3 * most * candidates.TILE_NUMEL))
         self._widths = min(max(width, 64), _WIDTH), _WIDTH
@@ -94,8 +89,8 @@ class TopK:
             vector: float32 ``[n]``; gets what stays, of itself or of the summands' sum.
             summands: see ``Summands``.
             key: unsigned 64-bit number that the samples depend on.
-            indices: int32, a slot for each element that parts keep; 0 where there are fewer.
-            values: float32, or float16: then the vector keeps what rounding left; 0 where there are fewer.
+            indices: int32, a slot for each element that parts keep.
+            values: float32, or float16: then the vector keeps what rounding left.
             spare: a slot to be left empty, or -1.
         """
         first, second, both = sources(vector, summands)
@@ -117,22 +112,16 @@ class TopK:
         )  # fmt: skip
 
     def _look(self, first: Tensor, second: Tensor, both: bool, key: int) -> None:
-        """Find every part's bound: rounded down to the first digit, unless the sample's own is asked for."""
-        digit, *later = narrowing.DIGITS
+        """Find every part's bound, rounded down to the first digit."""
         given = self._looks, self._parts, self._state, self._histogram
-        shape = both, self._keep, *digit, narrowing.CHUNK
-        programs = (len(self._looks),)
-        narrowing.sample[programs](
-            first, second, *given, self._samples, key >> 32, key & 0xFFFFFFFF, *shape, **OPTIONS
-        )  # fmt: skip
-        for digit in later if self._keep else ():
-            narrowing.narrow_sample[programs](self._samples, *given, *digit, narrowing.CHUNK, **OPTIONS)
+        shape = both, *narrowing.DIGITS[0], narrowing.CHUNK
+        narrowing.sample[(len(self._looks),)](first, second, *given, key >> 32, key & 0xFFFFFFFF, *shape, **OPTIONS)
 
 
 def _tables(parts: Sequence[Part]) -> tuple[list[list[int]], ...]:
     """Rows of parts, tiles, and the programs that look at samples and that seek; see ``narrowing``."""
     rows, tiles, looks, seeks = [], [], [], []
-    slot = room = sample = runs = 0
+    slot = room = runs = 0
     for number, part in enumerate(parts):
         end, size = part.start + part.numel, candidates.TILE_NUMEL
         begins = [part.start, *range(part.start // size * size + size, end, size)]
@@ -141,11 +130,11 @@ def _tables(parts: Sequence[Part]) -> tuple[list[list[int]], ...]:
         seeking = min(triton.cdiv(2 * part.kept if part.room else part.numel, 2 * narrowing.CHUNK), PROGRAMS)
         run = triton.cdiv(len(begins), candidates.RUN_TILES)
         rows.append([
-            part.start, part.numel, part.kept, slot, len(tiles), len(begins), room, part.room,
-            part.stride, part.few, part.more, part.strict, sample, looking, runs, run,
+            part.start, part.numel, part.kept, slot, len(tiles), room, part.room,
+            part.stride, part.few, part.more, looking, runs, run,
         ])  # fmt: skip
         tiles += [[first, last, number, 0] for first, last in zip(begins, ends, strict=True)]
         looks += [[number, chunk] for chunk in range(looking)]
         seeks += [[number, chunk, seeking] for chunk in range(seeking)]
-        slot, room, sample, runs = slot + part.kept, room + part.room, sample + part.looks, runs + run
+        slot, room, runs = slot + part.kept, room + part.room, runs + run
     return rows, tiles, looks, seeks, runs
