@@ -3,7 +3,7 @@
     | header: flag, lengths | padding to 16 bytes | section | padding to 16 bytes | section | ...
 
 The flag is 0.0, or NaN on a rank whose gradient is not finite; it is summed as the first section is. It is infinite on
-a rank that could not read what it was sent. The lengths of the sections, int32, are there if one of them varies; then
+a rank that could not read what it was sent. The lengths of the sections, int64, are there if one of them varies; then
 sections stand where the one before ends.
 """
 
@@ -21,8 +21,8 @@ from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.meter import Meter
 
-FLAG = 4
-"""Bytes of the flag."""
+LENGTHS, LENGTH = 8, 8
+"""Where the lengths of the sections begin in a message, and the bytes of one."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class MessagePlan:
         ]
         self._fed_back = [section.fed_back for section in sections]
         self.variable = any(plan.variable for plan in plans)
-        self._header = aligned(FLAG + 4 * len(plans)) if self.variable else ALIGNMENT
+        self._header = aligned(LENGTHS + LENGTH * len(plans)) if self.variable else ALIGNMENT
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
@@ -132,25 +132,36 @@ class MessagePlan:
         Returns:
             bytes of the message that are to be sent.
         """
+        keeps = [keep or fed_back or summands is not None for fed_back in self._fed_back]
+        given = vector.clone() if self._meter.sampling and not all(keeps) else None
+        starts, end = [], self._header
         with self._meter.span("encode"):
             message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
-            end, lengths = self._header, []
-            keep = keep or self._meter.sampling  # which measures what stays
-            for number, ((stretch, plan), fed_back) in enumerate(zip(self._parts, self._fed_back, strict=True)):
+            for number, (stretch, plan) in enumerate(self._parts):
                 part, own = message[end : end + plan.message_size], _own(key, number)
                 if summands is not None:
                     plan.encode_sum(summands[0][stretch], summands[1][stretch], vector[stretch], part, own)
                 else:
-                    (plan.encode if keep or fed_back else plan.send)(vector[stretch], part, own)
-                lengths.append(plan.used)
+                    (plan.encode if keeps[number] else plan.send)(vector[stretch], part, own)
                 if self.variable:  # what an earlier, longer message left there
                     message[end + plan.used : end + aligned(plan.used)] = 0
+                starts.append(end)
                 end += aligned(plan.used)
             if self.variable:
-                message[FLAG : FLAG + 4 * len(lengths)].view(torch.int32).copy_(
-                    torch.tensor(lengths, dtype=torch.int32)
-                )
+                lengths = torch.tensor([plan.used for _, plan in self._parts], dtype=torch.int64)
+                message[LENGTHS : LENGTHS + LENGTH * len(lengths)].view(torch.int64).copy_(lengths)
+        if given is not None:
+            self._subtract_sent(given, vector, message, starts, keeps)
         return end
+
+    def _subtract_sent(
+        self, given: Tensor, vector: Tensor, message: Tensor, starts: list[int], keeps: list[bool]
+    ) -> None:
+        """Leave in stretches that were only sent what encoding would have left: it is measured in this step."""
+        for (stretch, plan), start, kept in zip(self._parts, starts, keeps, strict=True):
+            if not kept:
+                vector[stretch] = given[stretch]
+                plan.decode(message[None, start : start + plan.used], vector[stretch], -1.0, accumulate=True)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write ``weight`` times the sum of ``messages``, uint8 ``[M, size]``, into the stretches of ``out``.
@@ -195,7 +206,7 @@ class MessagePlan:
         if not self.variable:
             lengths = [[plan.message_size for _, plan in self._parts]] * len(messages)
         else:
-            words = messages[:, FLAG : FLAG + 4 * len(self._parts)].contiguous().view(torch.int32)
+            words = messages[:, LENGTHS : LENGTHS + LENGTH * len(self._parts)].contiguous().view(torch.int64)
             lengths = words.view(len(messages), len(self._parts)).tolist()
         ends = []
         for row in lengths:

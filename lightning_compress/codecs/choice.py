@@ -32,7 +32,7 @@ class Choice:
         if layout.numel >= 2**31:
             raise ValueError(
                 f"TopK: the vector has {layout.numel} elements, but int32 indices end at 2^31 - 1; "
-                "use smaller buckets (bucket_cap_mb)"
+                "give parameters this large to another compressor by rules, such as 'rotated', or exclude them"
             )
         whole = [range(layout.numel)]
         parts = [range(s.offset, s.end) for s in layout.segments] if local else whole

@@ -86,7 +86,7 @@ class _ThresholdPlan(VariableEntriesPlan):
         if layout.numel >= 2**31:
             raise ValueError(
                 f"Threshold: the vector has {layout.numel} elements, but positions end at 2^31 - 1; "
-                "use smaller buckets (bucket_cap_mb)"
+                "give parameters this large to another compressor by rules, such as 'rotated', or exclude them"
             )
         self._most = math.ceil(codec.capacity * layout.numel)
         self._high, self._low = (float(np.float32(tau)) for tau in (codec.tau_plus, -codec.tau_minus))

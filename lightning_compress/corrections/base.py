@@ -46,8 +46,8 @@ def zero_where_zero(target: Tensor, source: Tensor) -> None:
 class CorrectionPlan(ABC):
     """A correction made ready for the vectors of one group.
 
-    State is read from ``base()`` (which may be ``pending`` itself, in a second backward of one step) and written to
-    ``pending``; the caller marks it as touched.
+    State is read from ``committed`` and written to ``pending``; the caller marks it as touched. A second backward of
+    one step begins from ``committed`` again, with the gradients of both.
 
     Attributes:
         idle: gradients and means stay as they are, so that nobody need call it.

@@ -116,8 +116,7 @@ class DGC(Corrected):
 
     State: ``velocity`` (float32, per rank) and ``momentum`` (float32, of what stays dense, the same on all ranks),
     beside the residual: with their second buffers 16 bytes per compressed parameter. A parameter without a gradient on
-    any rank keeps velocity and residual. A second backward before the optimizer's step adds its gradient without
-    another decay.
+    any rank keeps velocity and residual.
 
     Weight decay stays with the optimizer: SGD adds ``weight_decay * w`` to what it is given, outside of the momentum.
     The authors' code gives the decay a momentum of its own, and in SGD with momentum it goes through the same one; in
@@ -227,10 +226,8 @@ class _Plan(CorrectionPlan):
         self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
         self._places = [place_of(segment) for segment in layout.segments if segment.numel]
         self._ranks = ranks
-        self._again = False
 
     def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:
-        self._again = bool(self._velocity.touched)
         if self._settings.clip is not None:
             clip_each([gradient[place] for place in self._places], self._settings.clip, self._ranks)
         old, new = self._velocity.base(), self._velocity.pending
@@ -239,9 +236,8 @@ class _Plan(CorrectionPlan):
 
     def feed(self, gradients: Sequence[Tensor], residual: State) -> bool:
         fast, factors = kernels.of(residual.committed.device), [1.0] * len(gradients)
-        if fast is None or self._velocity.touched or any(each.dtype != torch.float32 for each in gradients):
+        if fast is None or any(each.dtype != torch.float32 for each in gradients):
             return False
-        self._again = False
         if self._settings.clip is not None:
             factors = clip_factors(gradients, self._settings.clip, self._ranks).tolist()
         rest, velocity = _buffers(residual), _buffers(self._velocity)
@@ -275,16 +271,11 @@ class _Plan(CorrectionPlan):
     def _accumulate(self, gradient: Tensor, old: Tensor, new: Tensor) -> None:
         """Write the next velocity, and over the gradient what a step along it adds; in SGD's order of rounding."""
         momentum, fused = self._settings.momentum, kernels.fused(gradient.device)
-        if fused and not (self._settings.nesterov and self._again):  # which torch rounds once
-            fused.momentum.accumulate(gradient, old, new, momentum, self._settings.nesterov, self._again)
-        elif self._settings.nesterov and self._again:
-            torch.add(old, gradient, alpha=momentum, out=new)
-            gradient.mul_(1 + momentum)
+        if fused:
+            fused.momentum.accumulate(gradient, old, new, momentum, self._settings.nesterov)
         elif self._settings.nesterov:
             torch.add(old, gradient, out=new).mul_(momentum)
             gradient.add_(new)
-        elif self._again:
-            torch.add(old, gradient, out=new)
         else:
             torch.mul(old, momentum, out=new).add_(gradient)
             gradient.copy_(new)

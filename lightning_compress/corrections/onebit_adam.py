@@ -76,8 +76,8 @@ class OneBitAdam(Corrected):
     two_shot, as ``auto`` takes from 4 ranks on, both directions are compressed, as in the paper, with one residual.
 
     The optimizer is given steps of Adam, not gradients, so that a Trainer's ``gradient_clip_val`` is refused: clip on
-    each rank with ``local_clip_norm``. Accumulate gradients under ``no_sync``, as Lightning does: a second backward
-    before the step begins the step anew. A parameter without a gradient has one of 0 for Adam.
+    each rank with ``local_clip_norm``. A parameter without a gradient on any rank keeps momentum and variance; without
+    one on some ranks it has one of 0 there.
 
     Bits per element: 32 up to ``freeze_steps``, then those of the codec, by default ``1 + 32 / block``. State:
     ``momentum`` and ``variance``, float32, the same on all ranks, beside the residual: with their second buffers 24

@@ -22,7 +22,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce
 from lightning_compress.costs import Priced
 from lightning_compress.exchanges.straight import Straight
 from lightning_compress.layout import Layout
-from lightning_compress.message import MessagePlan, Section
+from lightning_compress.message import LENGTH, MessagePlan, Section
 from lightning_compress.state import Declared, States
 
 Sums = Literal["refined", "same"]
@@ -219,7 +219,7 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
     Raises:
         ValueError: a rank says what no message takes; on every rank.
     """
-    found = torch.tensor([used], dtype=torch.int32, device=device)
+    found = torch.tensor([used], dtype=torch.int64, device=device)
     collective.all_reduce_max(found)
     width = int(found)
     if width > most or width % ALIGNMENT:
@@ -229,7 +229,7 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
 
 def length_bytes(plan: MessagePlan, ranks: int) -> int:
     """Bytes that one of ``ranks`` sends in ``agree_length``."""
-    return all_reduce_bytes(4, ranks) if plan.variable else 0
+    return all_reduce_bytes(LENGTH, ranks) if plan.variable else 0
 
 
 def length_rounds(plan: MessagePlan, ranks: int) -> int:

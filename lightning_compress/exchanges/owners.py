@@ -19,7 +19,7 @@ from lightning_compress.exchanges.compact import Compact, expected_count, keeps_
 from lightning_compress.exchanges.lists import Listed, joined
 from lightning_compress.exchanges.regions import Memory
 from lightning_compress.keys import mix
-from lightning_compress.message import MessagePlan, Section
+from lightning_compress.message import LENGTH, MessagePlan, Section
 
 FLAG = 16
 """Bytes in front of a list: the flag, and padding."""
@@ -61,7 +61,7 @@ class OwnersPlan(ExchangePlan):
         self._send, self._receive = Growing(device), Growing(device)
         size, count = collective.size, expected_count(sections, 1) / collective.size
         first, second = (_row_bytes(_most_of(count, each), -(-numel // size)) for each in (size * size, size))
-        agreeing = all_reduce_bytes(4 * (1 + len(sections)), size) + all_reduce_bytes(4, size)
+        agreeing = all_reduce_bytes(LENGTH * (1 + len(sections)), size) + all_reduce_bytes(LENGTH, size)
         self.bytes_sent = (size - 1) * (first + second) + agreeing
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
@@ -141,7 +141,7 @@ class OwnersPlan(ExchangePlan):
         Raises:
             ValueError: a rank says what no message takes; on every rank.
         """
-        found = torch.tensor(numbers, dtype=torch.int32, device=self._ends.device)
+        found = torch.tensor(numbers, dtype=torch.int64, device=self._ends.device)
         self._collective.all_reduce_max(found)
         width, *counts = found.tolist()
         if not FLAG <= width <= self._most or width % ALIGNMENT:

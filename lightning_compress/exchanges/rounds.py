@@ -6,7 +6,7 @@ be compared: a message that was changed on the way, or that cannot be read, is t
 ranks raise.
 
     message: | checksum, 4 bytes | padding to 16 bytes | body |
-    table:   a row a rank: | a word, int32; below 0: this rank could not read a message | sizes, int32 |
+    table:   a row a rank: | a word, int64; below 0: this rank could not read a message | sizes, int64 |
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Rounds:
     def __init__(self, world: World, messages: int) -> None:
         self._collective, device, self._meter = world
         size = self._collective.size
-        self._table = torch.zeros(size, 1 + messages, dtype=torch.int32, device=device)
+        self._table = torch.zeros(size, 1 + messages, dtype=torch.int64, device=device)
         self._problem: ValueError | None = None
-        self.table_bytes = (size - 1) * 4 * (1 + messages)
+        self.table_bytes = (size - 1) * self._table[0].nbytes
 
     def begin(self) -> None:
         """Forget the troubles of a step before."""
@@ -59,7 +59,7 @@ class Rounds:
             ValueError: a rank could not read a message, or says what no message takes; on every rank.
         """
         row = torch.zeros_like(self._table[0])
-        row[: 1 + len(sizes)] = torch.tensor([TROUBLE if self._problem else word, *sizes], dtype=torch.int32)
+        row[: 1 + len(sizes)] = torch.tensor([TROUBLE if self._problem else word, *sizes], dtype=torch.int64)
         self._collective.all_gather(row, self._table)
         rows: list[list[int]] = self._table.tolist()
         for rank, (said, *lengths) in enumerate(rows):

@@ -33,7 +33,7 @@ from lightning_compress.exchanges.buffers import Growing, Messages
 from lightning_compress.exchanges.compact import expected_count
 from lightning_compress.exchanges.lists import Listed
 from lightning_compress.keys import mix
-from lightning_compress.message import MessagePlan, Section
+from lightning_compress.message import LENGTH, MessagePlan, Section
 from lightning_compress.state import States
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
@@ -84,7 +84,7 @@ class _Plan(ExchangePlan):
         numels = [stretch.stop - stretch.start for stretch in self._plan.stretches]
         self._most = sum(aligned(nonzeros.most_bytes(numel) + nonzeros.bitmap_bytes(numel)) for numel in numels)
         first, second = _expected(sections, size)
-        agreeing = all_reduce_bytes(8 * (len(numels) * (size - 1) + 1), size) + 2 * all_reduce_bytes(4, size)
+        agreeing = all_reduce_bytes(8 * (len(numels) * (size - 1) + 1), size) + 2 * all_reduce_bytes(LENGTH, size)
         self.bytes_sent = (size - 1) * (first + second) + agreeing
         self.rounds = all_to_all_rounds(size) + 3 * all_reduce_rounds(size) + all_gather_rounds(size)
         fast = kernels.of(device) is not None

@@ -181,7 +181,7 @@ class _SketchPlan(ReducerPlan):
         if numel >= 2**31:
             raise ValueError(
                 f"Sketch: the vector has {numel} elements, but int32 indices end at 2^31 - 1; "
-                "use smaller buckets (bucket_cap_mb)"
+                "give parameters this large to another compressor by rules, such as 'rotated', or exclude them"
             )
         collective, device, self._meter = world
         self._collective = collective

@@ -148,23 +148,6 @@ def test_clipping_bounds_each_parameter_before_it_is_accumulated(size):
     assert small[0].equal(walk(size, DGC(momentum=0.0), 1, warmup_steps=1)[0][0])
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_a_second_backward_adds_its_gradient_without_another_decay(nesterov):
-    method = DGC(nesterov=nesterov, density=1.0)
-
-    def program(collective):
-        walker = Walker(collective, method, exchange="all_gather")
-        walker.reduce(gradient(collective.rank, 0), 0)
-        walker.commit()
-        halves = [walker.reduce(gradient(collective.rank, part), 1) for part in (1, 2)]
-        walker.commit()
-        return halves[0] + halves[1]
-
-    both = lambda rank, step: gradient(rank, 0) if step == 0 else gradient(rank, 1) + gradient(rank, 2)  # noqa: E731
-    for update in on_ranks(2, program):
-        assert (update.double() - sgd(2, 2, nesterov, gradients=both)[1]).abs().max() <= 1e-5
-
-
 def test_a_step_that_is_rolled_back_never_was():
     def program(collective):
         walker = Walker(collective, DGC(density=0.05), exchange="all_gather")

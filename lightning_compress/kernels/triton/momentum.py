@@ -11,7 +11,7 @@ from lightning_compress.kernels.triton.launch import OPTIONS, read, write
 _TILE = 2048
 
 
-def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nesterov: bool, again: bool) -> None:
+def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nesterov: bool) -> None:
     """``new <- momentum old + gradient``, and over the gradient what a step along it adds: the same.
 
     Args:
@@ -20,11 +20,10 @@ def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nest
         new: float32 ``[n]``; may be ``old``.
         momentum: rounded to float32.
         nesterov: ``new <- momentum (old + gradient)``, and ``gradient + new`` over the gradient.
-        again: without another decay, which leaves the gradient as it is; not with ``nesterov``.
     """
     if len(gradient):
         grid = (triton.cdiv(len(gradient), _TILE),)
-        _accumulate[grid](gradient, old, new, float(momentum), len(gradient), nesterov, again, _TILE, **OPTIONS)
+        _accumulate[grid](gradient, old, new, float(momentum), len(gradient), nesterov, _TILE, **OPTIONS)
 
 
 def zero_where_zero(target: Tensor, source: Tensor) -> None:
@@ -35,18 +34,18 @@ def zero_where_zero(target: Tensor, source: Tensor) -> None:
 
 @triton.jit
 def _accumulate(
-    gradient, old, new, momentum, numel, NESTEROV: tl.constexpr, AGAIN: tl.constexpr, TILE: tl.constexpr
+    gradient, old, new, momentum, numel, NESTEROV: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:
-        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, AGAIN, TILE, True)
+        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, TILE, True)
     else:
-        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, AGAIN, TILE, False)
+        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, TILE, False)
 
 
 @triton.jit
 def _accumulate_tile(
     gradient, old, new, momentum, numel,
-    NESTEROV: tl.constexpr, AGAIN: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    NESTEROV: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < numel
@@ -55,9 +54,8 @@ def _accumulate_tile(
         after = (before + given) * momentum
         write(gradient, place, given + after, inside, WHOLE)
     else:
-        after = before + given if AGAIN else before * momentum + given
-        if not AGAIN:
-            write(gradient, place, after, inside, WHOLE)
+        after = before * momentum + given
+        write(gradient, place, after, inside, WHOLE)
     write(new, place, after, inside, WHOLE)
 
 
