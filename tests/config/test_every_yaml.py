@@ -69,8 +69,6 @@ def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: di
         assert isinstance(settings, dict)
         assert get_object(settings.pop("_target_")) is cls
         defaults = {key: each.default for key, each in inspect.signature(cls).parameters.items()}
-        if option == "auto":  # who selects a method on the command line wants to see it
-            defaults["fallback"] = "never"
         assert settings == defaults
 
 
