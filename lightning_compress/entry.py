@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import checks, hook
-from lightning_compress.codecs import Dense
-from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.collectives import Collective, TorchCollective, World
 from lightning_compress.compression import Compression, ScaleSource
+from lightning_compress.forecast import decide, forecast
+from lightning_compress.kinds import kinds_of
+from lightning_compress.meter import Meter
 from lightning_compress.settings import CompressorLike, ExchangeLike, Settings
+
+log = logging.getLogger("lightning_compress")
 
 
 def attach(
     ddp: DistributedDataParallel,
-    compressor: CompressorLike = "bf16",
+    compressor: CompressorLike = "auto",
     exchange: ExchangeLike = "auto",
     *,
     scale: ScaleSource = lambda: None,
@@ -25,7 +32,8 @@ def attach(
 ) -> Compression:
     """Compress the gradient averaging of a bare DistributedDataParallel model.
 
-    Call it on every rank, once, before the first backward. ``none`` and one rank leave the model as it is.
+    Call it on every rank, once, before the first backward. ``none``, also where ``auto`` chooses it, and one rank leave
+    the model as it is. Rank 0 says in a line what runs: to the log, or where none is shown to stderr.
 
     Args:
         ddp: the model.
@@ -38,7 +46,8 @@ def attach(
             goes by epochs, set the handle's ``epoch`` when one begins.
 
     Returns:
-        the handle: ``stats()``, ``retune()``, ``roll_back()`` (for steps that you skip yourself) and ``close()``.
+        the handle: ``summary`` (what runs, in a line), ``stats()``, ``retune()``, ``roll_back()`` (for steps that you
+        skip yourself) and ``close()``.
 
     Raises:
         ValueError: settings, module or ranks that cannot work together; on every rank.
@@ -46,7 +55,23 @@ def attach(
     chosen = Settings.of(compressor, exchange, **settings)
     checks.check_ddp(ddp)
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
-    return compress(ddp, chosen, scale)
+    compression = compress(ddp, chosen, scale)
+    if dist.get_rank(ddp.process_group) == 0:
+        say(compression)
+    return compression
+
+
+def say(compression: Compression) -> None:
+    """Show what runs, and what is wrong with it: on one rank."""
+    made = compression.forecast
+    if log.level > logging.INFO:  # set by hand
+        return
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(made.line)
+    else:
+        print(made.line, file=sys.stderr)
+    if made.warning:
+        log.warning(made.warning)
 
 
 def check_setup(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
@@ -63,19 +88,36 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
     checks.check_ranks_agree(settings, module, problem, collective, device)
 
 
-def compress(ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None) -> Compression:
-    """``attach`` for what was checked already."""
+def compress(
+    ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None, kept: object = None
+) -> Compression:
+    """``attach`` for what was checked already; ``kept`` is what an earlier run chose, see ``decide``."""
     collective = TorchCollective(ddp.process_group)
-    dense = all(isinstance(method, Dense) for method in settings.methods)
-    idle = (collective.size == 1 or (dense and not settings.deterministic)) and settings.local_clip_norm is None
-    idle = idle and settings.correction is None and not settings.exchange.optimizes  # who work in any world
+    parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
+    device = parameters[0][1].device
+    world = World(collective, device, Meter(device))
+    settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
+    alone = collective.size == 1 and not settings.works_alone
+    idle = alone or settings.plain
     own = None
-    if not idle and next(ddp.module.parameters()).device.type == "cpu":  # Gloo goes by order; see hook.ThreadHook
-        own = collective.apart()
+    if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
+        own = collective.apart()  # Gloo goes by order
     unused = ddp.find_unused_parameters or ddp.static_graph
     compression = Compression(ddp.module, settings, own or collective, scale, ddp.parameters_to_ignore, unused)
-    if idle:
-        hook.leave_to(compression, ddp, collective.size)
-    else:
+    compression.forecast = forecast(compression.settings, parameters, world)
+    if not idle:
         hook.register(compression, ddp, own)
+    counting = hook.leave_to(compression, ddp, collective.size) if idle else None
+    if idle and own:
+        compression.at_close(lambda: None if compression.active else own.close())
+
+    def loaded() -> None:
+        """A state says what goes on."""
+        runs = compression.settings
+        if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
+            counting.remove()
+            hook.register(compression, ddp, own)
+        compression.forecast = forecast(runs, parameters, world)
+
+    compression.at_load(loaded)
     return compression

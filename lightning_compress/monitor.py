@@ -38,7 +38,7 @@ class MonitorMixin:
         if not every or steps == self._logged or steps % every:
             return
         self._logged = steps
-        figures = trainer.strategy.comm_stats()
+        figures = trainer.strategy.compression.stats()
         for logger in trainer.loggers:
             logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, trainer.global_step)
         if self.progress_bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_compress.codecs import CODECS, Codec
+from lightning_compress.automatic import Automatic, Chosen
+from lightning_compress.codecs import CODECS, Codec, Dense
 from lightning_compress.corrections import CORRECTED, Corrected, Correction
 from lightning_compress.exchanges import EXCHANGES, Auto, Exchange, Hierarchical
 from lightning_compress.guards import Guards
@@ -21,22 +23,22 @@ from lightning_compress.registry import build, describe
 from lightning_compress.rules import Compressor, Method, Rule, Rules
 from lightning_compress.schedule import Schedule, changed
 
-COMPRESSORS: dict[str, type[Compressor]] = {**CODECS, **REDUCERS, **CORRECTED}
+COMPRESSORS: dict[str, type[Compressor] | type[Automatic]] = {"auto": Automatic, **CODECS, **REDUCERS, **CORRECTED}
 """What ``compressor=`` takes by name."""
 
-CompressorLike = str | Mapping[str, object] | Compressor
+CompressorLike = str | Mapping[str, object] | Compressor | Automatic
 ExchangeLike = str | Mapping[str, object] | Exchange
 ScheduleLike = str | Mapping[str, object] | Schedule | None
 
 
-def build_compressor(compressor: CompressorLike) -> Compressor:
+def build_compressor(compressor: CompressorLike) -> Compressor | Automatic:
     """A compressor by name, by ``{"name": ..., **settings}``, or as it is.
 
     Raises:
         ValueError: there is no such compressor or setting, or a value is out of range.
     """
-    built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected))
-    assert isinstance(built, Codec | Reducer | Corrected)
+    built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected, Automatic))
+    assert isinstance(built, Codec | Reducer | Corrected | Automatic)
     return built
 
 
@@ -53,9 +55,13 @@ def build_exchange(exchange: ExchangeLike) -> Exchange:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what travels; must be equal on all ranks."""
+    """Everything that decides what travels; must be equal on all ranks.
 
-    compressor: Compressor
+    Attributes:
+        chosen: what ``compressor="auto"`` became, which ``compressor`` is then; else None.
+    """
+
+    compressor: Compressor | Automatic
     rules: Rules
     exchange: Exchange
     correction: Correction | None
@@ -70,6 +76,7 @@ class Settings:
     local_clip_norm: float | None
     deterministic: bool
     guards: Guards
+    chosen: Chosen | None = None
 
     @property
     def method(self) -> Method:
@@ -79,8 +86,29 @@ class Settings:
     @property
     def family(self) -> str:
         """What state is of: it is good for any settings of the same method."""
+        if self.chosen or isinstance(self.compressor, Automatic):
+            return _AUTO
         parts = (self.correction, self.method)
         return " ".join(type(part).__name__ for part in parts if part is not None)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Of which state a run can go on: what is chosen, and may be chosen, has the same."""
+        candidates = tuple(type(each).__name__ for each in Automatic.candidates)
+        if self.family == _AUTO:
+            return (_AUTO, *candidates)
+        return (self.family, _AUTO) if self.family in candidates else (self.family,)
+
+    @property
+    def works_alone(self) -> bool:
+        """Whether there is something to do on one rank, too."""
+        return self.local_clip_norm is not None or self.correction is not None or self.exchange.optimizes
+
+    @property
+    def plain(self) -> bool:
+        """Whether DistributedDataParallel does all of it by itself."""
+        dense = all(isinstance(method, Dense) for method in self.methods)
+        return dense and not self.deterministic and not self.works_alone
 
     @property
     def dense_steps(self) -> int:
@@ -97,9 +125,27 @@ class Settings:
 
     @property
     def methods(self) -> list[Method]:
-        """All that will compress at some time."""
-        scheduled = self.schedule.compressors(self.compressor)
+        """All that will compress at some time, or may be chosen to."""
+        if isinstance(self.compressor, Automatic):
+            return [*self.rules.methods, *self.candidates]
+        scheduled = self.schedule.compressors(self.compressor) if self.schedule.courses else []
         return [*self.rules.methods, *(_parts(each)[0] for each in scheduled)]
+
+    @property
+    def candidates(self) -> list[Codec]:
+        """What ``compressor="auto"`` can become with this exchange, from safe to coarse."""
+        first, *others = Automatic.candidates
+        carried: list[Codec] = [first]  # which needs no exchange
+        for each in others:
+            with contextlib.suppress(ValueError):
+                self.exchange.check(each)
+                carried.append(each)
+        return carried
+
+    def become(self, chosen: Chosen) -> Settings:
+        """The same with what was chosen."""
+        rules = dataclasses.replace(self.rules, method=chosen.codec)
+        return dataclasses.replace(self, compressor=chosen.codec, rules=rules, chosen=chosen)._checked()
 
     def _checked(self) -> Settings:
         """With error feedback on if the rules' methods ask for it.
@@ -146,6 +192,8 @@ class Settings:
             ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
+        if isinstance(given, Automatic):
+            _check_automatic(given, error_feedback, schedule)
         method, correction = _parts(given)
         if correction and isinstance(pattern, Hierarchical):
             raise ValueError(
@@ -181,7 +229,7 @@ class Settings:
             as_needed=error_feedback is None,
             warmup_steps=warmup_steps,
             seed=seed,
-            schedule=Schedule.of(schedule, given),
+            schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
             residual_decay=float(residual_decay),
             residual_follows_lr=residual_follows_lr,
             residual_dtype=_dtype(residual_dtype),
@@ -189,6 +237,11 @@ class Settings:
             deterministic=deterministic,
             guards=Guards(on_nonfinite, on_drift, check_drift_every),
         )
+        if isinstance(given, Automatic) and len(made.candidates) == 1:
+            raise ValueError(
+                f"exchange={pattern} carries none of what compressor='auto' chooses among "
+                f"({', '.join(map(str, Automatic.candidates))}); name a compressor, or use exchange='auto'"
+            )
         return made._checked()
 
     def bound(self, kinds: Mapping[str, str]) -> Settings:
@@ -207,7 +260,10 @@ class Settings:
         Raises:
             ValueError: see ``Compression.retune``.
         """
-        given = changed(self.compressor if compressor is None else build_compressor(compressor), changes)
+        built = self.compressor if compressor is None else build_compressor(compressor)
+        if isinstance(built, Automatic):
+            raise ValueError(f"{built} is chosen once, when a run begins, and has no settings after that; name another")
+        given = changed(built, changes)
         method, correction = _parts(given)
         if type(correction) is not type(self.correction):
             raise ValueError(
@@ -222,16 +278,25 @@ class Settings:
             "compressor": describe(self.compressor, COMPRESSORS),
             "error_feedback": self.error_feedback,
             "measured": self.exchange.measured(),
+            "chosen": self.chosen and self.chosen.as_primitives(),
         }
 
     def resumed(self, running: Mapping[str, object]) -> Settings:
         """The same with what ``running`` gave in an earlier run.
 
+        What the user names is what runs, and what was chosen goes on where it was chosen. A compressor that somebody
+        changed in the middle of the run goes on, too.
+
         Raises:
             ValueError: see ``retuned``.
         """
-        compressor, feedback = running["compressor"], bool(running["error_feedback"])
-        settings = self if compressor is None else self.retuned(dict(compressor), {})  # type: ignore[call-overload]
+        compressor, feedback, before = running["compressor"], bool(running["error_feedback"]), running.get("chosen")
+        if not isinstance(before, Mapping | None):
+            raise ValueError(f"the state has no mapping of what was chosen, but {type(before).__name__}")
+        goes_on = (before is None) == (self.chosen is None)
+        if goes_on and before is not None and self.chosen is not None:
+            goes_on = self.chosen.was_here(before) or compressor != before.get("compressor")
+        settings = self if compressor is None or not goes_on else self.retuned(dict(compressor), {})  # type: ignore[call-overload]
         measured = running.get("measured")
         if not isinstance(measured, Mapping | None):
             raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
@@ -243,7 +308,23 @@ class Settings:
         return hashlib.sha256(repr(self).encode()).digest()
 
 
-def _parts(compressor: Compressor) -> tuple[Method, Correction | None]:
+_AUTO = "auto"
+"""The family of runs whose compressor is chosen."""
+
+
+def _check_automatic(given: Automatic, error_feedback: object, schedule: object) -> None:
+    if error_feedback:
+        raise ValueError(
+            f"error_feedback={error_feedback!r}: {given} chooses among methods that need none; set it to null, or name "
+            "a compressor"
+        )
+    if schedule is not None:
+        raise ValueError(f"schedule={schedule!r}: {given} has no settings that could change; name a compressor")
+
+
+def _parts(compressor: Compressor | Automatic) -> tuple[Method, Correction | None]:
+    if isinstance(compressor, Automatic):
+        return Automatic.candidates[0], None  # until it is chosen
     return (compressor.codec, compressor.correction) if isinstance(compressor, Corrected) else (compressor, None)
 
 
@@ -258,6 +339,8 @@ def _rules(given: object) -> tuple[Rule, ...]:
         match, kind, method = each.get("match"), each.get("kind"), build_compressor(each["compressor"])
         if kind is not None and kind not in KINDS:
             raise ValueError(f"the rule {each!r}: kind={kind!r} must be one of {', '.join(KINDS)}")
+        if isinstance(method, Automatic):
+            raise ValueError(f"the rule {each!r}: a rule names its compressor; 'auto' is for what no rule takes")
         if isinstance(method, Corrected):
             raise ValueError(
                 f"the rule {each!r}: {method} takes a part of the optimizer's work for all parameters; "
@@ -277,7 +360,7 @@ def _dtype(given: object) -> torch.dtype:
     raise ValueError(f"residual_dtype={given!r} must be 'float32' or 'bfloat16'")
 
 
-def _norm(given: object, compressor: Compressor) -> float | None:
+def _norm(given: object, compressor: object) -> float | None:
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:

@@ -14,10 +14,11 @@ from torch import Tensor
 from lightning_compress import costs
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
+from lightning_compress.collectives.counting import all_reduce_rounds
 from lightning_compress.costs import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.base import META, Exchange, ExchangePlan
 from lightning_compress.exchanges.probe import Measured, kind_of
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
@@ -121,7 +122,7 @@ class Auto(Exchange):
 
     def measure(self, codecs: Sequence[Codec], collective: Collective, world: Collective, device: torch.device) -> None:
         """See ``Exchange.measure``."""
-        if self.link is None and collective.size > 1:
+        if self.link is None and collective.size > 1 and device != META:  # where it was measured before
             self._measured.look(codecs, collective, world, device, self.node_size)
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
@@ -130,17 +131,39 @@ class Auto(Exchange):
         if collective.size == 1:
             return _dense(sections, world)
         self.measure([section.codec for section in sections], collective, collective, world.device)
+        choice = self._best(sections, world)
+        if collective.rank == 0 and world.device != META:
+            self._say(choice, sections)
+        return choice.plan
+
+    def seconds(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> float:
+        """What one exchange of such vectors is predicted to take, without the memory for it; all ranks come.
+
+        No way is taken to have fewer rounds than an all-reduce: a transport sums little in fewer, too.
+
+        Args:
+            sections: what the vectors consist of.
+            world: the ranks, two or more.
+            way: the pattern; None: the best.
+        """
+        self.measure([section.codec for section in sections], world.collective, world.collective, world.device)
+        dry = world if way is not None and way.talks else world._replace(device=META)
+        offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
+        spared = all_reduce_rounds(world.collective.size) - offer.plan.rounds
+        link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]
+        return offer.seconds + max(0, spared) * link.latency_s
+
+    def _best(self, sections: Sequence[Section], world: World) -> _Offer:
+        """All in one message, or each its own way where that saves time."""
         choice = self._together(sections, world)
         ways: dict[str, list[Section]] = {}
         for section in sections:
-            ways.setdefault(_kind(section.codec, collective.size), []).append(section)
+            ways.setdefault(_kind(section.codec, world.collective.size), []).append(section)
         if len(ways) > 1:
             apart = _Offer.apart([self._together(each, world) for each in ways.values()])
             if apart.seconds < GAIN * choice.seconds and apart.plan.bytes_sent < choice.plan.bytes_sent:
                 choice = apart
-        if collective.rank == 0:
-            self._say(choice, sections)
-        return choice.plan
+        return choice
 
     def _together(self, sections: Sequence[Section], world: World) -> _Offer:
         """One message for all of them, the best way; dense where that is less."""
@@ -184,7 +207,7 @@ class Auto(Exchange):
             price = costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s)
         else:
             links = self._measured.links
-            link = links["between"] if plan.inner_rounds else links["ranks"]
+            link = links.get("between", links["ranks"]) if plan.inner_rounds else links["ranks"]
             price = costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s)
         through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
         return _Offer(plan, price + through)

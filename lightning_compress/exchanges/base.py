@@ -23,6 +23,9 @@ from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.state import Declared, States
 
+META = torch.device("meta")
+"""Where a plan has no memory: it is asked for its price, and never run."""
+
 
 class ExchangePlan(ABC):
     """An exchange made ready for the vectors of one group; holds the message buffers.
@@ -99,10 +102,12 @@ class Exchange(ABC):
 
     Attributes:
         hands_over: what a rank sent may end in the residual of another one.
+        talks: ranks talk while they plan, and cannot do so on ``META``.
     """
 
     counts_steps: ClassVar[bool] = False
     hands_over: ClassVar[bool] = False
+    talks: ClassVar[bool] = False
 
     @property
     def optimizes(self) -> bool:

@@ -117,8 +117,9 @@ def kind_of(codec: Codec) -> str:
     Words choose other code (indices as ``rice`` or ``int32``). Numbers change its speed little, and a schedule that
     changes them shall not bring new figures into a run.
     """
-    settings = [(field.name, getattr(codec, field.name)) for field in fields(codec)] if is_dataclass(codec) else []
-    words = [f"{name}={value}" for name, value in settings if isinstance(value, str)]
+    names: list[str] = [field.name for field in fields(codec)] if is_dataclass(codec) else []
+    settings = {name: getattr(codec, name) for name in names}
+    words = [f"{name}={value}" for name, value in settings.items() if isinstance(value, str)]
     return " ".join([type(codec).__name__, *words])
 
 
