@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from lightning_compress.arguments import COMPRESSORS
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.compression import Compression
 from lightning_compress.exchanges import Auto
-from lightning_compress.settings import COMPRESSORS, Settings
+from lightning_compress.settings import Settings
 
 WIDTH, LAYERS, PER_BUCKET = 1024, 8, 2
 

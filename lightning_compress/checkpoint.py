@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -26,6 +26,8 @@ from lightning_compress.snapshot import Snapshot
 
 KEY = "lightning_compress"
 """Where a checkpoint has the manifest."""
+CHOSEN = "lightning_compress_chosen"
+"""Where it has what ``compressor="auto"`` became."""
 FORMAT = 1
 MOST_RANKS = 1 << 20
 NAME = re.compile(r"[0-9a-f]{16}-\d{1,18}-\d{1,18}")
@@ -138,14 +140,16 @@ def remove(path: str) -> None:
         fs.rm(place, recursive=True)
 
 
-def read(files: Files, path: str, manifest: object, method: str, ranks: Collective, device: torch.device) -> Snapshot:
+def read(
+    files: Files, path: str, manifest: object, methods: Sequence[str], ranks: Collective, device: torch.device
+) -> Snapshot:
     """This rank's state of a checkpoint: its own, or at another world size the mean over those that were.
 
     Args:
         files: reads.
         path: of the checkpoint.
         manifest: what the checkpoint has under ``KEY``.
-        method: what this run compresses with.
+        methods: whose state this run can go on from, its own first.
         ranks: at another world size they sum up what they read; all of them must come.
         device: on which the ranks talk.
 
@@ -157,8 +161,8 @@ def read(files: Files, path: str, manifest: object, method: str, ranks: Collecti
     theirs, before = manifest.get("method"), manifest.get("world_size")
     if not isinstance(theirs, str) or type(before) is not int or not 0 < before <= MOST_RANKS:
         raise ValueError("the checkpoint's manifest is damaged")
-    if theirs != method:
-        raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {method}")
+    if theirs not in methods:
+        raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {methods[0]}")
     if manifest.get("kind") == "inside":
         return snapshot.scaled(snapshot.check(manifest.get("state")), "owner", before / ranks.size)
     folder, save = manifest.get("folder"), manifest.get("save")

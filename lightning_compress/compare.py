@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_compress.arguments import CompressorLike, build_compressor
 from lightning_compress.codecs import CODECS, Codec, Dense, OneBit, Plan
 from lightning_compress.corrections import Corrected
 from lightning_compress.gradients import Gradients, read
 from lightning_compress.keys import mix
 from lightning_compress.layout import Layout
 from lightning_compress.rules import Rules
-from lightning_compress.settings import CompressorLike, build_compressor
 
 REPEATS = 3
 """How often the first step is encoded and decoded; the least time counts, so that a busy machine does little harm."""

@@ -12,17 +12,19 @@ from torch.optim import Optimizer
 
 from lightning_compress import checks, failures, snapshot
 from lightning_compress.accumulation import Accumulation
+from lightning_compress.arguments import CompressorLike
 from lightning_compress.codecs.buffers import Workspace
 from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.courses import Progress
 from lightning_compress.drift import DriftGuard
+from lightning_compress.forecast import Forecast
 from lightning_compress.group import Group
 from lightning_compress.groups import Groups
 from lightning_compress.kinds import kinds_of
 from lightning_compress.meter import Meter
 from lightning_compress.optimizers import Optimizers, unwatch, watch
-from lightning_compress.settings import CompressorLike, Settings
+from lightning_compress.settings import Settings
 from lightning_compress.soundness import Soundness
 from lightning_compress.tuning import Tuning
 
@@ -54,6 +56,7 @@ class Compression:
         step: optimizer steps so far.
         epoch: which one it is; whoever trains sets it, where a schedule goes by epochs.
         meter: counts.
+        forecast: what runs, and what it sends, where somebody asked.
     """
 
     def __init__(
@@ -91,7 +94,9 @@ class Compression:
         self._last_state: snapshot.Snapshot | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
+        self.forecast = Forecast()
         self._at_close: list[Callable[[], None]] = []
+        self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
         self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
         self._watch_outputs(settings)
@@ -201,20 +206,26 @@ class Compression:
                 everything begins anew.
         """
         snapshot.check(state)
-        if state["method"] != self.family:
+        if state["method"] not in self.settings.families:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()
         before = copy.copy(self._tuning)
         try:
             self._tuning.resume(state["running"])
-            with self._workspace.used():
-                self.groups.restore(snapshot.reordered(state, self._shapes, self._orders), self.settings)
+            if self.active or not self.settings.plain:
+                with self._workspace.used():
+                    self.groups.restore(snapshot.reordered(state, self._shapes, self._orders), self.settings)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # nothing of it stays
             self._tuning = before
             self.reset()
             raise ValueError(str(error)) from error
         self._optimizers.rates.update(state["rates"])
         self.step = state["step"]
+        theirs, ours = state["running"]["compressor"], self.settings.running()["compressor"]
+        if theirs != ours and self._collective.rank == 0:
+            log.warning("the checkpoint was trained with %s; this run goes on with %s", theirs, ours)
+        for callback in self._at_load:
+            callback()
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Let a method that does a part of the optimizer's work see that it is not done twice.
@@ -298,8 +309,13 @@ class Compression:
                 part of the optimizer's work would be taken over, or the run began with ``none``, which has no hook.
         """
         if not self.active and self._collective.size > 1:
+            began = (
+                "compressor='auto', which chose float32 here and"
+                if self.settings.chosen
+                else "compressor='none', which"
+            )
             raise ValueError(
-                "the run began with compressor='none', which leaves the average to DistributedDataParallel for good; "
+                f"the run began with {began} leaves the average to DistributedDataParallel for good; "
                 "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
             )
         self._tuning.retune(compressor, changes)
@@ -330,6 +346,15 @@ class Compression:
         norms = [residual.committed.norm(dtype=torch.float32) for residual in self.groups.residuals()]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
+    @property
+    def summary(self) -> str:
+        """What runs, in a line, as it was said at the start."""
+        return self.forecast.summary
+
+    def at_load(self, callback: Callable[[], None]) -> None:
+        """Have it called after each ``load_state_dict``."""
+        self._at_load.append(callback)
+
     def at_close(self, callback: Callable[[], None]) -> None:
         """Have it called by ``close``."""
         self._at_close.append(callback)
@@ -346,5 +371,6 @@ class Compression:
         for callback in self._at_close:
             callback()
         self._at_close.clear()
+        self._at_load.clear()
         self.groups.clear()
         self._workspace.clear()

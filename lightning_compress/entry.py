@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -11,17 +12,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import checks, hook, kernels
-from lightning_compress.codecs import Dense
-from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.arguments import CompressorLike, ExchangeLike
+from lightning_compress.collectives import Collective, TorchCollective, World
 from lightning_compress.compression import Compression, ScaleSource
-from lightning_compress.settings import CompressorLike, ExchangeLike, Settings
+from lightning_compress.forecast import decide, forecast
+from lightning_compress.kinds import kinds_of
+from lightning_compress.meter import Meter
+from lightning_compress.settings import Settings
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lightning_compress")
+
+_FIRST_BUCKET = 1 << 20
+"""Bytes of DistributedDataParallel's first bucket, unless its cap is given."""
 
 
 def attach(
     ddp: DistributedDataParallel,
-    compressor: CompressorLike = "bf16",
+    compressor: CompressorLike = "auto",
     exchange: ExchangeLike = "auto",
     *,
     scale: ScaleSource = lambda: None,
@@ -29,7 +36,8 @@ def attach(
 ) -> Compression:
     """Compress the gradient averaging of a bare DistributedDataParallel model.
 
-    Call it on every rank, once, before the first backward. ``none`` and one rank leave the model as it is.
+    Call it on every rank, once, before the first backward. ``none``, also where ``auto`` chooses it, and one rank leave
+    the model as it is. Rank 0 says in a line what runs: to the log, or where none is shown to stderr.
 
     Args:
         ddp: the model.
@@ -42,7 +50,8 @@ def attach(
             goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins: nobody else knows of it.
 
     Returns:
-        the handle: ``stats()``, ``retune()``, ``roll_back()`` (for steps that you skip yourself) and ``close()``.
+        the handle: ``summary`` (what runs, in a line), ``stats()``, ``retune()``, ``roll_back()`` (for steps that you
+        skip yourself) and ``close()``.
 
     Raises:
         ValueError: settings, module or ranks that cannot work together; on every rank.
@@ -56,7 +65,23 @@ def attach(
             chosen.compressor,
         )
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
-    return compress(ddp, chosen, scale)
+    compression = compress(ddp, chosen, scale)
+    if dist.get_rank(ddp.process_group) == 0:
+        say(compression)
+    return compression
+
+
+def say(compression: Compression) -> None:
+    """Show what runs, and what is wrong with it: on one rank."""
+    made = compression.forecast
+    if log.level > logging.INFO:  # set by hand
+        return
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(made.line)
+    else:
+        print(made.line, file=sys.stderr)
+    if made.warning:
+        log.warning(made.warning)
 
 
 def check_setup(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
@@ -75,16 +100,31 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
 
 
 def compress(
-    ddp: DistributedDataParallel, settings: Settings, scale: ScaleSource = lambda: None, accumulates: bool = True
+    ddp: DistributedDataParallel,
+    settings: Settings,
+    scale: ScaleSource = lambda: None,
+    kept: object = None,
+    accumulates: bool = True,
 ) -> Compression:
-    """``attach`` for what was checked already; ``accumulates``: see ``Compression``."""
+    """``attach`` for what was checked already.
+
+    Args:
+        ddp: the model.
+        settings: likewise.
+        scale: likewise.
+        kept: what an earlier run chose, see ``decide``.
+        accumulates: see ``Compression``.
+    """
     collective = TorchCollective(ddp.process_group)
-    dense = all(isinstance(method, Dense) for method in settings.methods)
-    idle = (collective.size == 1 or (dense and not settings.deterministic)) and settings.local_clip_norm is None
-    idle = idle and settings.correction is None and not settings.exchange.optimizes  # who work in any world
+    parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
+    device = parameters[0][1].device
+    world = World(collective, device, Meter(device))
+    settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
+    alone = collective.size == 1 and not settings.works_alone
+    idle = alone or settings.plain
     own = None
-    if not idle and next(ddp.module.parameters()).device.type == "cpu":  # Gloo goes by order; see hook.ThreadHook
-        own = collective.apart()
+    if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
+        own = collective.apart()  # Gloo goes by order
     unused = ddp.find_unused_parameters or ddp.static_graph
     compression = Compression(
         ddp.module,
@@ -93,17 +133,29 @@ def compress(
         scale,
         ddp.parameters_to_ignore,
         unused,
-        accumulates and not idle,
+        accumulates,
         _caps(ddp),
     )
-    if idle:
-        hook.leave_to(compression, ddp, collective.size)
-    else:
+    compression.forecast = forecast(compression.settings, parameters, world)
+    if not idle:
         hook.register(compression, ddp, own)
+    counting = hook.leave_to(compression, ddp, collective.size) if idle else None
+    if idle and own:
+        compression.at_close(lambda: None if compression.active else own.close())
+
+    def loaded() -> None:
+        """A state says what goes on."""
+        runs = compression.settings
+        if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
+            counting.remove()
+            hook.register(compression, ddp, own)
+        compression.forecast = forecast(runs, parameters, world)
+
+    compression.at_load(loaded)
     return compression
 
 
 def _caps(ddp: DistributedDataParallel) -> tuple[int, int]:
     """Bytes at which the model's first bucket is full, and the others, once it has rebuilt them."""
-    usual = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
-    return min(usual, ddp.bucket_bytes_cap), ddp.bucket_bytes_cap
+    first = _FIRST_BUCKET if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    return min(first, ddp.bucket_bytes_cap), ddp.bucket_bytes_cap

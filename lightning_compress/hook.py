@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_compress import checks
 from lightning_compress.background import Background
@@ -97,8 +98,8 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
     ddp.register_comm_hook(None, hook.reduce)
 
 
-def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> None:
-    """Let ``compression`` only count what ``ddp`` sends, which averages by itself."""
+def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> RemovableHandle:
+    """Let ``compression`` only count what ``ddp`` sends, which averages by itself; returns what ends that."""
     parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
     sent = all_reduce_bytes(sum(each.nbytes for _, each in parameters), ranks)
 
@@ -106,4 +107,6 @@ def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int)
         if module.training and torch.is_grad_enabled():
             compression.count(sent)
 
-    compression.at_close(ddp.register_forward_pre_hook(count).remove)
+    handle = ddp.register_forward_pre_hook(count)
+    compression.at_close(handle.remove)
+    return handle

@@ -39,7 +39,7 @@ class MonitorMixin:
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what LearningRateMonitor and self.log go by
         if not every or steps == before or (row + 1) % every:
             return
-        figures = trainer.strategy.comm_stats()
+        figures = trainer.strategy.compression.stats()
         for logger in trainer.loggers:
             logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, row)
         if self.progress_bar:

@@ -76,7 +76,7 @@ def rebuild(
     """
     owned = list(given)
     settings = {
-        str(key): rebuild(str(key), value, known, bases, owned) if _is_built(value) else value
+        str(key): rebuild(str(key), value, known, bases, owned) if _is_built(value) else value  # type: ignore[arg-type]
         for key, value in described.items()
     }
     outside = "class" in settings

@@ -14,6 +14,7 @@ from lightning_compress import checkpoint, failures, snapshot
 from lightning_compress.checkpoint import Files, Save, SavedState
 from lightning_compress.collectives import Collective
 from lightning_compress.compression import Compression
+from lightning_compress.forecast import keep
 
 
 class Resume:
@@ -74,6 +75,8 @@ class Resume:
             Exception: this rank's part cannot be written.
             ExchangeError: another rank's part cannot, or it died.
         """
+        if "optimizer_states" in content and (chosen := keep(compression.settings)):
+            content[checkpoint.CHOSEN] = chosen
         if not compression.active or "optimizer_states" not in content:
             return
         if correction := compression.settings.correction:
@@ -118,9 +121,9 @@ class Resume:
             return ""
         problem, state, common = "", None, 0
         try:
-            if not compression.active:
+            if not compression.active and compression.settings.chosen is None:
                 raise ValueError("this run does not compress, on one rank or with 'none': what was not sent is dropped")
-            state = checkpoint.read(files, self._path, manifest, compression.family, ranks, device)
+            state = checkpoint.read(files, self._path, manifest, compression.settings.families, ranks, device)
             common = snapshot.checksum(state, ["shared"])
         except Exception as error:  # the other ranks wait for word
             problem = str(error) or type(error).__name__

@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lightning_compress.codecs import CODECS, Codec
-from lightning_compress.corrections import CORRECTED, Corrected, Correction
-from lightning_compress.exchanges import EXCHANGES, Auto, Exchange, Hierarchical
+from lightning_compress.arguments import (
+    COMPRESSORS,
+    CompressorLike,
+    ExchangeLike,
+    ScheduleLike,
+    build_compressor,
+    build_exchange,
+    read_dtype,
+    read_norm,
+    read_patterns,
+    read_rules,
+)
+from lightning_compress.automatic import Automatic, Chosen
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.corrections import Corrected, Correction
+from lightning_compress.exchanges import Auto, Exchange, Hierarchical
 from lightning_compress.guards import Guards
-from lightning_compress.kinds import KINDS
 from lightning_compress.layout import Layout
-from lightning_compress.reducers import REDUCERS, Reducer
-from lightning_compress.registry import build, describe, rebuild
-from lightning_compress.rules import Compressor, Method, Rule, Rules
+from lightning_compress.reducers import Reducer
+from lightning_compress.registry import describe, rebuild
+from lightning_compress.rules import Compressor, Method, Rules
 from lightning_compress.schedule import Schedule, changed
-
-COMPRESSORS: dict[str, type[Compressor]] = {**CODECS, **REDUCERS, **CORRECTED}
-"""What ``compressor=`` takes by name."""
-
-CompressorLike = str | Mapping[str, object] | Compressor
-ExchangeLike = str | Mapping[str, object] | Exchange
-ScheduleLike = str | Mapping[str, object] | Schedule | None
-
-
-def build_compressor(compressor: CompressorLike) -> Compressor:
-    """A compressor by name, by ``{"name": ..., **settings}``, or as it is.
-
-    Raises:
-        ValueError: there is no such compressor or setting, or a value is out of range.
-    """
-    built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected))
-    assert isinstance(built, Codec | Reducer | Corrected)
-    return built
-
-
-def build_exchange(exchange: ExchangeLike) -> Exchange:
-    """An exchange by name, by ``{"name": ..., **settings}``, or as it is.
-
-    Raises:
-        ValueError: there is no such exchange or setting.
-    """
-    built = build("exchange", exchange, EXCHANGES, (Exchange,))
-    assert isinstance(built, Exchange)
-    return built
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what travels; must be equal on all ranks."""
+    """Everything that decides what travels; must be equal on all ranks.
 
-    compressor: Compressor
+    Attributes:
+        chosen: what ``compressor="auto"`` became, which ``compressor`` is then; else None.
+    """
+
+    compressor: Compressor | Automatic
     rules: Rules
     exchange: Exchange
     correction: Correction | None
@@ -70,6 +57,7 @@ class Settings:
     local_clip_norm: float | None
     deterministic: bool
     guards: Guards
+    chosen: Chosen | None = None
 
     @property
     def method(self) -> Method:
@@ -79,8 +67,29 @@ class Settings:
     @property
     def family(self) -> str:
         """What state is of: it is good for any settings of the same method."""
+        if self.chosen or isinstance(self.compressor, Automatic):
+            return _AUTO
         parts = (self.correction, self.method)
         return " ".join(type(part).__name__ for part in parts if part is not None)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Of which state a run can go on: what is chosen, and may be chosen, has the same."""
+        candidates = tuple(type(each).__name__ for each in Automatic.candidates)
+        if self.family == _AUTO:
+            return (_AUTO, *candidates)
+        return (self.family, _AUTO) if self.family in candidates else (self.family,)
+
+    @property
+    def works_alone(self) -> bool:
+        """Whether there is something to do on one rank, too."""
+        return self.local_clip_norm is not None or self.correction is not None or self.exchange.optimizes
+
+    @property
+    def plain(self) -> bool:
+        """Whether DistributedDataParallel does all of it by itself."""
+        dense = all(isinstance(method, Dense) for method in self.methods)
+        return dense and not self.deterministic and not self.works_alone
 
     @property
     def dense_steps(self) -> int:
@@ -97,23 +106,44 @@ class Settings:
 
     @property
     def averages(self) -> bool:
-        """Whether what the optimizer is given is a mean of the ranks' gradients, so that it may be added to another."""
-        works = self.correction is not None or self.exchange.optimizes or self.local_clip_norm is not None
-        return not works and all(conserves(method) for method in self.methods)
+        """Whether what the optimizer is given is the mean of the gradients themselves, to which others may be added."""
+        return self.steps_by is None and self.local_clip_norm is None
+
+    @property
+    def _scheduled(self) -> list[Compressor]:
+        """What a schedule makes of the compressor in turn."""
+        return [] if isinstance(self.compressor, Automatic) else self.schedule.compressors(self.compressor)
 
     @property
     def methods(self) -> list[Method]:
-        """All that will compress at some time."""
-        scheduled = self.schedule.compressors(self.compressor)
-        return [*self.rules.methods, *(_parts(each)[0] for each in scheduled)]
+        """All that will compress at some time, or may be chosen to."""
+        if isinstance(self.compressor, Automatic):
+            return [*self.rules.methods, *self.candidates]
+        return [*self.rules.methods, *(_parts(each)[0] for each in self._scheduled)]
 
     @property
-    def steps_by(self) -> Compressor | Exchange | None:
+    def steps_by(self) -> Compressor | Automatic | Exchange | None:
         """What gives the optimizer anything else than a mean of gradients: a velocity, a step of Adam, a vote."""
         if self.correction is not None:
             return self.compressor
-        votes = [each for each in self.methods if isinstance(each, Reducer) and not each.conserves]
+        votes = [each for each in self.methods if not conserves(each)]
         return votes[0] if votes else self.exchange if self.exchange.optimizes else None
+
+    @property
+    def candidates(self) -> list[Codec]:
+        """What ``compressor="auto"`` can become with this exchange, from safe to coarse."""
+        first, *others = Automatic.candidates
+        carried: list[Codec] = [first]  # which needs no exchange
+        for each in others:
+            with contextlib.suppress(ValueError):
+                self.exchange.check(each)
+                carried.append(each)
+        return carried
+
+    def become(self, chosen: Chosen) -> Settings:
+        """The same with what was chosen."""
+        rules = dataclasses.replace(self.rules, method=chosen.codec)
+        return dataclasses.replace(self, compressor=chosen.codec, rules=rules, chosen=chosen)._checked()
 
     def _checked(self) -> Settings:
         """With error feedback on if the rules' methods ask for it.
@@ -130,7 +160,7 @@ class Settings:
                 )
             elif self.feeds_back(method) and not method.conserves:
                 raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
-        for given in (self.compressor, *self.schedule.compressors(self.compressor)):
+        for given in (self.compressor, *self._scheduled):
             _, correction = _parts(given)
             if correction and self.exchange.hands_over and correction.masks:
                 raise ValueError(
@@ -167,6 +197,8 @@ class Settings:
             ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
+        if isinstance(given, Automatic):
+            _check_automatic(given, error_feedback, schedule)
         method, correction = _parts(given)
         if correction and isinstance(pattern, Hierarchical):
             raise ValueError(
@@ -190,21 +222,26 @@ class Settings:
                 raise ValueError(f"{name}={value!r} must be true or false")
         made = cls(
             compressor=given,
-            rules=Rules(method, min_numel, _patterns("exclude", exclude), _rules(rules)),
+            rules=Rules(method, min_numel, read_patterns("exclude", exclude), read_rules(rules)),
             exchange=pattern.fixed() if deterministic else pattern,
             correction=correction,
             error_feedback=bool(error_feedback),
             as_needed=error_feedback is None,
             warmup_steps=warmup_steps,
             seed=seed,
-            schedule=Schedule.of(schedule, given),
+            schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
             residual_decay=float(residual_decay),
             residual_follows_lr=residual_follows_lr,
-            residual_dtype=_dtype(residual_dtype),
-            local_clip_norm=_norm(local_clip_norm, given),
+            residual_dtype=read_dtype(residual_dtype),
+            local_clip_norm=read_norm(local_clip_norm, given),
             deterministic=deterministic,
             guards=Guards(on_nonfinite, on_drift, check_drift_every),
         )
+        if isinstance(given, Automatic) and len(made.candidates) == 1:
+            raise ValueError(
+                f"exchange={pattern} carries none of what compressor='auto' chooses among "
+                f"({', '.join(map(str, Automatic.candidates))}); name a compressor, or use exchange='auto'"
+            )
         return made._checked()
 
     def bound(self, kinds: Mapping[str, str]) -> Settings:
@@ -223,7 +260,10 @@ class Settings:
         Raises:
             ValueError: see ``Compression.retune``.
         """
-        given = changed(self.compressor if compressor is None else build_compressor(compressor), changes)
+        built = self.compressor if compressor is None else build_compressor(compressor)
+        if isinstance(built, Automatic):
+            raise ValueError(f"{built} is chosen once, when a run begins, and has no settings after that; name another")
+        given = changed(built, changes)
         method, correction = _parts(given)
         if type(correction) is not type(self.correction):
             raise ValueError(
@@ -238,16 +278,25 @@ class Settings:
             "compressor": describe(self.compressor, COMPRESSORS),
             "error_feedback": self.error_feedback,
             "measured": self.exchange.measured(),
+            "chosen": self.chosen and self.chosen.as_primitives(),
         }
 
     def resumed(self, running: Mapping[str, object]) -> Settings:
         """The same with what ``running`` gave in an earlier run.
 
+        What the user names is what runs, and what was chosen goes on where it was chosen. A compressor that somebody
+        changed in the middle of the run goes on, too.
+
         Raises:
             ValueError: see ``retuned``.
         """
-        compressor, feedback = running["compressor"], bool(running["error_feedback"])
-        settings = self if compressor is None else self.retuned(self._rebuilt(compressor), {})
+        compressor, feedback, before = running["compressor"], bool(running["error_feedback"]), running.get("chosen")
+        if not isinstance(before, Mapping | None):
+            raise ValueError(f"the state has no mapping of what was chosen, but {type(before).__name__}")
+        goes_on = (before is None) == (self.chosen is None)
+        if goes_on and before is not None and self.chosen is not None:
+            goes_on = self.chosen.was_here(before) or compressor != before.get("compressor")
+        settings = self if compressor is None or not goes_on else self.retuned(self._rebuilt(compressor), {})
         measured = running.get("measured")
         if not isinstance(measured, Mapping | None):
             raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
@@ -258,7 +307,7 @@ class Settings:
         """The compressor of an earlier run; one from outside is of a class that this run was given, or refused."""
         if not isinstance(described, Mapping):
             raise ValueError(f"the state has no mapping of the compressor, but {type(described).__name__}")
-        given = [self.compressor, *self.rules.methods, *self.schedule.compressors(self.compressor)]
+        given = [self.compressor, *self.rules.methods, *self._scheduled]
         built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
         if not isinstance(built, Codec | Reducer | Corrected):
             raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
@@ -274,54 +323,21 @@ def conserves(method: Method) -> bool:
     return isinstance(method, Codec) or method.conserves
 
 
-def _parts(compressor: Compressor) -> tuple[Method, Correction | None]:
+_AUTO = "auto"
+"""The family of runs whose compressor is chosen."""
+
+
+def _check_automatic(given: Automatic, error_feedback: object, schedule: object) -> None:
+    if error_feedback:
+        raise ValueError(
+            f"error_feedback={error_feedback!r}: {given} chooses among methods that need none; set it to null, or name "
+            "a compressor"
+        )
+    if schedule is not None:
+        raise ValueError(f"schedule={schedule!r}: {given} has no settings that could change; name a compressor")
+
+
+def _parts(compressor: Compressor | Automatic) -> tuple[Method, Correction | None]:
+    if isinstance(compressor, Automatic):
+        return Automatic.candidates[0], None  # until it is chosen
     return (compressor.codec, compressor.correction) if isinstance(compressor, Corrected) else (compressor, None)
-
-
-def _rules(given: object) -> tuple[Rule, ...]:
-    """Rules as a user writes them: ``[{match: pattern(s), kind: kind, compressor: ...}, ...]``."""
-    if given is not None and (not isinstance(given, Iterable) or isinstance(given, str | Mapping)):
-        raise ValueError(f"rules={given!r} must be a list, such as [{{kind: embedding, compressor: bf16}}]")
-    made = []
-    for each in given or ():
-        if not isinstance(each, Mapping) or not {"compressor"} <= each.keys() <= {"match", "kind", "compressor"}:
-            raise ValueError(f"the rule {each!r} must be a mapping with compressor, and match or kind or both")
-        match, kind, method = each.get("match"), each.get("kind"), build_compressor(each["compressor"])
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"the rule {each!r}: kind={kind!r} must be one of {', '.join(KINDS)}")
-        if isinstance(method, Corrected):
-            raise ValueError(
-                f"the rule {each!r}: {method} takes a part of the optimizer's work for all parameters; "
-                "give it as compressor= and put the others into rules"
-            )
-        patterns = _patterns("match", [match] if isinstance(match, str) else match)
-        if not patterns and kind is None:
-            raise ValueError(f"the rule {each!r} must say which parameters: match, kind, or both")
-        made.append(Rule(method, patterns, None if kind is None else str(kind)))
-    return tuple(made)
-
-
-def _dtype(given: object) -> torch.dtype:
-    for dtype in (torch.float32, torch.bfloat16):
-        if given in (dtype, str(dtype).removeprefix("torch.")):
-            return dtype
-    raise ValueError(f"residual_dtype={given!r} must be 'float32' or 'bfloat16'")
-
-
-def _norm(given: object, compressor: Compressor) -> float | None:
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
-        raise ValueError(f"local_clip_norm={given!r} must be a norm above 0, or null for no clipping")
-    if getattr(compressor, "clip", None) is not None:
-        raise ValueError(f"local_clip_norm={given!r}: {compressor} clips by itself; set one of the two to null")
-    return float(given)
-
-
-def _patterns(what: str, given: object) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise ValueError(f"{what}={given!r} must be a list of patterns; write {what}=[{given!r}]")
-    patterns = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"{what}={given!r} must be a list of name patterns, such as ['head.*', '*.bias']")
-    return tuple(map(str, patterns))

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_compress import checks, failures
-from lightning_compress.checkpoint import SavedState
+from lightning_compress.arguments import COMPRESSORS
+from lightning_compress.automatic import Automatic
+from lightning_compress.checkpoint import CHOSEN, SavedState
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.compression import Compression
@@ -23,7 +25,7 @@ from lightning_compress.entry import check_setup, compress
 from lightning_compress.exchanges import Exchange
 from lightning_compress.reducers import Reducer
 from lightning_compress.resume import Resume
-from lightning_compress.settings import COMPRESSORS, Settings
+from lightning_compress.settings import Settings
 
 _VARIANTS: dict[str, dict[str, object]] = {
     "": {},
@@ -44,7 +46,7 @@ class CompressedDDPMixin(_Base):
 
     def __init__(
         self,
-        compressor: Codec | Reducer | Corrected | str | dict[str, Any] = "bf16",
+        compressor: Codec | Reducer | Corrected | Automatic | str | dict[str, Any] = "auto",
         exchange: Exchange | str | dict[str, Any] = "auto",
         error_feedback: bool | None = None,
         warmup_steps: int = 0,
@@ -89,6 +91,7 @@ class CompressedDDPMixin(_Base):
         )
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
+        self._kept: object = None
 
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot work, on every rank, before DistributedDataParallel is built."""
@@ -100,9 +103,33 @@ class CompressedDDPMixin(_Base):
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
         super().setup(trainer)
+        self._kept = None
         if fitting:
             self._check_optimizers()
             self._watch_clipping()
+            self._log_hyperparameters(trainer)
+
+    def _log_hyperparameters(self, trainer: Any) -> None:
+        """Tell all loggers what runs, with the module's own: where a logger keeps one call of several, it has all."""
+        made = self.compression.forecast
+        holders = [each for each in (self.lightning_module, trainer.datamodule) if each is not None]
+        theirs = {
+            name: value
+            for each in holders
+            if each._log_hyperparams
+            for name, value in each.hparams_initial.items()
+            if name != "_class_path"  # LightningCLI's own
+        }
+        for logger in trainer.loggers if made and self.is_global_zero else ():
+            logger.log_hyperparams(theirs | made.hyperparameters())
+
+    def on_train_start(self) -> None:
+        """Say what runs, once everything is restored."""
+        super().on_train_start()
+        if self._compression is not None and self._compression.forecast:
+            rank_zero_info(self._compression.forecast.line)
+            if self._compression.forecast.warning:
+                rank_zero_warn(self._compression.forecast.warning)
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
@@ -134,7 +161,7 @@ class CompressedDDPMixin(_Base):
         assert isinstance(self.model, DistributedDataParallel)
         assert self.lightning_module is not None
         manual = not self.lightning_module.automatic_optimization  # else every average is for one step
-        self._compression = compress(self.model, self._settings, self._loss_scale, accumulates=manual)
+        self._compression = compress(self.model, self._settings, self._loss_scale, self._kept, accumulates=manual)
 
     def _loss_scale(self) -> torch.Tensor | None:
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
@@ -164,7 +191,9 @@ class CompressedDDPMixin(_Base):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint; what is beside it is restored with the optimizers."""
         self._resume.remember(str(checkpoint_path))
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        content = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._kept = content.get(CHOSEN)
+        return content
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers and the state of the compression."""
@@ -190,13 +219,13 @@ class CompressedDDPMixin(_Base):
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
 
-    def comm_stats(self) -> dict[str, float]:
-        """Traffic of the last step and in total, see ``Compression.stats``.
+    def comm_stats(self) -> dict[str, Any]:
+        """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.
 
         Raises:
             RuntimeError: there is no fit under way.
         """
-        return self.compression.stats()
+        return self.compression.stats() | {"summary": self.compression.summary}
 
     @property
     def compression(self) -> Compression:
@@ -245,11 +274,12 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
     """DistributedDataParallel whose gradient averaging is compressed.
 
     Args:
-        compressor: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``), or a codec. The default,
-            ``bf16``, halves the traffic, has float32's range, and is safe with any optimizer and in a short run;
-            everything stronger is a choice that depends on the optimizer and on the length of the run.
+        compressor: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``), or a codec; what is named
+            always compresses. The default, ``auto``, measures the link and chooses among float32, ``bf16`` and
+            ``rotated`` at 8 or 4 bits, which are safe with any optimizer and in a short run: see ``Automatic``.
+            Everything stronger is a choice that depends on the optimizer and on the length of the run.
         exchange: the pattern in which messages travel, by name, mapping or object. ``auto`` measures the
-            link once and takes what a cost model says, float32 where compression does not pay: see ``Auto``.
+            link once and takes what a cost model says: see ``Auto``.
         error_feedback: add what was not sent to the next gradient. None: on exactly for methods that are biased
             (topk, onebit), whose theory needs it, and off for casts, where it would gain little for 8 bytes a
             parameter.

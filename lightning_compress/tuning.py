@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 
+from lightning_compress.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.courses import Progress
 from lightning_compress.registry import describe
-from lightning_compress.settings import COMPRESSORS, CompressorLike, Settings
+from lightning_compress.settings import Settings
 
 
 class Tuning:

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.exchanges import Auto
 from recipes.resnet.digits import Digits
 from recipes.resnet.module import ResNetModule
 
@@ -72,8 +71,7 @@ def run(compressor: str | dict[str, object], epochs: int = EPOCHS) -> Result:
     """
     seed_everything(0, workers=True, verbose=False)
     timer = StepTimer()
-    always = Auto(fallback="never")  # between two processes of one machine float32 would be faster
-    strategy = CompressedDDPStrategy(compressor=compressor, exchange=always, process_group_backend="gloo")
+    strategy = CompressedDDPStrategy(compressor=compressor, process_group_backend="gloo")
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
+from lightning_compress.arguments import build_exchange
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import World
 from lightning_compress.group import Group, Scratch
 from lightning_compress.meter import Meter
-from lightning_compress.settings import Settings, build_exchange
+from lightning_compress.settings import Settings
 from tests.corrections.helpers import (
     COMPRESSED,
     CPU,

@@ -1,6 +1,8 @@
 """What ``exchange="auto"`` measures, chooses, says and keeps."""
 
 import logging
+import socket
+import threading
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
-from lightning_compress.costs import COPIES, UNKNOWN, Link, Speeds
+from lightning_compress.costs import CODES, COPIES, UNKNOWN, Link, Speeds
 from lightning_compress.exchanges import Auto, Hierarchical, probe
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
@@ -90,22 +92,22 @@ def test_latency_decides_too():
 
 @pytest.mark.parametrize("codec", [OneBit(), TopK(0.01), BF16()], ids=repr)
 @pytest.mark.parametrize("ranks", [2, 5])
-def test_dense_where_nothing_pays_unless_told_not_to(ranks, codec):
-    assert "of float32, since" in chosen(ranks, Auto(link=FAST), codec)
-    assert "float32" not in chosen(ranks, Auto("never", FAST), codec)
+def test_dense_where_nothing_pays_only_if_told_to(ranks, codec):
+    assert "of float32, since" in chosen(ranks, Auto("dense", FAST), codec)
+    assert "float32" not in chosen(ranks, Auto(link=FAST), codec)
 
 
-def test_dense_where_it_sends_less_unless_told_not_to():
-    assert "float32, since all_gather would send" in chosen(3, Auto(link=SLOW), TopK(0.5))
-    assert chosen(3, Auto("never", SLOW), TopK(0.5)) == "all_gather"
+def test_dense_where_it_sends_less_only_if_told_to():
+    assert "float32, since all_gather would send" in chosen(3, Auto("dense", SLOW), TopK(0.5))
+    assert chosen(3, Auto(link=SLOW), TopK(0.5)) == "all_gather"
 
 
 def test_ranks_that_measure_otherwise_choose_alike(world):
     world([SLOW, FAST, FAR, FAST], BUSY)
-    found = run_threads(4, lambda collective: plan(Auto(), collective, OneBit()).description)
+    found = run_threads(4, lambda collective: plan(Auto("dense"), collective, OneBit()).description)
     assert found == ["two_shot"] * 4  # as rank 0's link says
     world([FAST, SLOW, SLOW, SLOW], BUSY)
-    found = run_threads(4, lambda collective: plan(Auto(), collective, OneBit()).description)
+    found = run_threads(4, lambda collective: plan(Auto("dense"), collective, OneBit()).description)
     assert all("of float32" in each for each in found)
 
 
@@ -133,7 +135,7 @@ def test_one_object_for_all_threads(world):
     assert auto.measured()["links"] == {"ranks": [SLOW.latency_s, SLOW.bytes_per_s]}
 
 
-@pytest.mark.parametrize("exchange", [Auto(), Auto("never")])
+@pytest.mark.parametrize("exchange", [Auto(), Auto("dense")])
 def test_one_rank_measures_nothing(world, exchange):
     calls = world(SLOW, BUSY)
     assert plan(exchange, LocalCollective(), OneBit()).description == "all_reduce"
@@ -149,15 +151,18 @@ def test_a_given_link_measures_nothing(world):
 def test_the_log_says_what_and_why(caplog):
     with caplog.at_level(logging.INFO, "lightning_compress"):
         chosen(4, Auto(link=SLOW), OneBit())
-        chosen(4, Auto(link=FAST), OneBit())
-    first, second = caplog.records  # rank 0 only
+        chosen(4, Auto("dense", FAST), OneBit())
+        chosen(3, Auto("dense", SLOW), TopK(0.5))
+    first, second, third = caplog.records  # rank 0 only
     assert first.levelno == logging.INFO
     assert "two_shot: " in first.message
     for words in (" bytes a rank for 262144 elements", "all_gather", "float32", "80 Mbit/s and 1 us"):
         assert words in first.message
     assert second.levelno == logging.WARNING
     assert "all_reduce of float32, since " in second.message
-    assert "'fallback': 'never'" in second.message
+    assert "without fallback='dense'" in second.message
+    assert third.levelno == logging.WARNING
+    assert "all_reduce of float32, since all_gather would send " in third.message
 
 
 def test_nodes_are_looked_at_where_there_are_some():
@@ -188,19 +193,107 @@ def test_between_nodes_all_decide_alike(world):
 
 def test_what_was_measured_is_kept_by_settings(world):
     world(SLOW, COPIES)
-    settings = [Settings.of("onebit") for _ in range(4)]
+    dense = {"name": "auto", "fallback": "dense"}
+    settings = [Settings.of("onebit", dense) for _ in range(4)]
     before = run_threads(
         4, lambda collective: plan(settings[collective.rank].exchange, collective, OneBit()).description
     )
     running = settings[0].running()
     calls = world(FAST, BUSY)
     calls.clear()
-    resumed = [Settings.of("onebit").resumed(running) for _ in range(4)]
+    resumed = [Settings.of("onebit", dense).resumed(running) for _ in range(4)]
     after = run_threads(4, lambda collective: plan(resumed[collective.rank].exchange, collective, OneBit()).description)
     assert before == after == ["two_shot"] * 4
     assert not calls
-    anew = run_threads(4, lambda collective: plan(Auto(), collective, OneBit()).description)
+    anew = run_threads(4, lambda collective: plan(Auto("dense"), collective, OneBit()).description)
     assert "float32" in anew[0]  # what it would have been
+
+
+class Elsewhere:
+    """Host names as a job's ranks have them."""
+
+    def __init__(self, monkeypatch):
+        self._names, self._monkeypatch = threading.local(), monkeypatch
+
+    def run(self, hosts, job):
+        def named(collective):
+            self._names.own = hosts[collective.rank]
+            return job(collective)
+
+        self._monkeypatch.setattr(socket, "gethostname", lambda: self._names.own)
+        return run_threads(len(hosts), named)
+
+
+HERE = ["a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "again"),
+    [(HERE, False), (["a", "b"], True), (["b", "b"], True), (["a", "a", "a"], True), (["a", "a", "b", "b"], True)],
+    ids=str,
+)
+def test_figures_do_not_outlive_the_cluster(world, monkeypatch, hosts, again):
+    elsewhere = Elsewhere(monkeypatch)
+    world(FAST, COPIES)  # as the loopback of one node
+    own = [Auto() for _ in HERE]
+    elsewhere.run(HERE, lambda collective: plan(own[collective.rank], collective, OneBit()))
+    kept = own[0].measured()
+    calls = world(SLOW, CODES)
+    calls.clear()
+    resumed = [Auto().given(kept) for _ in hosts]
+    elsewhere.run(hosts, lambda collective: plan(resumed[collective.rank], collective, OneBit()))
+    found = resumed[-1].measured()
+    assert all(each.measured() == found for each in resumed)
+    link = SLOW if again else FAST
+    assert found["links"]["ranks"] == [link.latency_s, link.bytes_per_s]
+    assert found["cluster"]["ranks"] == len(hosts)
+    assert found["cluster"]["nodes"] == len(set(hosts))
+    assert sorted(set(calls)) == (["Dense", "OneBit", "link"] if again else [])
+    calls.clear()
+    elsewhere.run(hosts, lambda collective: plan(resumed[collective.rank], collective, OneBit()))
+    assert not calls  # once
+
+
+def test_one_object_for_all_threads_moves_too(world, monkeypatch):
+    elsewhere = Elsewhere(monkeypatch)
+    world(FAST, COPIES)
+    own = [Auto() for _ in HERE]
+    elsewhere.run(HERE, lambda collective: plan(own[collective.rank], collective, OneBit()))
+    world(SLOW, CODES)
+    shared = Auto().given(own[0].measured())
+    elsewhere.run(["a", "b", "c"], lambda collective: plan(shared, collective, OneBit()))
+    assert shared.measured()["links"] == {"ranks": [SLOW.latency_s, SLOW.bytes_per_s]}
+
+
+def test_one_node_that_goes_on_as_eight_compresses_again(world, monkeypatch):
+    elsewhere = Elsewhere(monkeypatch)
+    world(FAST, COPIES)
+    own = [Auto("dense") for _ in range(8)]
+
+    def job(autos):
+        return lambda collective: plan(autos[collective.rank], collective, OneBit()).description
+
+    assert "of float32" in elsewhere.run(["one"] * 8, job(own))[0]
+    world(SLOW, CODES)
+    resumed = [Auto("dense").given(own[0].measured()) for _ in range(8)]
+    found = elsewhere.run([f"node{rank}" for rank in range(8)], job(resumed))
+    assert found == ["two_shot"] * 8
+
+
+def test_speeds_are_of_codecs_as_they_are_set(world):
+    calls = world(SLOW, COPIES)
+    auto = [Auto() for _ in range(2)]
+
+    def rank(collective):
+        for codec in (TopK(0.01), TopK(0.1), TopK(0.01, indices="rice"), QSGD(4), QSGD(8), QSGD(4, coding="elias")):
+            plan(auto[collective.rank], collective, codec)
+        return auto[collective.rank].measured()["speeds"]
+
+    first, second = run_threads(2, rank)
+    assert first == second
+    assert calls.count("TopK") == 2 * 2  # a schedule of numbers brings no new figures into a run
+    assert calls.count("QSGD") == 2 * 2
+    assert len(first) == 5
 
 
 @pytest.mark.parametrize(
@@ -212,6 +305,7 @@ def test_what_was_measured_is_kept_by_settings(world):
         {"links": {"ranks": [1.0, 1.0]}, "speeds": {}, "node_size": 2},
         {"links": {"ranks": [1.0, 1.0]}, "speeds": {"OneBit": [1.0, -1.0, 0.0]}, "node_size": 1},
         {"links": [1.0], "speeds": {}, "node_size": 1},
+        {"links": {"ranks": [1.0, 1.0]}, "speeds": {}, "node_size": 1, "cluster": {"ranks": 2}},
         {"links": {}, "speeds": {}, "node_size": "two"},
         {"speeds": {}},
     ],
@@ -228,7 +322,7 @@ def _run(steps, link, state=None):
     torch.manual_seed(0)
     net = nn.Linear(512, 64)
     model = DistributedDataParallel(net)
-    compression = attach(model, {"name": "topk", "density": 0.01})
+    compression = attach(model, {"name": "topk", "density": 0.01}, Auto("dense"))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if state:
         net.load_state_dict(state[0])

@@ -10,8 +10,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_compress import CompressedDDPStrategy
+from lightning_compress.arguments import COMPRESSORS
 from lightning_compress.codecs import OneBit, TopK
-from lightning_compress.settings import COMPRESSORS
 from tests.helpers.training import Net, digits, loader, parameters
 
 CLASS_PATH = "lightning_compress.CompressedDDPStrategy"

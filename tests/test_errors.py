@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
+from lightning_compress.arguments import COMPRESSORS
+from lightning_compress.automatic import Automatic
 from lightning_compress.codecs import Codec
 from lightning_compress.corrections import Corrected
 from lightning_compress.reducers import Reducer
-from lightning_compress.settings import COMPRESSORS
 from tests.helpers.training import Net, fit
 
 
@@ -21,7 +22,7 @@ from tests.helpers.training import Net, fit
     [
         (
             {"compressor": "nosuch"},
-            "unknown compressor 'nosuch'; there are: none, fp16, bf16, topk, onebit, efsign, qsgd, rotated, ",
+            "unknown compressor 'nosuch'; there are: auto, none, fp16, bf16, topk, onebit, efsign, qsgd, rotated, ",
         ),
         ({"bucket_cap": 3}, "CompressedDDPStrategy has no argument 'bucket_cap'; did you mean 'bucket_cap_mb'?"),
         ({"warm_up_steps": 3}, "has no argument 'warm_up_steps'; did you mean 'warmup_steps'?"),
@@ -34,6 +35,11 @@ from tests.helpers.training import Net, fit
         ({"compressor": {"name": "topk", "density": 0.0}}, "density"),
         ({"compressor": {"name": "topk", "density": 1.5}}, "density"),
         ({"compressor": {"name": "onebit", "block": 100}}, "multiple of 8"),
+        ({"compressor": {"name": "auto", "gain": 1.0}}, "gain=1.0"),
+        ({"error_feedback": True}, "chooses among methods that need none"),
+        ({"schedule": {"density": {0: 0.1}}}, "has no settings that could change"),
+        ({"exchange": "split_gather"}, "carries none of what compressor='auto' chooses among"),
+        ({"rules": [{"kind": "conv", "compressor": "auto"}]}, "a rule names its compressor"),
         ({"exchange": "ring"}, "unknown exchange 'ring'; there are: auto, all_reduce, all_gather, two_shot"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"min_numel": 1.5}, "min_numel=1.5"),
@@ -55,7 +61,8 @@ def test_refused_at_construction(arguments, message):
 
 
 def test_every_compressor_has_a_name():
-    concrete = {each for base in (Codec, Reducer, Corrected) for each in _subclasses(base) if not each.__subclasses__()}
+    bases = (Codec, Reducer, Corrected, Automatic)
+    concrete = {each for base in bases for each in (base, *_subclasses(base)) if not each.__subclasses__()}
     assert {each for each in concrete if each.__module__.startswith("lightning_compress")} == set(COMPRESSORS.values())
 
 

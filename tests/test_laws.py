@@ -10,7 +10,8 @@ import torch
 from lightning_compress import bridge
 from lightning_compress.codecs import ATOMO, CODECS, QSGD, Codec, Dense, Natural, RandomK, Rotated, TernGrad
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
-from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Hierarchical
+from lightning_compress.costs import Link
+from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Exchange, Hierarchical, probe
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
@@ -38,15 +39,16 @@ PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Hierarchical("b
 
 
 def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
-    """The plan of a group as the rules make it: a dense stretch, then the method's."""
+    """The plan of a group as the rules make it, by an exchange or its name: a dense stretch, then the method's."""
+    pattern = exchange if isinstance(exchange, Exchange) else PATTERNS[exchange]
     stretches = [Stretch(Dense(), dense, 0), Stretch(method, large, dense.numel)]
     layout = Layout.of((segment.name, segment.shape) for part in (dense, large) for segment in part.segments)
-    kept = {f"exchange.{name}": each for name, each in PATTERNS[exchange].state(layout).items()}
+    kept = {f"exchange.{name}": each for name, each in pattern.state(layout).items()}
     states = {
         name: State(each.layout, CPU, each.initial, each.holder)
         for name, each in {**bridge.declared(stretches), **kept}.items()
     }
-    return bridge.plan_group(stretches, PATTERNS[exchange], World(collective, CPU, meter), states)
+    return bridge.plan_group(stretches, pattern, World(collective, CPU, meter), states)
 
 
 def vector(rank, seed=0):
@@ -230,7 +232,18 @@ def test_two_shot_traffic_does_not_grow_with_the_ranks(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_auto_never_sends_more_than_dense(case):
     for size in (2, 3, 8, 16):
-        assert outcome(case.codec, "auto", size).promised[0] <= outcome(Dense(), "all_reduce", size).promised[0]
+        sent = outcome(case.codec, Auto(fallback="dense"), size).promised[0]
+        assert sent <= outcome(Dense(), "all_reduce", size).promised[0]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "none"], ids=lambda case: case.name)
+def test_what_is_named_compresses(case, monkeypatch):
+    monkeypatch.setattr(probe, "time_link", lambda collective, device: Link(1e-7, 1e13))  # where nothing pays
+    for size in (2, 3, 8):
+        meter = Meter(CPU)
+        plans = run_threads(size, lambda ranks, meter=meter: group_plan(case.codec, Auto(), ranks, meter))
+        compressed = slice(DENSE.numel, DENSE.numel + LARGE.numel)
+        assert not any(plan.is_dense(compressed) for plan in plans)
 
 
 UNBIASED = [case.codec for case in unbiased_cases()] + [QSGD(), QSGD(2), QSGD(8), Rotated(), Natural(), TernGrad(None)]

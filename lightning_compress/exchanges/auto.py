@@ -14,11 +14,12 @@ from torch import Tensor
 from lightning_compress import costs
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
+from lightning_compress.collectives.counting import all_reduce_rounds
 from lightning_compress.costs import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.base import Exchange, ExchangePlan
-from lightning_compress.exchanges.probe import Measured
+from lightning_compress.exchanges.base import META, Exchange, ExchangePlan
+from lightning_compress.exchanges.probe import Measured, kind_of
 from lightning_compress.exchanges.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 from lightning_compress.keys import mix
@@ -54,17 +55,20 @@ class Auto(Exchange):
 
     For sparse messages it is all-gather or split-gather from 4 ranks on. Where there are several nodes, the same
     between nodes is looked at as well (``hierarchical``). The way that sends least is taken, unless another one is
-    predicted to take a tenth less time (``costs``). Where nothing pays (a fast link, a slow codec), or all of it would
-    send more bytes than a float32 all-reduce (a sparsifier at many ranks), the group travels dense, uncompressed.
-    Sections of several methods share one message, or go each the way that suits it where that saves time. The choice is
-    logged once a group on rank 0.
+    predicted to take a tenth less time (``costs``). Sections of several methods share one message, or go each the way
+    that suits it where that saves time. The choice is logged once a group on rank 0.
+
+    Who names a compressor has it. With ``fallback="dense"`` alone a group travels as float32 where nothing pays (a fast
+    link, a slow codec), or where all of it would send more bytes than a float32 all-reduce (many ranks).
 
     The link and the codecs are measured when the first group is made, which takes below a second; the figures of rank 0
-    decide on all ranks, and go with the checkpoint, so that a resumed run chooses as before. Two runs of the same
-    script may measure, and choose, otherwise, and then differ in rounding: set ``link`` where they must not.
+    decide on all ranks, and go with the checkpoint, so that a resumed run chooses as before; with other ranks or on
+    other hosts they are measured again. Two runs of the same script may measure, and choose, otherwise, and then differ
+    in rounding: set ``link`` where they must not.
 
     Args:
-        fallback: "dense", or "never": compress whatever it costs.
+        fallback: "never": compress, whatever it costs; "dense": send float32 where compressing does not pay, which
+            the noise of a measurement may decide.
         link: what it is, as a mapping of ``latency_s`` and ``bytes_per_s``; then nothing is measured, and codecs are
             taken for good ones on a CPU. None: measured.
         node_size: ranks of a node, which are neighbours in the order of ranks; 1: nodes do not matter; None: those with
@@ -74,7 +78,7 @@ class Auto(Exchange):
         ValueError: a setting is none of these.
     """
 
-    fallback: Fallback = "dense"
+    fallback: Fallback = "never"
     link: Link | Mapping[str, float] | None = None
     node_size: int | None = None
 
@@ -118,7 +122,7 @@ class Auto(Exchange):
 
     def measure(self, codecs: Sequence[Codec], collective: Collective, world: Collective, device: torch.device) -> None:
         """See ``Exchange.measure``."""
-        if self.link is None and collective.size > 1:
+        if self.link is None and collective.size > 1 and device != META:  # where it was measured before
             self._measured.look(codecs, collective, world, device, self.node_size)
             counts = collective.size, collective.size // self._nodes(collective.size)
             sums = [codec.refined(count) for codec in codecs for count in counts]
@@ -130,18 +134,40 @@ class Auto(Exchange):
         if collective.size == 1:
             return _dense(sections, world)
         self.measure([section.codec for section in sections], collective, collective, world.device)
+        choice = self._best(sections, world)
+        if collective.rank == 0 and world.device != META:
+            self._say(choice, sections)
+        return choice.plan
+
+    def seconds(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> float:
+        """What one exchange of such vectors is predicted to take, without the memory for it; all ranks come.
+
+        No way is taken to have fewer rounds than an all-reduce: a transport sums little in fewer, too.
+
+        Args:
+            sections: what the vectors consist of.
+            world: the ranks, two or more.
+            way: the pattern; None: the best.
+        """
+        self.measure([section.codec for section in sections], world.collective, world.collective, world.device)
+        dry = world if way is not None and way.talks else world._replace(device=META)
+        offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
+        spared = all_reduce_rounds(world.collective.size) - offer.plan.rounds
+        link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]
+        return offer.seconds + max(0, spared) * link.latency_s
+
+    def _best(self, sections: Sequence[Section], world: World) -> _Offer:
+        """All in one message, or each its own way where that saves time."""
         choice = self._together(sections, world)
         ways: dict[str, list[Section]] = {}
         for section in sections:
-            ways.setdefault(_kind(section.codec, collective.size), []).append(section)
+            ways.setdefault(_kind(section.codec, world.collective.size), []).append(section)
         if len(ways) > 1:
             numels = [sum(section.layout.numel for section in each) for each in ways.values()]
             apart = _Offer.apart([self._together(each, world) for each in ways.values()], numels)
             if apart.seconds < GAIN * choice.seconds and apart.plan.bytes_sent < choice.plan.bytes_sent:
                 choice = apart
-        if collective.rank == 0:
-            self._say(choice, sections)
-        return choice.plan
+        return choice
 
     def _together(self, sections: Sequence[Section], world: World) -> _Offer:
         """One message for all of them, the best way; dense where that is less."""
@@ -161,6 +187,7 @@ class Auto(Exchange):
             dense.plan.description += (
                 f" of float32, since {usual.plan.description} would send {usual.plan.bytes_sent:,} bytes"
             )
+            dense.fell_back = True
             return dense
         best = min(allowed, key=lambda offer: offer.seconds)
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
@@ -168,7 +195,7 @@ class Auto(Exchange):
         best.others = [str(each) for each in (*offers, dense) if each is not best]
         if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
             dense.plan.description += f" of float32, since {best.plan.description} would save too little"
-            dense.slow = True
+            dense.fell_back = True
             return dense
         return best
 
@@ -185,7 +212,7 @@ class Auto(Exchange):
             price = costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
         else:
             links = self._measured.links
-            link = links["between"] if plan.inner_rounds else links["ranks"]
+            link = links.get("between", links["ranks"]) if plan.inner_rounds else links["ranks"]
             price = costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
         through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
         return _Offer(plan, price + through)
@@ -193,7 +220,7 @@ class Auto(Exchange):
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:
             return COPIES if isinstance(codec, Dense) else LISTS if codec.sparse else CODES
-        return self._measured.speeds[type(codec).__name__]
+        return self._measured.speeds[kind_of(codec)]
 
     def _nodes(self, ranks: int) -> int:
         """Ranks of a node; 1 where nodes do not matter."""
@@ -206,9 +233,9 @@ class Auto(Exchange):
         link = self.link or self._measured.links["ranks"]
         said = f"{choice.plan.description}: {choice.plan.bytes_sent:,} bytes a rank for {numel} elements"
         said += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
-        if choice.slow and "slow" not in self._told:
-            self._told.add("slow")
-            log.warning("%s; exchange={'name': 'auto', 'fallback': 'never'} compresses all the same", said)
+        if choice.fell_back and "fell back" not in self._told:
+            self._told.add("fell back")
+            log.warning("%s; exchange='auto' without fallback='dense' compresses all the same", said)
         else:
             log.info("%s", said)
 
@@ -221,8 +248,8 @@ class _Offer:
     seconds: float
     name: str = ""
     others: Sequence[str] = ()
-    slow: bool = False
-    """Compression was dropped because it would save too little."""
+    fell_back: bool = False
+    """Compression was dropped."""
 
     def __str__(self) -> str:
         return f"{self.name or self.plan.description} {1e3 * self.seconds:.2f} ms"
@@ -237,8 +264,8 @@ class _Offer:
         """One after the other, for so many elements each."""
         shares = [numel / max(1, sum(numels)) for numel in numels]
         others = [other for offer in offers for other in offer.others]
-        seconds, slow = sum(offer.seconds for offer in offers), any(offer.slow for offer in offers)
-        return cls(_Apart([offer.plan for offer in offers], shares), seconds, "", others, slow)
+        seconds, fell_back = sum(offer.seconds for offer in offers), any(offer.fell_back for offer in offers)
+        return cls(_Apart([offer.plan for offer in offers], shares), seconds, "", others, fell_back)
 
 
 def _kind(codec: Codec, ranks: int) -> str:

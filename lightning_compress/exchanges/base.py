@@ -25,6 +25,8 @@ from lightning_compress.layout import Layout
 from lightning_compress.message import LENGTH, MessagePlan, Section
 from lightning_compress.state import Declared, States
 
+META = torch.device("meta")
+"""Where a plan has no memory: it is asked for its price, and never run."""
 Sums = Literal["refined", "same"]
 """How an exchange encodes sums: as ``Codec.refined`` says, or as it encodes what a rank sends."""
 
@@ -139,10 +141,12 @@ class Exchange(ABC):
 
     Attributes:
         hands_over: what a rank sent may end in the residual of another one.
+        talks: ranks talk while they plan, and cannot do so on ``META``.
     """
 
     counts_steps: ClassVar[bool] = False
     hands_over: ClassVar[bool] = False
+    talks: ClassVar[bool] = False
 
     @property
     def optimizes(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -81,6 +81,8 @@ class Hierarchical(Exchange):
     outer: Exchange | dict[str, object] | str = "auto"
     node_size: int | None = None
     inner: Inner = "reduce_scatter"
+
+    talks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         outer = build("exchange", self.outer, PLAIN, (Exchange,))

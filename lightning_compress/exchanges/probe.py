@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_compress.collectives.counting import (
     all_to_all_rounds,
 )
 from lightning_compress.costs import Link, Speeds
-from lightning_compress.exchanges.nodes import nodes_of
+from lightning_compress.exchanges.nodes import Cluster, nodes_of
 from lightning_compress.layout import Layout
 from lightning_compress.message import MessagePlan, Section
 from lightning_compress.meter import Meter
@@ -110,20 +111,32 @@ _LINKS = ({"ranks"}, {"ranks", "inside", "between"})
 """Those of one node, and of several."""
 
 
-class Measured:
-    """What was measured so far, the same on all ranks.
+def kind_of(codec: Codec) -> str:
+    """Which codecs share a speed: those of a class whose settings in words are the same.
 
-    A codec is measured once, whatever its settings: they change its speed little, and a schedule that changes them
-    shall not bring new figures into a run.
+    Words choose other code (indices as ``rice`` or ``int32``). Numbers change its speed little, and a schedule that
+    changes them shall not bring new figures into a run.
+    """
+    names: list[str] = [field.name for field in fields(codec)] if is_dataclass(codec) else []
+    settings = {name: getattr(codec, name) for name in names}
+    words = [f"{name}={value}" for name, value in settings.items() if isinstance(value, str)]
+    return " ".join([type(codec).__name__, *words])
+
+
+class Measured:
+    """What was measured so far, the same on all ranks; on another cluster all of it is measured again.
 
     Attributes:
+        cluster: where; None if nothing was measured.
         links: "ranks": between any two; "inside" and "between": of one node, and of the same place in each node, where
             there are several nodes of several ranks.
-        speeds: of codecs, by their class.
+        speeds: of codecs, by ``kind_of``.
         node_size: ranks of a node; 1 if there is only one, or nodes are of several sizes.
     """
 
     def __init__(self) -> None:
+        self.cluster: Cluster | None = None
+        self._here = False
         self.links: dict[str, Link] = {}
         self.speeds: dict[str, Speeds] = {}
         self.node_size = 0
@@ -146,17 +159,32 @@ class Measured:
             node_size: if it is known.
         """
         collective, world = collective.uncounted, world.uncounted
-        wanted = {type(each).__name__: each for each in (Dense(), *codecs)}
-        missing = [not self.node_size, *(name not in self.speeds for name in wanted)]
-        flags = torch.tensor(missing, dtype=torch.int32, device=device)
-        world.all_reduce_max(flags)  # ranks that are threads share this object, and come at different moments
-        new, *absent = flags.tolist()
+        wanted = {kind_of(each): each for each in (Dense(), *codecs)}
+        elsewhere, new, *absent = self._missing(wanted, world, device)
+        if elsewhere:
+            self._come_to(Cluster.of(world, device), world, device)
+            _, new, *absent = self._missing(wanted, world, device)
         if new:
             self._look_at_links(collective, world, device, node_size)
         for name in (name for name, each in zip(wanted, absent, strict=True) if each):
             speeds = time_codec(wanted[name], device)
             agreed = _agreed([speeds.encode_s, speeds.decode_s, speeds.start_s], world, device)
             self.speeds[name] = Speeds(*agreed)
+
+    def _missing(self, kinds: Iterable[str], world: Collective, device: torch.device) -> list[int]:
+        """Whether to see which cluster this is, to measure its links, and each of the codecs; alike on all ranks."""
+        missing = [not self._here, not self.node_size, *(kind not in self.speeds for kind in kinds)]
+        flags = torch.tensor(missing, dtype=torch.int32, device=device)
+        world.all_reduce_max(flags)  # ranks that are threads share this object, and come at different moments
+        return flags.tolist()
+
+    def _come_to(self, cluster: Cluster, world: Collective, device: torch.device) -> None:
+        """Forget what was measured on another cluster; all ranks come."""
+        moved = torch.tensor([cluster != self.cluster], dtype=torch.int32, device=device)
+        world.all_reduce_max(moved)
+        if moved:
+            self.links, self.speeds, self.node_size = {}, {}, 0
+        self.cluster, self._here = cluster, True
 
     def _look_at_links(self, whole: Collective, world: Collective, device: torch.device, size: int | None) -> None:
         try:
@@ -175,7 +203,8 @@ class Measured:
         """For a checkpoint."""
         links = {name: [each.latency_s, each.bytes_per_s] for name, each in self.links.items()}
         speeds = {name: [each.encode_s, each.decode_s, each.start_s] for name, each in self.speeds.items()}
-        return {"links": links, "speeds": speeds, "node_size": self.node_size}
+        cluster = self.cluster and asdict(self.cluster)
+        return {"cluster": cluster, "links": links, "speeds": speeds, "node_size": self.node_size}
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Measured:
@@ -185,7 +214,9 @@ class Measured:
             ValueError: it is not what ``as_primitives`` gave.
         """
         made = cls()
+        cluster = given.get("cluster")  # unknown in older checkpoints
         try:
+            made.cluster = None if cluster is None else Cluster(**cluster)
             made.links = {str(name): Link(*each) for name, each in given["links"].items()}
             made.speeds = {str(name): Speeds(*each) for name, each in given["speeds"].items()}
             made.node_size = int(given["node_size"])

@@ -16,8 +16,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lightning_compress import CompressedDDPStrategy
+from lightning_compress.arguments import COMPRESSORS
 from lightning_compress.exchanges import EXCHANGES
-from lightning_compress.settings import COMPRESSORS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from tests.config.composing import CONF, built, composed
 
@@ -43,7 +43,8 @@ def test_groups() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_composes_and_builds(path: Path) -> None:
-    cfg = composed(name(path))
+    sums = ("butterfly", "gtopk", "ok_topk", "recursive_doubling", "split_gather")  # which carry sparse methods alone
+    cfg = composed(name(path), *(["compressor=topk"] if path.parent.name == "exchange" and path.stem in sums else []))
     if cfg.trainer.accelerator == "gpu" and not torch.cuda.is_available():
         OmegaConf.resolve(cfg)
         pytest.skip("no GPU to build this trainer for")
@@ -69,8 +70,6 @@ def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: di
         assert isinstance(settings, dict)
         assert get_object(settings.pop("_target_")) is cls
         defaults = {key: each.default for key, each in inspect.signature(cls).parameters.items()}
-        if option == "auto":  # who selects a method on the command line wants to see it
-            defaults["fallback"] = "never"
         assert settings == defaults
 
 
@@ -78,6 +77,32 @@ def test_strategy_shows_every_setting_of_ours() -> None:
     shown = OmegaConf.load(CONF / "strategy/compressed_ddp.yaml")
     settings = set(inspect.signature(CompressedDDPStrategy).parameters) - {"kwargs"}
     assert settings < set(shown)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name in ("strategy", "monitor")], ids=name)
+def test_defaults_are_those_of_python(path: Path) -> None:
+    shown = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(shown, dict)
+    cls = get_object(shown.pop("_target_"))
+    defaults = {key: each.default for key, each in inspect.signature(cls).parameters.items()}
+    ddp = {"start_method": "popen", "bucket_cap_mb": None}  # of what goes on to DistributedDataParallel
+    ddp |= dict.fromkeys(("find_unused_parameters", "gradient_as_bucket_view", "static_graph"), False)
+    for key, value in shown.items():
+        if key in ("compressor", "exchange"):  # groups of their own
+            option = OmegaConf.load(CONF / key / f"{defaults[key]}.yaml")
+            assert get_object(option["_target_"]) is {"compressor": COMPRESSORS, "exchange": EXCHANGES}[key]["auto"]
+        else:
+            default = defaults.get(key, ddp.get(key))
+            assert value == (list(default) if isinstance(default, tuple) else default), key
+
+
+def test_without_a_word_the_primary_file_chooses_as_python_does() -> None:
+    primary = OmegaConf.load(CONF / "config.yaml").defaults
+    chosen = {key: value for each in primary if not isinstance(each, str) for key, value in each.items()}
+    defaults = inspect.signature(CompressedDDPStrategy).parameters
+    assert {key: chosen[key] for key in ("compressor", "exchange")} == {
+        key: defaults[key].default for key in ("compressor", "exchange")
+    }
 
 
 @pytest.mark.parametrize("path", PACKAGED, ids=name)
