@@ -8,6 +8,8 @@ correlated by 0.9, half of them (by variance) common to all ranks. Bits are thos
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +23,7 @@ from lightning_compress.message import Section
 from lightning_compress.meter import Meter
 
 CPU = torch.device("cpu")
-RANKS, STEPS, REACH = (4, 8), 30, 128
+STEPS, REACH = 30, 128
 WAYS: dict[str, Exchange] = {
     "all_gather": AllGather(),
     "two_shot": TwoShot(),
@@ -88,17 +90,20 @@ def errors(codec: Codec, exchange: Exchange, ranks: int) -> str:
 
 def main() -> None:
     """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
     for title, codecs, figure in (
         ("variance over the square (bits)", UNBIASED, variance),
         ("error of a mean, norm of residuals (bits)", SPECTRAL, errors),
     ):
         table = Table("method, ranks", *WAYS, title=title)
         for name, codec in codecs.items():
-            for ranks in RANKS:
+            for ranks in arguments.ranks:
                 table.add_row(f"{name}, {ranks}", *(figure(codec, way, ranks) for way in WAYS.values()))
         Console(width=130).print(table)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()
