@@ -12,6 +12,7 @@ import torch
 
 from lightning_compress.codecs import CODECS, Codec
 from lightning_compress.corrections import CORRECTED, Corrected, Correction
+from lightning_compress.corrections.clipping import ClipBy, check_by
 from lightning_compress.exchanges import EXCHANGES, Auto, Exchange, Hierarchical
 from lightning_compress.guards import Guards
 from lightning_compress.kinds import KINDS
@@ -68,6 +69,7 @@ class Settings:
     residual_follows_lr: bool
     residual_dtype: torch.dtype
     local_clip_norm: float | None
+    local_clip_by: ClipBy
     deterministic: bool
     guards: Guards
 
@@ -147,6 +149,7 @@ class Settings:
         on_nonfinite: str = "pass",
         on_drift: str = "error",
         check_drift_every: int = 100,
+        local_clip_by: ClipBy = "parameter",
     ) -> Settings:
         """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
 
@@ -180,6 +183,7 @@ class Settings:
         for name, value in (("residual_follows_lr", residual_follows_lr), ("deterministic", deterministic)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be true or false")
+        check_by("local_clip_by", local_clip_by)
         made = cls(
             compressor=given,
             rules=Rules(method, min_numel, _patterns("exclude", exclude), _rules(rules)),
@@ -194,6 +198,7 @@ class Settings:
             residual_follows_lr=residual_follows_lr,
             residual_dtype=_dtype(residual_dtype),
             local_clip_norm=_norm(local_clip_norm, given),
+            local_clip_by=local_clip_by,
             deterministic=deterministic,
             guards=Guards(on_nonfinite, on_drift, check_drift_every),
         )
@@ -251,7 +256,10 @@ class Settings:
         if not isinstance(described, Mapping):
             raise ValueError(f"the state has no mapping of the compressor, but {type(described).__name__}")
         given = [self.compressor, *self.rules.methods, *self.schedule.compressors(self.compressor)]
-        built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
+        try:
+            built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
+        except RecursionError as error:
+            raise ValueError("the state's compressor has too many others inside") from error
         if not isinstance(built, Codec | Reducer | Corrected):
             raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
         return built
