@@ -271,7 +271,7 @@ class Group:
             gradient.mul_(1.0 / scale)
         if self.settings.local_clip_norm is not None:
             parts = [gradient[place_of(segment)] for segment in self._segments]
-            clip_each(parts, self.settings.local_clip_norm, self._collective.size)
+            clip_each(parts, self.settings.local_clip_norm, self._collective.size, self.settings.local_clip_by)
         mean = self._mean(gradient, step, flag)
         if scale is not None and self._unscales:
             mean.mul_(scale)

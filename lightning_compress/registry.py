@@ -76,12 +76,15 @@ def rebuild(
     """
     owned = list(given)
     settings = {
-        str(key): rebuild(str(key), value, known, bases, owned) if _is_built(value) else value  # type: ignore[arg-type]
+        str(key): rebuild(str(key), value, known, bases, owned)
+        if isinstance(value, Mapping) and not value.keys().isdisjoint({"class", "name"})
+        else value
         for key, value in described.items()
     }
     outside = "class" in settings
-    name = settings.pop("class" if outside else "name")
-    own = next((each for each in _inside(owned) if (path_of(each) if outside else _name(each, known)) == name), None)
+    name = settings.pop("class" if outside else "name", None)
+    alike = [each for each in _inside(owned) if (path_of(each) if outside else _name(each, known)) == name]
+    own = alike[0] if alike and name is not None else None
     fields = [field.name for field in dataclasses.fields(own) if field.init] if dataclasses.is_dataclass(own) else []
     if not outside:
         return build(kind, {"name": name, **{each: getattr(own, each) for each in fields}, **settings}, known, bases)
@@ -107,11 +110,6 @@ def _is_primitive(value: object) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_primitive, value))  # type: ignore[call-overload]
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _is_built(value: object) -> bool:
-    """Whether it describes an object."""
-    return isinstance(value, Mapping) and ("class" in value or "name" in value)
 
 
 def _inside(given: Iterable[object]) -> Iterator[object]:

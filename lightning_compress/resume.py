@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from lightning_compress.checkpoint import Files, Save, SavedState
 from lightning_compress.collectives import Collective
 from lightning_compress.compression import Compression
 from lightning_compress.forecast import keep
+
+log = logging.getLogger(__name__)
 
 
 class Resume:
@@ -91,6 +94,9 @@ class Resume:
             save = Save(self._run, self._saves, compression.step)
             with contextlib.nullcontext() if alone else _together(path, ranks, compression.device):
                 checkpoint.write(files, path, content, save, state, ranks)
+            if not self._saves and ranks.rank == 0:
+                each = sum(one["numbers"].nbytes for group in state["groups"] for one in group["states"].values())
+                log.info("beside %s: %d bytes a rank, %d of %d ranks", path, each, each * ranks.size, ranks.size)
         elif not (own and alone):  # the mean takes all ranks
             checkpoint.write_inside(content, state, ranks)
         self._saves += 1

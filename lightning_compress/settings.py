@@ -25,6 +25,7 @@ from lightning_compress.arguments import (
 from lightning_compress.automatic import Automatic, Chosen
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.corrections import Corrected, Correction
+from lightning_compress.corrections.clipping import ClipBy, check_by
 from lightning_compress.exchanges import Auto, Exchange, Hierarchical
 from lightning_compress.guards import Guards
 from lightning_compress.layout import Layout
@@ -55,6 +56,7 @@ class Settings:
     residual_follows_lr: bool
     residual_dtype: torch.dtype
     local_clip_norm: float | None
+    local_clip_by: ClipBy
     deterministic: bool
     guards: Guards
     chosen: Chosen | None = None
@@ -190,6 +192,7 @@ class Settings:
         on_nonfinite: str = "pass",
         on_drift: str = "error",
         check_drift_every: int = 100,
+        local_clip_by: ClipBy = "parameter",
     ) -> Settings:
         """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
 
@@ -220,6 +223,7 @@ class Settings:
         for name, value in (("residual_follows_lr", residual_follows_lr), ("deterministic", deterministic)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be true or false")
+        check_by("local_clip_by", local_clip_by)
         made = cls(
             compressor=given,
             rules=Rules(method, min_numel, read_patterns("exclude", exclude), read_rules(rules)),
@@ -234,6 +238,7 @@ class Settings:
             residual_follows_lr=residual_follows_lr,
             residual_dtype=read_dtype(residual_dtype),
             local_clip_norm=read_norm(local_clip_norm, given),
+            local_clip_by=local_clip_by,
             deterministic=deterministic,
             guards=Guards(on_nonfinite, on_drift, check_drift_every),
         )
@@ -308,7 +313,10 @@ class Settings:
         if not isinstance(described, Mapping):
             raise ValueError(f"the state has no mapping of the compressor, but {type(described).__name__}")
         given = [self.compressor, *self.rules.methods, *self._scheduled]
-        built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
+        try:
+            built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
+        except RecursionError as error:
+            raise ValueError("the state's compressor has too many others inside") from error
         if not isinstance(built, Codec | Reducer | Corrected):
             raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
         return built

@@ -233,11 +233,13 @@ def check(snapshot: object) -> Snapshot:
 
 
 def _checked_orders(orders: object) -> Orders:
-    for name, order in orders.items() if isinstance(orders, dict) else [(None, None)]:
+    if not isinstance(orders, dict):
+        raise ValueError("the state does not say in which order the numbers of its parameters are")
+    for name, order in orders.items():
         known = isinstance(name, str) and isinstance(order, list) and all(type(each) is int for each in order)
         if not known or sorted(order or ()) != list(range(len(order or ()))):
             raise ValueError("the state does not say in which order the numbers of its parameters are")
-    return orders  # type: ignore[return-value]
+    return orders
 
 
 def _check_running(running: Mapping[object, object]) -> None:

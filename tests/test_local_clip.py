@@ -48,3 +48,56 @@ def test_together_with_the_trainers_clipping(pools):
         assert np.isfinite(first).all()
         assert np.array_equal(first, second)
     assert len({first.tobytes() for first, _ in runs.values()}) == 4
+
+
+def _together(settings, cap, steps):
+    """Means of a model of several layers, and the local gradients that they are of, after a first step for buckets."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 40, bias=False))
+    model = DistributedDataParallel(layers, bucket_cap_mb=cap)
+    compression = attach(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for step in range(steps):
+        data = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        local = torch.autograd.grad((30 * layers(data)).square().sum(), list(layers.parameters()))
+        optimizer.zero_grad()
+        (30 * model(data)).square().sum().backward()
+        optimizer.step()
+    compression.close()
+    return [each.grad.numpy() for each in layers.parameters()], [each.numpy() for each in local]
+
+
+BY_BUCKET = {
+    "local_clip_norm": {
+        "compressor": {"name": "topk", "density": 1.0},
+        "local_clip_norm": 2.0,
+        "local_clip_by": "bucket",
+    },
+    "dgc": {"compressor": {"name": "dgc", "momentum": 0.0, "clip": 2.0, "clip_by": "bucket"}, "warmup_steps": 9},
+    "dgc, one pass": {
+        "compressor": {"name": "dgc", "density": 1.0, "momentum": 0.0, "clip": 2.0, "clip_by": "bucket"},
+        "exchange": "all_gather",
+    },
+}
+
+
+@pytest.mark.parametrize("settings", BY_BUCKET.values(), ids=BY_BUCKET)
+def test_one_bucket_is_the_whole_gradient(pools, settings):
+    ranks = pools[3].run(_together, settings, 25, 2)
+    clipped = []
+    for _, local in ranks:
+        norm = sum((each.astype(np.float64) ** 2).sum() for each in local) ** 0.5
+        assert norm > 2 * 3**0.5
+        clipped.append([each * (2 * 3**0.5 / norm) for each in local])
+    for means, _ in ranks:
+        for mean, parts in zip(means, zip(*clipped, strict=True), strict=True):
+            assert np.allclose(mean, sum(parts) / 3, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"compressor": "topk", "local_clip_by": "model"}, {"compressor": {"name": "dgc", "clip_by": "model"}}],
+)
+def test_whose_norm_is_refused(settings):
+    with pytest.raises(ValueError, match="clip_by='model' must be one of 'parameter', 'bucket'"):
+        CompressedDDPStrategy(**settings)

@@ -1,6 +1,7 @@
 """Codecs from outside: what a run of theirs goes on from, and what no file makes of them."""
 
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -92,6 +93,11 @@ def test_what_this_run_was_not_given_is_refused(ran):
         ({"name": "nosuch"}, "unknown compressor 'nosuch'"),
         ({"name": "dgc", "sparsifier": {"class": "os.system"}}, "'os.system', which this run"),
         ([], "no mapping of the compressor, but list"),
+        ({}, "compressor={'name': None}: give a name"),
+        (
+            functools.reduce(lambda inner, _: {"name": "dgc", "sparsifier": inner}, range(990), {}),
+            "too many others inside",
+        ),
     ],
 )
 def test_a_file_names_no_class(described, words):

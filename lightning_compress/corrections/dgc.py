@@ -16,7 +16,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.codecs.buffers import chunk_size, pieces
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, dense_segments, zero_where_zero
-from lightning_compress.corrections.clipping import clip_each, clip_factors
+from lightning_compress.corrections.clipping import ClipBy, check_by, clip_each, clip_factors
 from lightning_compress.layout import Layout
 from lightning_compress.registry import build
 from lightning_compress.state import Declared, State, States, place_of
@@ -33,6 +33,7 @@ class MomentumCorrection(Correction):
     nesterov: bool
     masking: bool
     clip: float | None
+    clip_by: ClipBy
 
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
         """``velocity`` of each rank, and the one ``momentum`` of what stays dense."""
@@ -101,14 +102,14 @@ class DGC(Corrected):
 
     On every rank, for the parameters that are compressed::
 
-        g <- g * min(1, clip * W^(1/2) / |g|)      for each parameter, where clip is given
+        g <- g * min(1, clip * W^(1/2) / |g|)      where clip is given; see clip_by
         u <- momentum u + g                        Nesterov: u <- momentum (u + g)
         v <- v + u                                 Nesterov: v <- v + u + g;  v is the residual
         send the k = max(1, ceil(density * numel)) largest elements of each parameter's v;  v and u <- 0 there
 
     and the mean over the ranks of what was sent is what SGD without momentum is given: its own momentum is set to 0
     when training begins, and any optimizer but SGD is refused, as is ``gradient_clip_val``, which would clip velocities
-    (``clip`` is the paper's way). The other parameters (small, 1-D, excluded) are averaged
+    (``clip`` is the way). The other parameters (small, 1-D, excluded) are averaged
     as they are and then get the same momentum. In dense steps (warm-up, one rank, where ``auto`` finds dense cheaper)
     all of v is sent and no u is forgotten: that is SGD with momentum, exactly. ``64 * density`` bits per element:
     0.064, a five-hundredth, at the default. At a density of 1 all is sent and nothing forgotten either; near 0 one
@@ -129,8 +130,11 @@ class DGC(Corrected):
         masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again. It
             is refused with exchanges that drop elements of sums (``two_shot``, ``binomial``, ``gtopk``), by which what
             left v is not always applied.
-        clip: threshold of the local gradient clipping, by parameter, or None. A rank's share ``g / W`` of the mean is
+        clip: threshold of the local gradient clipping, or None. A rank's share ``g / W`` of the mean is
             clipped to ``clip * W^(-1/2)``, so that the mean of independent gradients is clipped to ``clip``.
+        clip_by: whose norm is clipped: that of each "parameter", which does not depend on buckets, or that of a whole
+            "bucket" of DistributedDataParallel. The paper clips the norm of the whole gradient, which nobody knows when
+            the first bucket is sent: that is "bucket" where one holds all of the model (``bucket_cap_mb``).
         selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
             again among what passed, as the paper does; "exact" selects among all.
         sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
@@ -153,6 +157,7 @@ class DGC(Corrected):
     selection: Literal["exact", "sampled"] = "sampled"
     sparsifier: Codec | Mapping[str, object] | str | None = None
     warmup: bool | None = None
+    clip_by: ClipBy = "parameter"
 
     def __post_init__(self) -> None:
         TopK(self.density, selection=self.selection)
@@ -163,6 +168,7 @@ class DGC(Corrected):
             raise ValueError(f"DGC(momentum={self.momentum!r}): momentum must be in [0, 1), as SGD's; 0.9 is usual")
         if self.clip is not None and (isinstance(self.clip, bool) or not float(self.clip) > 0):
             raise ValueError(f"DGC(clip={self.clip!r}): clip must be a norm above 0, or null for no clipping")
+        check_by("DGC: clip_by", self.clip_by)
         if self.warmup not in (None, True, False):
             raise ValueError(f"DGC(warmup={self.warmup!r}): warmup must be true, false, or null (on at density 0.001)")
         if self.sparsifier is None:
@@ -204,7 +210,9 @@ class DGC(Corrected):
     def correction(self) -> MomentumCorrection:
         """The momentum."""
         everything = getattr(self.codec, "density", None) == 1  # nothing is late then, so nothing is stale
-        return MomentumCorrection(self.momentum, self.nesterov, self.masking and not everything, self.clip)
+        return MomentumCorrection(
+            self.momentum, self.nesterov, self.masking and not everything, self.clip, self.clip_by
+        )
 
 
 class _Plan(CorrectionPlan):
@@ -225,11 +233,11 @@ class _Plan(CorrectionPlan):
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
         self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
         self._places = [place_of(segment) for segment in layout.segments if segment.numel]
-        self._ranks = ranks
+        self._clip = None if settings.clip is None else (settings.clip, ranks, settings.clip_by)
 
     def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:
-        if self._settings.clip is not None:
-            clip_each([gradient[place] for place in self._places], self._settings.clip, self._ranks)
+        if self._clip:
+            clip_each([gradient[place] for place in self._places], *self._clip)
         old, new = self._velocity.base(), self._velocity.pending
         for piece in self._compressed:
             self._accumulate(gradient[piece], old[piece], new[piece])
@@ -238,8 +246,8 @@ class _Plan(CorrectionPlan):
         fast, factors = kernels.of(residual.committed.device), [1.0] * len(gradients)
         if fast is None or any(each.dtype != torch.float32 for each in gradients):
             return False
-        if self._settings.clip is not None:
-            factors = clip_factors(gradients, self._settings.clip, self._ranks).tolist()
+        if self._clip:
+            factors = clip_factors(gradients, *self._clip).tolist()
         rest, velocity = _buffers(residual), _buffers(self._velocity)
         for place, each, factor in zip(self._places, gradients, factors, strict=True):
             gradient, (before, after) = each.numpy(), (numbers[place] for numbers in rest)
