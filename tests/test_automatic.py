@@ -400,7 +400,7 @@ def _named(link):
 def test_what_is_named_runs_whatever_a_timing_says(pools):
     found = [pools[2].run(_named, link)[0] for link in (SLOW, FAST, Link(1e-9, 1e15))]
     assert len({ratio for ratio, _ in found}) == 1
-    assert found[0][0] > 5
+    assert found[0][0] > 8
     assert all(summary.startswith("topk (density 0.02) by all_gather, ") for _, summary in found)
 
 
