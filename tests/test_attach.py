@@ -39,6 +39,7 @@ def _residuals(compression):
         segment.name: group.residual.committed[segment.offset : segment.end].clone()
         for group in compression.groups
         for segment in group.layout.segments
+        if group.residual
     }
 
 
@@ -244,3 +245,61 @@ def _draws():
 
 def test_backward_passes_of_one_step_draw_other_random_numbers(pools):
     assert pools[2].run(_draws) == [False, False]
+
+
+class Tasks(nn.Module):
+    """A body and two heads, of sizes that are no multiple of any block, and an embedding of which few rows are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(61, 67)
+        self.body = nn.Linear(67, 71)
+        self.used, self.unused = nn.Linear(71, 73), nn.Linear(71, 73)
+
+    def forward(self, rows, how):
+        hidden = torch.tanh(self.body(self.words(rows)))
+        loss = self.used(hidden).square().mean()
+        if how == "zero":
+            loss = loss + 0.0 * self.unused(hidden).sum()
+        if how == "one rank" and dist.get_rank() == 1:
+            loss = loss + (self.unused(hidden) - 1).square().mean()
+        return loss
+
+
+def _tasks(compressor, exchange, how, steps):
+    """How far the unused head and rows moved, the head's residual, and its loss at last."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Tasks(), find_unused_parameters=how != "zero")
+    compression = attach(model, compressor, exchange)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    start = [model.module.unused.weight.detach().clone(), model.module.words.weight.detach().clone()]
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randint(0, 9, (16,), generator=generator), how).backward()
+        optimizer.step()
+    head = (model.module.unused.weight.detach() - start[0]).abs().max()
+    rows = (model.module.words.weight.detach() - start[1])[9:].abs().max()
+    residual = _residuals(compression).get("unused.weight", torch.zeros(1)).norm()
+    compression.close()
+    return float(head), float(rows), float(residual)
+
+
+@pytest.mark.parametrize("how", ["zero", "never"])
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("compressor", ["onebit", "efsign", "rotated", "fft"])
+def test_what_no_rank_uses_does_not_move(pools, compressor, size, how):
+    for head, rows, residual in pools[size].run(_tasks, compressor, "auto", how, 12):
+        assert (head, rows, residual) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "exchange"), [("efsign", "two_shot"), ("onebit", "two_shot"), ("topk", "gtopk")]
+)
+@pytest.mark.parametrize("size", [3, 4])
+def test_residuals_of_owners_stay_small_where_one_rank_alone_has_a_gradient(pools, compressor, exchange, size):
+    early = pools[size].run(_tasks, compressor, exchange, "one rank", 10)
+    late = pools[size].run(_tasks, compressor, exchange, "one rank", 80)
+    one, other = (sum(residual for *_, residual in ranks) for ranks in (early, late))
+    assert early[0][0] > 0
+    assert other < 3 * one  # where it grew with the steps
