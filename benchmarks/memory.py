@@ -42,7 +42,7 @@ class Peak(TorchDispatchMode):
     """Bytes of the tensors that were made in it and are not freed yet, and the most that there were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._held: list[tuple[StorageWeakRef, int]] = []
         self.most = 0
 
