@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
+from lightning_compress.collectives import run_threads
+from lightning_compress.exchanges.base import longest
 
 MEGA = 1 << 20
 
@@ -75,6 +77,16 @@ def test_what_is_dense_is_sent_in_its_own_dtype(pools, dtype, compressor):
         if compressor in ("qsgd", "bf16"):  # nothing is kept: what DDP does
             assert dense == 1.0
             assert exact
+
+
+def test_lengths_may_be_more_than_an_int32_holds():
+    """A parameter of 2 GB and more is a group, and a message, of its own."""
+    most = 5 << 31
+
+    def program(collective):
+        return longest(most if collective.rank else 16, most, collective, torch.device("cpu"))
+
+    assert run_threads(2, program) == [most, most]
 
 
 def _dense_of_float64():
