@@ -89,7 +89,7 @@ def main() -> None:
     """Measure every method and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    everything = ",".join(each for each in COMPRESSORS if each != "none")
+    everything = ",".join(each for each in COMPRESSORS if each not in ("auto", "none"))
     parser.add_argument("--compressors", default=everything, help="names, separated by commas")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()

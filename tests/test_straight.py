@@ -14,7 +14,10 @@ PARAMETERS = [("small", (37,)), ("large", (1500, 1001)), ("nothing", (0,)), ("bi
 """Large enough to travel in several messages; small ones come last in the vector."""
 WARM = {"compressor": "topk", "warmup_steps": 9}
 CAST = {"compressor": "bf16", "exchange": "all_reduce"}
-SLOW = {"compressor": "qsgd", "exchange": {"name": "auto", "link": {"latency_s": 1e-7, "bytes_per_s": 1e12}}}
+SLOW = {
+    "compressor": "qsgd",
+    "exchange": {"name": "auto", "fallback": "dense", "link": {"latency_s": 1e-7, "bytes_per_s": 1e12}},
+}
 
 
 def gradients(rank, step):
