@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,8,64", help="numbers of ranks, separated by commas")
     parser.add_argument("--width", type=int, default=1024, help="of the layers; each rank has a model of its own")
-    everything = ",".join(each for each in COMPRESSORS if each != "none")
+    everything = ",".join(each for each in COMPRESSORS if each not in ("auto", "none"))
     parser.add_argument("--compressors", default=everything, help="names, separated by commas")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
