@@ -26,8 +26,8 @@ from recipes.build import build
 __all__ = ["main", "train"]
 
 CONF = Path(__file__).parents[1] / "conf"
-IDLE = {"compressor": "none", "exchange": "auto"}
-"""Groups that only our strategy takes, and what is composed where nobody chose."""
+IDLE = {"compressor": ("auto", "none"), "exchange": ("auto",)}
+"""Groups that only our strategy takes, and what says nothing of them."""
 
 
 def train(cfg: DictConfig) -> float:
@@ -78,7 +78,7 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
     """
     kind, compresses = type(trainer.strategy).__name__, isinstance(trainer.strategy, CompressedDDPStrategy)
     chosen = [
-        f"{group}={cfg[group].get('_target_')}" for group in IDLE if cfg.get(group) and cfg[group] != _plain(group)
+        f"{group}={cfg[group].get('_target_')}" for group in IDLE if cfg.get(group) and cfg[group] not in _plain(group)
     ]
     if chosen and not compresses:
         raise ValueError(
@@ -93,14 +93,14 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
         )
 
 
-def _plain(group: str) -> DictConfig:
+def _plain(group: str) -> list[DictConfig]:
     """What a group is where nobody chose anything."""
-    return cast(DictConfig, OmegaConf.load(CONF / group / f"{IDLE[group]}.yaml"))
+    return [cast(DictConfig, OmegaConf.load(CONF / group / f"{name}.yaml")) for name in IDLE[group]]
 
 
 def go_on_writing(loggers: list[Logger]) -> None:
     """Let CSV files keep what spawned processes wrote, whose columns this one has not seen."""
-    for logger in loggers:
+    for logger in loggers if getattr(rank_zero_only, "rank", 0) == 0 else ():  # other ranks write nothing
         if isinstance(logger, CSVLogger) and os.path.isfile(path := logger.experiment.metrics_file_path):
             with open(path, newline="") as file:
                 logger.experiment.metrics_keys = next(csv.reader(file), [])

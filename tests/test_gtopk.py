@@ -107,7 +107,7 @@ def test_most_ranks_send_two_messages_whatever_their_number():
         counted[size] = sorted(each[3] for each in run(size, [Section(TopK(0.01), layout, 0)], vectors))
     message = 8 * 656 + 32
     for size, sent in counted.items():
-        tables = (size.bit_length() + 1) * (size - 1) * 8
+        tables = (size.bit_length() + 1) * (size - 1) * 16
         assert sent[0] == message + tables  # a leaf: up alone
         assert sent[-1] == (size.bit_length() - 1) * message + tables  # the root: down, to each below
         assert sum(sent) == 2 * (size - 1) * message + size * tables

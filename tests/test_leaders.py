@@ -72,7 +72,7 @@ def test_half_of_the_ranks_send_one_message():
     message = 16 + 16 + 48 + 4 * 100 + 16 + 2 * (LAYOUT.numel - 100)  # checksum, flag, dense elements, casts
     for size in (2, 4, 8, 16):
         ranks = run_threads(size, lambda collective: counted(collective, Binomial(), BF16()))
-        table = 8 * (size - 1)
+        table = 16 * (size - 1)
         sent = [(each[-1] - table) / (ranks[1][-1] - table) for each in ranks]
         below = [(rank & -rank).bit_length() - 1 for rank in range(1, size)]  # children of those that have a parent
         assert sent == [size.bit_length() - 1, *(1 + children for children in below)]
@@ -84,8 +84,8 @@ def test_all_ranks_have_one_price():
     for exchange, size in ((Binomial(), 5), (Binomial(), 8)):
         ranks = run_threads(size, lambda collective, way=exchange: mean(collective, way, OneBit())[-1])
         levels = (size - 1).bit_length()
-        message = (ranks[1].bytes_sent + ranks[1].waited_bytes - 8 * (size - 1)) / (2 * levels)
-        seconds = 1e-3 * 3 * levels + 1e-6 * (2 * levels * message + 8 * (size - 1))
+        message = (ranks[1].bytes_sent + ranks[1].waited_bytes - 16 * (size - 1)) / (2 * levels)
+        seconds = 1e-3 * 3 * levels + 1e-6 * (2 * levels * message + 16 * (size - 1))
         assert [wire_seconds(plan, link) for plan in ranks] == pytest.approx([seconds] * size)
 
 

@@ -1,11 +1,15 @@
 """Sums of messages are encoded by a codec of their own."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, TernGrad
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.exchanges import Auto, Binomial, Hierarchical, TwoShot
+from lightning_compress.exchanges.nodes import Cluster
+from lightning_compress.exchanges.probe import kind_of
 from lightning_compress.layout import Layout
 from lightning_compress.message import Section
 from lightning_compress.meter import Meter
@@ -59,12 +63,14 @@ def test_one_message_of_several_methods(exchange, codec):
 def test_auto_knows_what_encoding_sums_costs():
     """TernGrad's are encoded by QSGD, which is pretended to be slow."""
     usual = [2e-9, 1e-9, 0.0]
-    speeds = {"Dense": [4e-10, 4e-10, 0.0], "TernGrad": usual, "QSGD": usual}
-    measured = {"links": {"ranks": [1e-4, 1e8]}, "speeds": speeds, "node_size": 1}
+    first, sums = kind_of(TernGrad()), kind_of(TernGrad().refined(8))
+    speeds = {"Dense": [4e-10, 4e-10, 0.0], first: usual, sums: usual}
+    cluster = run_threads(8, lambda collective: asdict(Cluster.of(collective, CPU)))[0]
+    measured = {"cluster": cluster, "links": {"ranks": [1e-4, 1e8]}, "speeds": speeds, "node_size": 1}
     sections = [Section(TernGrad(), Layout.of([("matrix", (1024, 1024))]), 0)]
 
     def chosen(speed):
-        exchange = Auto("never").given(measured | {"speeds": speeds | {"QSGD": speed}})
+        exchange = Auto("never").given(measured | {"speeds": speeds | {sums: speed}})
         plans = run_threads(8, lambda collective: exchange.plan(sections, World(collective, CPU, Meter(CPU))))
         assert len({plan.description for plan in plans}) == 1
         return plans[0].description

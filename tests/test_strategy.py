@@ -106,8 +106,7 @@ def test_groups_follow_the_buckets_and_keep_every_parameter_once(pools):
     seen, _ = pools[2].run(_buckets, 0.02)
     names = sorted(name for name, _ in Net().named_parameters())
     assert [each[0] for each in seen] == [names] * 3
-    assert seen[0][1] == 1
-    assert seen[1][1] > 1
+    assert seen[0][1] == seen[1][1] > 1  # of the first bucket too, which is the whole model
     assert all(each[2] > 0 for each in seen)
 
 
