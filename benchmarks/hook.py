@@ -2,7 +2,7 @@
 
     python -m benchmarks.hook --ranks 2 --steps 40
 
-The last table is what makes a step safe: the flag (is every gradient finite?), the commit, and the drift guard in the
+The last table is what makes a step safe: what no rank uses is looked for, the commit, and the drift guard in the
 one step in ``check_drift_every`` that it looks in.
 
 The models take turns in one run, a step each in changing order, in the same processes; medians of all steps. The
@@ -33,10 +33,10 @@ from lightning_compress.collectives import TorchCollective
 from lightning_compress.compression import Compression
 from lightning_compress.drift import DriftGuard
 from lightning_compress.exchanges import Auto
-from lightning_compress.group import Group
 from lightning_compress.guards import Guards
 from lightning_compress.hook import register
 from lightning_compress.settings import Settings
+from lightning_compress.unused import Unused
 from recipes.resnet.model import ResNet
 
 
@@ -87,7 +87,8 @@ def safety(steps: int, images: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     for _ in range(3):
         step(model, optimizer, images, labels)
     clock = Clock()
-    clock.watch("flag", Group, "_flag")
+    for method in ("look", "begin", "clear", "restore"):
+        clock.watch("unused", Unused, method)
     clock.watch("commit", Compression, "after_step")
     clock.watch("guard", DriftGuard, "note")
     clock.watch("guard", DriftGuard, "look")
