@@ -267,6 +267,8 @@ class Compression:
                 state.commit(rejected, moved if state is group.residual else names)
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
+            if self._accumulation:
+                self._accumulation.begin_step()
             self._soundness.note()
             self.step += 1
             self.meter.end_step()

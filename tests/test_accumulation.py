@@ -1,6 +1,7 @@
 """Several backward passes that synchronise before one step: as if all but the last had been under ``no_sync``."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import attach
+from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.corrections import DGC, OneBitAdam
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.reducers import SignSGD
+from tests.helpers.training import Net, fit, parameters
 
 NO_MEANS = {
     "dgc": ({"compressor": DGC(density=0.05)}, 0.3),
@@ -138,3 +140,57 @@ def test_gradients_that_were_dropped_do_not_count(pools, name, to_none):
     alone = pools[2].run(_second_alone, given, rate)
     for one, other in zip(dropped, alone, strict=True):
         assert float((one - other).abs().max()) < 1e-6
+
+
+class Manual(Net):
+    """Lightning's documented way: ``manual_backward`` for each batch, a step for every fourth."""
+
+    def __init__(self, quiet):
+        super().__init__()
+        self.automatic_optimization = False
+        self.quiet = quiet
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        last = (batch_idx + 1) % 4 == 0
+        loss = super().training_step(batch, batch_idx)
+        with self.trainer.strategy.model.no_sync() if self.quiet and not last else nullcontext():
+            self.manual_backward(loss / 4)
+        if last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        self.losses.append(float(loss.detach()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def _manual(quiet):
+    strategy = CompressedDDPStrategy({"name": "dgc", "density": 0.05}, min_numel=1)
+    _, model = fit(strategy, 14, partial(Manual, quiet), limit_train_batches=28)
+    return parameters(model), model.losses
+
+
+def test_manual_optimization_in_lightning(pools):
+    synced, quiet = (pools[2].run(_manual, each) for each in (False, True))
+    for (one, losses), (other, _) in zip(synced, quiet, strict=True):
+        assert float((one - other).abs().max()) < 1e-5
+        assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+
+
+def _step_without_zero_grad():
+    """Gradients that the user keeps from one step to the next are added to, as without compression."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(TwoHeads())
+    attach(model, DGC(density=1.0, momentum=0.0, clip=1e6), min_numel=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for _ in range(2):
+        model(*_batch(0, 0)).backward()
+        optimizer.step()
+    expected = torch.autograd.grad(model.module(*_batch(0, 0)), model.module.body.weight)[0] / dist.get_world_size()
+    dist.all_reduce(expected)
+    return float((model.module.body.weight.grad - 2 * expected).abs().max())
+
+
+def test_what_the_user_keeps_is_kept(pools):
+    assert max(pools[2].run(_step_without_zero_grad)) < 1e-5
