@@ -80,6 +80,7 @@ class Measuring:
                 _step(model, stepper, inputs, recorder if step >= warm else None)
                 if step >= warm:
                     self._times[name].append(time.perf_counter() - start)
+                    dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
                     self._wire[name].append(int(COUNTER.read_text()) - before)
                     promised += [compression.meter.bytes_sent - already] if compression is not None else []
         if compression is not None:
