@@ -190,7 +190,7 @@ class Group:
     def _as_stock(self, slices: list[Tensor]) -> Tensor:
         """What DistributedDataParallel does; returns the flag."""
         if self.settings.guards.on_nonfinite == "raise":  # and names the parameters
-            self._note((torch.cat([torch.stack(torch.aminmax(each)) for each in slices]) * 0.0).sum(), slices)
+            self._note((_extremes(slices) * 0.0).sum(), slices)
         return average_in_place(slices, self._collective)
 
     def _goes_straight(self, slices: list[Tensor], step: int, scale: Tensor | None) -> bool:
@@ -214,7 +214,7 @@ class Group:
         """Average where the gradients are; returns the flag, or None where a number would have to be cut off."""
         straight = self.plan(step).straight
         assert straight is not None
-        extremes = torch.cat([torch.stack(torch.aminmax(each)) for each in slices])
+        extremes = _extremes(slices)
         if self._device.type == "cpu" and float(extremes.abs().max()) > self._limit:
             return None
         flag = self._note((extremes * 0.0).sum(), slices)
@@ -342,3 +342,8 @@ class Group:
     def _known_zero(self, flag: Tensor) -> bool:
         """Whether the flag is 0.0, where looking costs no wait for the device."""
         return self._device.type == "cpu" and float(flag) == 0.0
+
+
+def _extremes(slices: Sequence[Tensor]) -> Tensor:
+    """The least and the largest number of each; NaN where there is one."""
+    return torch.cat([torch.stack(torch.aminmax(each)) for each in slices])

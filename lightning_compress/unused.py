@@ -102,7 +102,7 @@ class Unused:
         """Zero what no rank uses in the mean, and what encoding made of its zeros in the vector."""
         self._wait()
         self._clear(self._kept, self._parts[: len(self._kept)], [mean])
-        stale = [(state.pending, state.base()) for state in self._owned if not state.touched]
+        stale = [(state.pending, state.committed) for state in self._owned if not state.touched]
         self._clear(self._mixed, self._parts[len(self._kept) :], [mean, vector], stale)
 
     def restore(self, vector: Tensor) -> None:

@@ -65,11 +65,12 @@ class Straight:
         self._cuts = self._cuts or self._cut([each.numel() for each in gradients])
         begun, weight = [], 1 / self._collective.size
         for message, rows, pieces in self._cuts:
+            given = [gradients[place][start:stop] for place, start, stop in pieces]
             with self._meter.span("encode"):
                 message[:1].copy_(flag)
-                torch._foreach_copy_(rows, [gradients[place][start:stop] for place, start, stop in pieces])
+                torch._foreach_copy_(rows, given)
             if self._meter.sampling:
-                self._note_error(rows, [gradients[place][start:stop] for place, start, stop in pieces])
+                self._note_error(rows, given)
             begun.append(self._collective.begin_all_reduce(message))
         flag.zero_()
         for (message, rows, pieces), wait in zip(self._cuts, begun, strict=True):
