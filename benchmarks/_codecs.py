@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.codecs.base import Plan
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.state import State
 from lightning_compress.corrections import CORRECTED, Corrected
-from lightning_compress.layout import Layout
-from lightning_compress.state import State
 
 Case = Codec | Corrected
 

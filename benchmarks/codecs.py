@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks._codecs import CASES, Case, plan_of
 from benchmarks._gpu import codecs_table
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 
 
 def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:

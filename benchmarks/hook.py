@@ -30,13 +30,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.compression import Compression
-from lightning_compress.drift import DriftGuard
+from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.drift import DriftGuard
+from lightning_compress.engine.hook import register
+from lightning_compress.engine.unused import Unused
 from lightning_compress.exchanges import Auto
-from lightning_compress.guards import Guards
-from lightning_compress.hook import register
-from lightning_compress.settings import Settings
-from lightning_compress.unused import Unused
+from lightning_compress.settings.settings import Guards, Settings
 from recipes.resnet.model import ResNet
 
 

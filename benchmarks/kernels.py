@@ -22,7 +22,7 @@ from rich.table import Table
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.base import aligned
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 
 _MINUS_TWO = "0fC0000000"
 LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]
@@ -79,15 +79,13 @@ def _compiling(capability: int) -> Iterator[dict[str, Any]]:
         made[compiled.hash] = compiled
         return compiled
 
-    from lightning_compress.kernels import triton as room
-
-    run, fused = JITFunction.run, kernels.fused
+    run, compiler = JITFunction.run, kernels.compiler
     driver.set_active(Driver())
-    JITFunction.run, kernels.fused = compile_only, lambda device: room
+    JITFunction.run, kernels.compiler = compile_only, lambda device: "triton"
     try:
         yield made
     finally:
-        JITFunction.run, kernels.fused = run, fused
+        JITFunction.run, kernels.compiler = run, compiler
 
 
 def _launch(name: str, layout: Layout) -> None:
@@ -102,17 +100,18 @@ def _launch(name: str, layout: Layout) -> None:
 
 
 def _launch_group(layout: Layout) -> None:
+    from lightning_compress.core import state_triton
+    from lightning_compress.engine import gradients_triton, unused_triton
+
     vector, scalar = torch.zeros(layout.numel), torch.zeros(())
-    room = kernels.fused(vector.device)
-    assert room
-    room.vectors.clean(vector, 1.0, scalar)
-    room.vectors.replace(scalar > 0, vector, vector)
-    room.vectors.add_flag(scalar, vector)
-    tiles = room.segments.table([(0, 0, layout.numel)], vector.device)
+    gradients_triton.clean(vector, 1.0, scalar)
+    state_triton.replace(scalar > 0, vector, vector)
+    gradients_triton.add_flag(scalar, vector)
+    tiles = unused_triton.table([(0, 0, layout.numel)], vector.device)
     used = torch.zeros(1, dtype=torch.uint8)
-    room.segments.find_used(tiles, vector, used)
-    room.segments.zero_unused(tiles, used, vector)
-    room.segments.restore_unused(tiles, used, vector, vector)
+    unused_triton.find_used(tiles, vector, used)
+    unused_triton.zero_unused(tiles, used, vector)
+    unused_triton.restore_unused(tiles, used, vector, vector)
 
 
 def _read(kernel: Any) -> dict[str, Any]:

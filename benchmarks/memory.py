@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_compress.arguments import COMPRESSORS
 from lightning_compress.collectives import Collective, run_threads
-from lightning_compress.compression import Compression
-from lightning_compress.costs import UNKNOWN
+from lightning_compress.engine.compression import Compression
 from lightning_compress.exchanges import Auto
-from lightning_compress.settings import Settings
+from lightning_compress.exchanges.cost import UNKNOWN
+from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.settings.settings import Settings
 
 LAYERS, PER_BUCKET = 8, 2
 SMALL = 1 << 12

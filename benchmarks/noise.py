@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_compress.codecs import DCT, FFT, QSGD, Codec, Natural, Rotated, TernGrad
 from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import AllGather, Binomial, Exchange, ExchangePlan, TwoShot
-from lightning_compress.layout import Layout
-from lightning_compress.message import Section
-from lightning_compress.meter import Meter
+from lightning_compress.exchanges.message import Section
 
 CPU = torch.device("cpu")
 STEPS, REACH = 30, 128

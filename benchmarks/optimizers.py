@@ -37,7 +37,7 @@ from benchmarks._language import CharLSTM, excerpts, read_text
 from benchmarks._teacher import MLP, Teacher
 from lightning_compress import attach
 from lightning_compress.exchanges import AllGather, Auto, Binomial, Exchange, TwoShot
-from lightning_compress.settings import Settings
+from lightning_compress.settings.settings import Settings
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},

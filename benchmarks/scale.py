@@ -26,7 +26,8 @@ from rich.table import Table
 from benchmarks._scale.simulated import Call, Cluster, SimulatedCollective, longer
 from lightning_compress.codecs import FP16, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import CountingCollective, World
-from lightning_compress.costs import Link, Speeds, device_seconds
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import (
     AllGather,
     AllReduce,
@@ -36,10 +37,9 @@ from lightning_compress.exchanges import (
     SplitGather,
     TwoShot,
 )
+from lightning_compress.exchanges.cost import Link, Speeds, device_seconds
+from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.probe import time_codec
-from lightning_compress.layout import Layout
-from lightning_compress.message import Section
-from lightning_compress.meter import Meter
 
 CPU = torch.device("cpu")
 RANKS = [2**power for power in range(1, 13)]

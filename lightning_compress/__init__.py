@@ -9,17 +9,21 @@ from wrapt import when_imported
 
 from lightning_compress.codecs import Codec
 from lightning_compress.compare import Comparison, compare
-from lightning_compress.compression import Compression
-from lightning_compress.entry import attach
+from lightning_compress.core.failures import ExchangeError
+from lightning_compress.engine.attach import attach
+from lightning_compress.engine.compression import Compression
 from lightning_compress.exchanges import Exchange
-from lightning_compress.failures import ExchangeError
 
 if TYPE_CHECKING:
-    from lightning_compress.monitor import CommunicationMonitor
-    from lightning_compress.recovery import ThetaRecovery
-    from lightning_compress.strategy import CompressedDDPStrategy
+    from lightning_compress.callbacks.monitor import CommunicationMonitor
+    from lightning_compress.callbacks.theta_recovery import ThetaRecovery
+    from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
 
-_LIGHTNING = {"CommunicationMonitor": "monitor", "CompressedDDPStrategy": "strategy", "ThetaRecovery": "recovery"}
+_LIGHTNING = {
+    "CommunicationMonitor": "callbacks.monitor",
+    "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "ThetaRecovery": "callbacks.theta_recovery",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -32,7 +36,7 @@ def __getattr__(name: str) -> object:
 @when_imported("lightning.pytorch")
 def _register(_: ModuleType) -> None:
     """Tell Lightning the names of our strategies, whichever of the two is imported first."""
-    import_module("lightning_compress.strategy")
+    import_module("lightning_compress.strategies.compressed_ddp")
 
 
 @when_imported("pytorch_lightning")

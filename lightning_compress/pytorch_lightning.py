@@ -5,9 +5,9 @@ from __future__ import annotations
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_compress.monitor import MonitorMixin
-from lightning_compress.recovery import RecoveryMixin
-from lightning_compress.strategy import CompressedDDPMixin
+from lightning_compress.callbacks.monitor import MonitorMixin
+from lightning_compress.callbacks.theta_recovery import RecoveryMixin
+from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees

@@ -24,7 +24,7 @@ from lightning_compress.codecs import (
     TopK,
     Wangni,
 )
-from lightning_compress.layout import Layout, Segment
+from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.reducers import PowerSGD, Reducer, SignSGD, Sketch, TernGradShared
 from tests import sparse_sizes
 

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 from lightning_compress.codecs import QSGD, Adaptive, Threshold, TopK, Wangni
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 
 
 def omega_bits(number: float) -> float:

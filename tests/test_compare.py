@@ -7,7 +7,7 @@ import torch
 
 from lightning_compress import compare
 from lightning_compress.codecs import CODECS, QSGD, Codec, Plan, TopK
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 
 
 def gradients(seed=0):

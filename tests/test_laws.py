@@ -7,17 +7,17 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from lightning_compress import bridge
 from lightning_compress.codecs import ATOMO, CODECS, QSGD, Codec, Dense, Natural, RandomK, Rotated, TernGrad
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
-from lightning_compress.costs import Link
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
+from lightning_compress.engine import composite
 from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Exchange, Hierarchical, probe
-from lightning_compress.layout import Layout
-from lightning_compress.message import Section
-from lightning_compress.meter import Meter
+from lightning_compress.exchanges.cost import Link
+from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import REDUCERS
-from lightning_compress.rules import Stretch
-from lightning_compress.state import State
+from lightning_compress.settings.rules import Stretch
 from tests.cases import CASES, unbiased_cases
 
 CPU = torch.device("cpu")
@@ -46,9 +46,9 @@ def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
     kept = {f"exchange.{name}": each for name, each in pattern.state(layout).items()}
     states = {
         name: State(each.layout, CPU, each.initial, each.holder)
-        for name, each in {**bridge.declared(stretches), **kept}.items()
+        for name, each in {**composite.declared(stretches), **kept}.items()
     }
-    return bridge.plan_group(stretches, pattern, World(collective, CPU, meter), states)
+    return composite.plan_group(stretches, pattern, World(collective, CPU, meter), states)
 
 
 def vector(rank, seed=0):

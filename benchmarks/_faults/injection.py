@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from benchmarks._faults.training import Job
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.group import Group
+from lightning_compress.engine.group import Group
 
 FILLER = "filler"
 """Name of the file that fills a disk."""

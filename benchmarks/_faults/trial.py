@@ -17,7 +17,7 @@ from benchmarks._faults import ranks
 from benchmarks._faults.injection import FILLER, INJECTIONS
 from benchmarks._faults.ranks import Ended
 from benchmarks._faults.training import Job
-from lightning_compress import checkpoint
+from lightning_compress.strategies import sidecar
 
 PATIENCE = 60.0
 AT = 5
@@ -128,7 +128,7 @@ class Trials:
 
 def damage(fault: str, job: Job) -> None:
     """Do something to the victim's part of the last checkpoint."""
-    save = torch.load(f"{job.checkpoints}/last.ckpt", weights_only=True)[checkpoint.KEY]["save"]
+    save = torch.load(f"{job.checkpoints}/last.ckpt", weights_only=True)[sidecar.KEY]["save"]
     part = Path(job.checkpoints, "last.ckpt.lc", f"{save}.rank{job.victim}.pt")
     content = part.read_bytes()
     place = len(content) * (job.seed % 7 + 1) // 9

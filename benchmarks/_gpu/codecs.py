@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from benchmarks._gpu.memory import allocated, counted, give_back, peak_of
 from benchmarks._timing import Work, take_turns
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Plan, aligned
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 
 ORDER = (
     "onebit", "efsign", "qsgd", "rotated", "terngrad", "range_float", "natural", "topk", "topk-exact", "fft", "dct",
@@ -66,12 +65,8 @@ def measure(task: Task) -> Row:
 @contextmanager
 def kernels_by(way: str) -> Iterator[None]:
     """Have plans made with kernels or without; what was chosen stays chosen, in the plan."""
-    before = os.environ.get(kernels.VARIABLE)
-    os.environ[kernels.VARIABLE] = WAYS[way]
-    try:
+    with kernels.using(WAYS[way]):
         yield
-    finally:
-        os.environ.pop(kernels.VARIABLE) if before is None else os.environ.update({kernels.VARIABLE: before})
 
 
 def sets_of(numel: int, device: torch.device) -> int:

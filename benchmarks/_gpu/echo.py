@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.collectives import Collective
-from lightning_compress.compression import Compression
-from lightning_compress.hook import register
-from lightning_compress.settings import Settings
+from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import register
+from lightning_compress.settings.settings import Settings
 
 OWN_WAY = ("powersgd", "sketch", "signsgd", "terngrad_shared")
 """Methods that exchange by themselves."""

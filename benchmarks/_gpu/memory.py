@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_compress.codecs import buffers
+from lightning_compress.core import buffers
 
 
 def allocated(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from benchmarks._gpu.memory import allocated, give_back
 from benchmarks._gpu.trace import overlap
 from benchmarks._models import MODELS, SMALL, Training
 from benchmarks._timing import waits_for_device
-from lightning_compress.optimizers import unwatch, watch
+from lightning_compress.engine.optimizers import unwatch, watch
 
 METHODS: dict[str, dict[str, object]] = {
     "none": {},

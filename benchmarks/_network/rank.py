@@ -22,7 +22,7 @@ from benchmarks._network import replay
 from benchmarks._network.methods import make, optimizer
 from benchmarks._network.models import MODELS, batch
 from benchmarks._network.trace import Recorder, Turn
-from lightning_compress.message import MessagePlan
+from lightning_compress.exchanges.message import MessagePlan
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 

@@ -29,7 +29,7 @@ from benchmarks._network.models import MODELS, batch
 from benchmarks._network.trace import wrapped_collectives
 from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.settings import Settings
+from lightning_compress.settings.settings import Settings
 
 SCHEDULES = ("hook", "beside")
 """Whether a bucket's exchange keeps backward waiting, or goes on beside it in a thread of its own."""

@@ -19,16 +19,16 @@ from benchmarks._network.cells import measure
 from benchmarks._network.lab import Lab
 from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import SimulatedCollective
-from lightning_compress.bridge import sections_of
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
-from lightning_compress.costs import Link, Speeds, backward_seconds, device_seconds, wire_seconds
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine.composite import sections_of
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.auto import THROUGH
-from lightning_compress.layout import Layout
-from lightning_compress.message import Section
-from lightning_compress.meter import Meter
-from lightning_compress.settings import Settings
+from lightning_compress.exchanges.cost import Link, Speeds, backward_seconds, device_seconds, wire_seconds
+from lightning_compress.exchanges.message import Section
+from lightning_compress.settings.settings import Settings
 
 SPARSE = {"name": "topk", "density": 0.01}
 CHOICES: list[dict[str, Any]] = [

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_compress.arguments import build_compressor
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.exchanges.probe import time_codec, time_link
+from lightning_compress.settings.arguments import build_compressor
 
 
 def main(told: dict[str, Any]) -> None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from lightning_compress.codecs.adaptive import Adaptive
 from lightning_compress.codecs.atomo import ATOMO
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.cast import BF16, FP16
-from lightning_compress.codecs.dct import DCT
 from lightning_compress.codecs.dense import Dense
-from lightning_compress.codecs.efsign import EFSign
-from lightning_compress.codecs.fft import FFT
-from lightning_compress.codecs.natural import Natural
-from lightning_compress.codecs.onebit import OneBit
-from lightning_compress.codecs.qsgd import QSGD
-from lightning_compress.codecs.randomk import RandomK
-from lightning_compress.codecs.range_float import RangeFloat
-from lightning_compress.codecs.rotated import Rotated
-from lightning_compress.codecs.terngrad import TernGrad
-from lightning_compress.codecs.threshold import Threshold
-from lightning_compress.codecs.topk import TopK
-from lightning_compress.codecs.wangni import Wangni
+from lightning_compress.codecs.quantize.natural import Natural
+from lightning_compress.codecs.quantize.qsgd import QSGD
+from lightning_compress.codecs.quantize.range_float import RangeFloat
+from lightning_compress.codecs.quantize.rotated import Rotated
+from lightning_compress.codecs.quantize.terngrad import TernGrad
+from lightning_compress.codecs.sign.efsign import EFSign
+from lightning_compress.codecs.sign.onebit import OneBit
+from lightning_compress.codecs.sparse.adaptive import Adaptive
+from lightning_compress.codecs.sparse.randomk import RandomK
+from lightning_compress.codecs.sparse.threshold import Threshold
+from lightning_compress.codecs.sparse.topk import TopK
+from lightning_compress.codecs.sparse.wangni import Wangni
+from lightning_compress.codecs.spectral.dct import DCT
+from lightning_compress.codecs.spectral.fft import FFT
 
 CODECS: dict[str, type[Codec]] = {
     "none": Dense,

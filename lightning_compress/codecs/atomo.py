@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.buffers import check, scratch
-from lightning_compress.keys import mix
-from lightning_compress.layout import Layout, Segment
+from lightning_compress.core.buffers import check, scratch
+from lightning_compress.core.layout import Layout, Segment
+from lightning_compress.core.random import mix
 
 TINY = 2.0**-100
 

@@ -29,7 +29,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 
 ALIGNMENT = 16
 """Sections of a message start at multiples of this many bytes."""

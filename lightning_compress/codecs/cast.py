@@ -12,11 +12,48 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.buffers import check, chunk_size, pieces, scratch
 from lightning_compress.codecs.dense import Dense
 from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.core.buffers import check, chunk_size, pieces, scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import RandomBits, word_state
 from lightning_compress.kernels import Summands
-from lightning_compress.layout import Layout
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+
+
+class StochasticRounding:
+    """Rounds up or down at random, in proportion to how near the two are, so that sums of many are right on average.
+
+    To the nearest, 256 + 1 would be 256 for ever: what is small beside the sum that it is added to would never arrive.
+    A number that bfloat16 has stays as it is; a larger one than its largest, 3.39e38, becomes that.
+
+    Args:
+        numel: how many numbers.
+        device: where.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._fused = kernels.backend(__name__, device)
+        if self._fused:
+            return
+        self._chunk = min(chunk_size(device), numel)
+        self._bits = RandomBits(self._chunk, device)
+        self._words = scratch("rounded words", self._chunk, torch.int32, device)
+        self._noise = scratch("rounding noise", self._chunk, torch.int32, device)
+
+    def round(self, values: Tensor, out: Tensor, key: int) -> None:
+        """Round float32 ``values [numel]`` into bfloat16 ``out [numel]``; equal keys round alike."""
+        if self._fused:
+            self._fused.round_at_random(values, out, word_state(key, 0))
+            return
+        for piece in pieces(len(values), self._chunk):
+            numel = piece.stop - piece.start
+            words, noise = self._words[:numel], self._noise[:numel]
+            torch.clamp(values[piece], -_LARGEST, _LARGEST, out=words.view(torch.float32))
+            noise.copy_(self._bits.draw(key, piece.start, numel)).bitwise_and_(0xFFFF)
+            words.add_(noise).bitwise_right_shift_(16)
+            out[piece].view(torch.int16).copy_(words)
 
 
 @dataclass(frozen=True)
@@ -36,9 +73,9 @@ class Cast(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
-        fused = kernels.fused(device)
+        fused = kernels.backend(__name__, device)
         if fused:
-            return _FusedCast(fused.halves, layout, self.sum_dtype, self.limit(summands))
+            return _FusedCast(fused, layout, self.sum_dtype, self.limit(summands))
         return _CastPlan(layout, device, self.sum_dtype, self.limit(summands))
 
     def limit(self, summands: int) -> float:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.buffers import check
-from lightning_compress.layout import Layout
+from lightning_compress.core.buffers import check
+from lightning_compress.core.layout import Layout
 
 
 @dataclass(frozen=True)

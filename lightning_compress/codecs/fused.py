@@ -7,7 +7,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from lightning_compress.codecs.base import Plan
-from lightning_compress.codecs.buffers import check
+from lightning_compress.core.buffers import check
 from lightning_compress.kernels import Summands
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from lightning_compress.collectives.base import Collective
-from lightning_compress.meter import Meter
+from lightning_compress.core.meter import Meter
 
 
 class CountingCollective(Collective):

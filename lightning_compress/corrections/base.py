@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_compress import kernels
 from lightning_compress.codecs import Codec
-from lightning_compress.codecs.buffers import scratch
-from lightning_compress.layout import Layout, Segment
-from lightning_compress.state import Declared, State, States
+from lightning_compress.core.buffers import scratch
+from lightning_compress.core.layout import Layout, Segment
+from lightning_compress.core.state import Declared, State, States
 
 
 def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]:
@@ -29,11 +29,11 @@ def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]
 
 def zero_where_zero(target: Tensor, source: Tensor) -> None:
     """``target`` becomes 0 where ``source`` is; both float32, of one length, no longer than a piece of a vector."""
-    if fast := kernels.of(source.device):
-        fast.momentum.zero_where_zero(target.numpy(), source.numpy())
+    if fast := kernels.backend(__name__, source.device, "numba"):
+        fast.zero_where_zero(target.numpy(), source.numpy())
         return
-    if fused := kernels.fused(source.device):
-        fused.momentum.zero_where_zero(target, source)
+    if fused := kernels.backend(__name__, source.device, "triton"):
+        fused.zero_where_zero(target, source)
         return
     zeros = scratch("zeros", len(source), torch.bool, source.device)
     if source.device.type == "cpu":  # five times as fast as torch's comparison into booleans

@@ -14,12 +14,12 @@ from torch.optim import SGD, Optimizer
 
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS, Codec, TopK
-from lightning_compress.codecs.buffers import chunk_size, pieces
+from lightning_compress.core.buffers import chunk_size, pieces
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.registry import build
+from lightning_compress.core.state import Declared, State, States, place_of
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, dense_segments, zero_where_zero
 from lightning_compress.corrections.clipping import ClipBy, check_by, clip_each, clip_factors
-from lightning_compress.layout import Layout
-from lightning_compress.registry import build
-from lightning_compress.state import Declared, State, States, place_of
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 """The paper's densities of the first epochs, one for each: 75, 93.75, 98.4375, 99.6 and 99.9 % stay behind."""
@@ -243,7 +243,7 @@ class _Plan(CorrectionPlan):
             self._accumulate(gradient[piece], old[piece], new[piece])
 
     def feed(self, gradients: Sequence[Tensor], residual: State) -> bool:
-        fast, factors = kernels.of(residual.committed.device), [1.0] * len(gradients)
+        fast, factors = kernels.backend(__name__, residual.committed.device, "numba"), [1.0] * len(gradients)
         if fast is None or any(each.dtype != torch.float32 for each in gradients):
             return False
         if self._clip:
@@ -257,7 +257,7 @@ class _Plan(CorrectionPlan):
             else:
                 rule = np.float32(factor), np.float32(self._settings.momentum), self._settings.nesterov
                 own = tuple(numbers[place] for numbers in velocity)
-                largest = fast.momentum.accumulate(gradient, gradient.view(np.int32), *rule, own, (before, after))
+                largest = fast.accumulate(gradient, gradient.view(np.int32), *rule, own, (before, after))
             if not kernels.sound(largest):
                 return False
         return True
@@ -278,9 +278,9 @@ class _Plan(CorrectionPlan):
 
     def _accumulate(self, gradient: Tensor, old: Tensor, new: Tensor) -> None:
         """Write the next velocity, and over the gradient what a step along it adds; in SGD's order of rounding."""
-        momentum, fused = self._settings.momentum, kernels.fused(gradient.device)
+        momentum, fused = self._settings.momentum, kernels.backend(__name__, gradient.device, "triton")
         if fused:
-            fused.momentum.accumulate(gradient, old, new, momentum, self._settings.nesterov)
+            fused.accumulate(gradient, old, new, momentum, self._settings.nesterov)
         elif self._settings.nesterov:
             torch.add(old, gradient, out=new).mul_(momentum)
             gradient.add_(new)

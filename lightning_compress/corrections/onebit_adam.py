@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_compress.codecs import CODECS, Codec, EFSign
-from lightning_compress.codecs.buffers import chunk_size, pieces, scratch
+from lightning_compress.core.buffers import chunk_size, pieces, scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.registry import build
+from lightning_compress.core.state import Declared, States
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, zero_where_zero
-from lightning_compress.layout import Layout
-from lightning_compress.registry import build
-from lightning_compress.state import Declared, States
 
 
 @dataclass(frozen=True)

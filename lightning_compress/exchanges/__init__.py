@@ -7,13 +7,13 @@ from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.binomial import Binomial
-from lightning_compress.exchanges.butterfly import Butterfly
-from lightning_compress.exchanges.gtopk import GTopK
 from lightning_compress.exchanges.hierarchical import PLAIN, Hierarchical
-from lightning_compress.exchanges.ok_topk import OkTopK
-from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
-from lightning_compress.exchanges.run_length import RunLength
-from lightning_compress.exchanges.split_gather import SplitGather
+from lightning_compress.exchanges.sparse.butterfly import Butterfly
+from lightning_compress.exchanges.sparse.gtopk import GTopK
+from lightning_compress.exchanges.sparse.ok_topk import OkTopK
+from lightning_compress.exchanges.sparse.recursive_doubling import RecursiveDoubling
+from lightning_compress.exchanges.sparse.run_length import RunLength
+from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
 EXCHANGES: dict[str, type[Exchange]] = {**PLAIN, "ok_topk": OkTopK, "hierarchical": Hierarchical}

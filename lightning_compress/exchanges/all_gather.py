@@ -10,19 +10,12 @@ from torch import Tensor
 
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds
-from lightning_compress.exchanges.base import (
-    Exchange,
-    ExchangePlan,
-    agree_length,
-    length_bytes,
-    length_rounds,
-    rows,
-)
-from lightning_compress.exchanges.buffers import Messages
+from lightning_compress.core.buffers import Messages
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, agree_length, length_bytes, length_rounds, rows
+from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.kernels import Summands
-from lightning_compress.keys import mix
-from lightning_compress.message import MessagePlan, Section
-from lightning_compress.state import States
 
 
 @dataclass(frozen=True)

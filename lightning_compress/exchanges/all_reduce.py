@@ -12,12 +12,12 @@ from torch import Tensor
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
+from lightning_compress.core.buffers import Messages
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
-from lightning_compress.exchanges.buffers import Messages
+from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.straight import Straight
-from lightning_compress.keys import mix
-from lightning_compress.message import MessagePlan, Section
-from lightning_compress.state import States
 
 PART = 1 << 20
 """Elements that are worth a message of their own: at 10 Gbit/s they travel for some milliseconds."""

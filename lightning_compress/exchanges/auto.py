@@ -11,20 +11,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_compress import costs
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_rounds
-from lightning_compress.costs import CODES, COPIES, LISTS, Link, Speeds
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
+from lightning_compress.exchanges import cost
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import META, Exchange, ExchangePlan
+from lightning_compress.exchanges.cost import CODES, COPIES, LISTS, Link, Speeds
+from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.probe import Measured, kind_of
-from lightning_compress.exchanges.split_gather import SplitGather
+from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
-from lightning_compress.keys import mix
-from lightning_compress.message import Section
-from lightning_compress.state import States
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Auto(Exchange):
                 f"Auto(fallback={self.fallback!r}): it must be 'dense' (send float32 where compression does not pay) "
                 "or 'never'"
             )
-        object.__setattr__(self, "link", None if self.link is None else costs.link_of(self.link))
+        object.__setattr__(self, "link", None if self.link is None else cost.link_of(self.link))
         size = self.node_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"Auto(node_size={size!r}): it must be a number of ranks, or null")
@@ -104,7 +104,7 @@ class Auto(Exchange):
 
     def fixed(self) -> Exchange:
         """See ``Exchange.fixed``."""
-        return replace(self, link=self.link or costs.UNKNOWN)
+        return replace(self, link=self.link or cost.UNKNOWN)
 
     def flat(self) -> Exchange:
         """See ``Exchange.flat``."""
@@ -177,7 +177,7 @@ class Auto(Exchange):
         usual = min(offers, key=lambda offer: offer.outward)
         node = self._nodes(ranks)
         if node > 1:
-            from lightning_compress.exchanges.hierarchical import Hierarchical  # which knows this class, too
+            from lightning_compress.exchanges.hierarchical import Hierarchical
 
             between = _ways(codecs, ranks // node)
             offers += [self._offer(Hierarchical(way, node), sections, world) for way in between]
@@ -209,11 +209,11 @@ class Auto(Exchange):
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
-            price = costs.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
+            price = cost.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
         else:
             links = self._measured.links
             link = links.get("between", links["ranks"]) if plan.inner_rounds else links["ranks"]
-            price = costs.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
+            price = cost.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
         through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
         return _Offer(plan, price + through)
 

@@ -19,11 +19,11 @@ from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import ALIGNMENT
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.costs import Priced
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.state import Declared, States
+from lightning_compress.exchanges.cost import Priced
+from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.straight import Straight
-from lightning_compress.layout import Layout
-from lightning_compress.message import LENGTH, MessagePlan, Section
-from lightning_compress.state import Declared, States
 
 META = torch.device("meta")
 """Where a plan has no memory: it is asked for its price, and never run."""

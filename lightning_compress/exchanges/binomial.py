@@ -15,12 +15,45 @@ from torch import Tensor
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_gather_rounds
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, Sums, check_sums, new_messages, of_sums
-from lightning_compress.exchanges.rounds import HEADER, Rounds, seal
-from lightning_compress.exchanges.trees import levels_of, summands
-from lightning_compress.keys import mix
-from lightning_compress.message import MessagePlan, Section
-from lightning_compress.state import States
+from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
+
+
+@dataclass(frozen=True)
+class Level:
+    """A rank's part in one level; None: it has none.
+
+    Args:
+        parent: gets this rank's sum.
+        child: whose sum this rank gets.
+    """
+
+    parent: int | None
+    child: int | None
+
+
+def levels_of(rank: int, size: int) -> list[Level]:
+    """From the leaves to the root: as many on all ranks as the logarithm of ``size``, rounded up."""
+    levels = []
+    for distance in (1 << bit for bit in range((size - 1).bit_length())):
+        place = rank % (2 * distance)
+        parent = rank - distance if place == distance else None
+        child = rank + distance if place == 0 and rank + distance < size else None
+        levels.append(Level(parent, child))
+    return levels
+
+
+def summands(rank: int, size: int) -> int:
+    """Of how many ranks the sum is that a rank sends to its parent, and the root to all."""
+    return min(rank & -rank, size - rank) if rank else size
+
+
+def links(levels: list[Level]) -> int:
+    """With how many others a rank talks, one message each way."""
+    return sum((level.parent is not None) + (level.child is not None) for level in levels)
 
 
 @dataclass(frozen=True)

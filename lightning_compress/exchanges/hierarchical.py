@@ -19,24 +19,24 @@ from torch import Tensor
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import mix
+from lightning_compress.core.registry import build
+from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.binomial import Binomial
-from lightning_compress.exchanges.butterfly import Butterfly
-from lightning_compress.exchanges.gtopk import GTopK
-from lightning_compress.exchanges.leaders import LeadersPlan, agreed
+from lightning_compress.exchanges.chain import LeadersPlan, agreed
+from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import nodes_of
-from lightning_compress.exchanges.recursive_doubling import RecursiveDoubling
-from lightning_compress.exchanges.run_length import RunLength
-from lightning_compress.exchanges.split_gather import SplitGather
+from lightning_compress.exchanges.sparse.butterfly import Butterfly
+from lightning_compress.exchanges.sparse.gtopk import GTopK
+from lightning_compress.exchanges.sparse.recursive_doubling import RecursiveDoubling
+from lightning_compress.exchanges.sparse.run_length import RunLength
+from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
-from lightning_compress.keys import mix
-from lightning_compress.layout import Layout
-from lightning_compress.message import Section
-from lightning_compress.registry import build
-from lightning_compress.state import States
 
 PLAIN: dict[str, type[Exchange]] = {
     "auto": Auto,

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.base import ALIGNMENT, aligned
-from lightning_compress.codecs.buffers import chunk_size
 from lightning_compress.collectives import Collective, World
-from lightning_compress.exchanges.buffers import Messages
-from lightning_compress.message import Section
+from lightning_compress.core.buffers import Messages, chunk_size
+from lightning_compress.exchanges.message import Section
 
 Piece = tuple[int, int, int]
 """Of which tensor, from which element on, up to which."""

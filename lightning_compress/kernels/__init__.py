@@ -1,14 +1,20 @@
 """Twins of the hot loops, each a single pass; what they write equals what the codecs' own tensor operations write.
 
-On the CPU they are compiled by numba, where it is installed (``pip install lightning_compress[cpu]``), and on an
-accelerator by Triton, which comes with PyTorch there. ``LIGHTNING_COMPRESS_KERNELS`` chooses: "auto", "torch" for
-tensor operations everywhere, or "triton" also on the CPU, in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+A module's kernels stand beside it: those of ``signs.py`` are ``signs_numba.py``, compiled by numba for a CPU where it
+is installed (``pip install lightning_compress[cpu]``), which take contiguous NumPy arrays, and ``signs_triton.py``,
+compiled by Triton, which comes with PyTorch on an accelerator, which take tensors.
+
+``LIGHTNING_COMPRESS_KERNELS`` chooses: "auto", "torch" for tensor operations everywhere, or "triton" also on the CPU,
+in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -34,54 +40,62 @@ def sound(largest: int) -> bool:
     return 0 < largest < INFINITE
 
 
-def chosen() -> str:
-    """What the environment asks for.
+_asked = os.environ.get(VARIABLE, "auto")
+
+
+@contextmanager
+def using(choice: str) -> Iterator[None]:
+    """Have plans made with kernels of another choice than the environment's; those that are made keep theirs."""
+    global _asked
+    before, _asked = _asked, choice
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+def compiler(device: torch.device) -> str | None:
+    """What compiles the kernels of a device: "numba", "triton", or None, where tensor operations do the work.
 
     Raises:
-        ValueError: it asks for something else.
+        ValueError: the environment asks for something else, or for Triton on a CPU, where only an
+            interpreter runs it, or it is not there.
     """
-    choice = os.environ.get(VARIABLE, "auto")
-    if choice not in CHOICES:
-        raise ValueError(f"{VARIABLE}={choice!r} must be one of {', '.join(CHOICES)}; unset it for 'auto'")
-    return choice
-
-
-def of(device: torch.device) -> ModuleType | None:
-    """The kernels of a CPU, which take NumPy arrays, or None: then ``fused`` or tensor operations do the work."""
-    return _cpu() if device.type == "cpu" and chosen() == "auto" else None
-
-
-def fused(device: torch.device) -> ModuleType | None:
-    """The kernels of an accelerator, which take tensors, or None.
-
-    Raises:
-        ValueError: they were asked for on a CPU, where only an interpreter runs them, or Triton is not there.
-    """
-    choice = chosen()
-    if choice == "torch" or (choice == "auto" and (device.type != "cuda" or not _has_triton())):
+    if _asked not in CHOICES:
+        raise ValueError(f"{VARIABLE}={_asked!r} must be one of {', '.join(CHOICES)}; unset it for 'auto'")
+    if _asked == "auto":
+        wanted = {"cpu": "numba", "cuda": "triton"}.get(device.type)
+        return wanted if wanted and _installed(wanted) else None
+    if _asked == "torch" or device.type not in ("cpu", "cuda"):
         return None
-    if device.type not in ("cpu", "cuda"):
-        return None
-    if not _has_triton():
+    if not _installed("triton"):
         raise ValueError(f"{VARIABLE}=triton, but there is no Triton here; pip install triton, or unset {VARIABLE}")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"{VARIABLE}=triton on a CPU runs in Triton's interpreter only; set TRITON_INTERPRET=1, or unset {VARIABLE}"
         )
-    from lightning_compress.kernels import triton
+    return "triton"
 
-    return triton
+
+def backend(module: str, device: torch.device, by: str | None = None) -> ModuleType | None:
+    """The kernels beside a module, or None: then tensor operations do the work.
+
+    Args:
+        module: its ``__name__``.
+        device: where the numbers are.
+        by: a compiler, for a module that has kernels of both and treats them differently; None where another one
+            compiles those of the device.
+    """
+    used = compiler(device)
+    return _beside(module, used) if used and by in (None, used) else None
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _installed(name: str) -> bool:
+    return find_spec(name) is not None
 
 
 @cache
-def _cpu() -> ModuleType | None:
-    if find_spec("numba") is None:
-        return None
-    from lightning_compress.kernels import cpu  # a second, which only those pay who need it
-
-    return cpu
+def _beside(module: str, compiled_by: str) -> ModuleType | None:
+    name = f"{module}_{compiled_by}"
+    return import_module(name) if find_spec(name) else None  # a second, which only those pay who need it

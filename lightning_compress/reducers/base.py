@@ -18,8 +18,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_compress.collectives import World
-from lightning_compress.layout import Layout
-from lightning_compress.state import Declared, States
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.state import Declared, States
 
 
 class ReducerPlan(ABC):

@@ -12,13 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.randomness import RandomBits
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.keys import mix, name_key
-from lightning_compress.layout import Layout, Segment
+from lightning_compress.core.layout import Layout, Segment
+from lightning_compress.core.random import RandomBits, mix, name_key
+from lightning_compress.core.state import Declared, State, States
 from lightning_compress.reducers.base import Reducer, ReducerPlan
-from lightning_compress.state import Declared, State, States
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.bits import pack, packed_size, unpack
-from lightning_compress.codecs.buffers import chunk_size, pieces, scratch
-from lightning_compress.codecs.randomness import RandomBits
+from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import (
     all_gather_rounds,
@@ -21,11 +19,12 @@ from lightning_compress.collectives.counting import (
     all_reduce_rounds,
     all_to_all_rounds,
 )
-from lightning_compress.keys import mix
-from lightning_compress.layout import Layout
+from lightning_compress.core.buffers import chunk_size, pieces, scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import RandomBits, mix
+from lightning_compress.core.state import Declared, State, States
 from lightning_compress.reducers.base import Reducer, ReducerPlan
 from lightning_compress.reducers.tally import Tally
-from lightning_compress.state import Declared, State, States
 
 Vote = Literal["majority", "tally"]
 MOMENTUM = "momentum"

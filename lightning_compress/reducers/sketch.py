@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.buffers import pieces, scratch
-from lightning_compress.codecs.randomness import hash_torch
-from lightning_compress.codecs.selection import CpuSelector, SortSelector
+from lightning_compress.codecs.sparse.selection import CpuSelector, SortSelector
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.keys import mix
-from lightning_compress.layout import Layout
+from lightning_compress.core.buffers import pieces, scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import hash_torch, mix
+from lightning_compress.core.state import States
 from lightning_compress.reducers.base import Reducer, ReducerPlan
-from lightning_compress.state import States
 
 RUN = 1 << 14
 """Elements that are handled at a time on a CPU: a row's worth of each row fits its caches."""

@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.quantise import UNIT, fit
-from lightning_compress.codecs.ternary import Ternary, pack_digits, unpack_digits
-from lightning_compress.codecs.terngrad import check_clip
+from lightning_compress.codecs.quantize.levels import UNIT, fit
+from lightning_compress.codecs.quantize.ternary import Ternary, pack_digits, unpack_digits
+from lightning_compress.codecs.quantize.terngrad import check_clip
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.keys import mix
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
 from lightning_compress.reducers.base import Reducer, ReducerPlan
-from lightning_compress.state import States
 
 WORD = 2**31
 """Words are int32, of which the positive numbers are used."""

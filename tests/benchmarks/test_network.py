@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import network
 from benchmarks._network import lab, methods, plot
-from lightning_compress.layout import Layout
-from lightning_compress.settings import Settings
+from lightning_compress.core.layout import Layout
+from lightning_compress.settings.settings import Settings
 
 root = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2 for network namespaces"

@@ -9,11 +9,11 @@ from benchmarks import scale
 from benchmarks._scale.simulated import Call, Cluster, longer
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import CountingCollective, World, run_threads
-from lightning_compress.costs import COPIES, Link
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import AllGather
-from lightning_compress.layout import Layout
-from lightning_compress.message import Section
-from lightning_compress.meter import Meter
+from lightning_compress.exchanges.cost import COPIES, Link
+from lightning_compress.exchanges.message import Section
 
 CPU = torch.device("cpu")
 WAYS = scale.WAYS | {"onebit, all_gather": scale.Way(OneBit(), AllGather())}

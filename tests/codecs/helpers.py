@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_compress.codecs import Codec
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 from tests.cases import CASES
 
 CPU = torch.device("cpu")

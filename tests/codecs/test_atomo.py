@@ -9,11 +9,11 @@ import torch
 from lightning_compress.codecs import ATOMO
 from lightning_compress.codecs.atomo import sample
 from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.random import mix
 from lightning_compress.exchanges import AllGather
-from lightning_compress.keys import mix
-from lightning_compress.layout import Layout
-from lightning_compress.message import Section
-from lightning_compress.meter import Meter
+from lightning_compress.exchanges.message import Section
 from tests.codecs.helpers import CPU, KINDS, make
 from tests.reference import lowrank
 

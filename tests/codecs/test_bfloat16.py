@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_compress.codecs.bfloat16 import StochasticRounding
-from lightning_compress.codecs.buffers import CHUNK
+from lightning_compress.codecs.cast import StochasticRounding
+from lightning_compress.core.buffers import CHUNK
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import ATOMO, Rotated
-from lightning_compress.codecs.spectrum import Spectral
+from lightning_compress.codecs.spectral.spectrum import Spectral
 from tests.codecs.helpers import CODECS, CPU, layout
 from tests.golden.messages import KEY, NUMEL, codec_of, saved, unpack
 

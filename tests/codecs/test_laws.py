@@ -26,7 +26,7 @@ from lightning_compress.codecs import (
     TopK,
     Wangni,
 )
-from lightning_compress.codecs.spectrum import Spectral
+from lightning_compress.codecs.spectral.spectrum import Spectral
 from tests.codecs.helpers import CODECS, CPU, layout, make, trip, vectors
 
 VARIABLE = [codec for codec in CODECS if codec.plan(layout(1000), CPU).variable]

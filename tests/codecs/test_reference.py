@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from lightning_compress.codecs import BF16, FP16, Codec, Dense, EFSign, Natural, OneBit, RangeFloat, TopK
-from lightning_compress.codecs.buffers import CHUNK
+from lightning_compress.core.buffers import CHUNK
 from tests.codecs.helpers import layout, make, trip, vectors
 from tests.reference import codecs as reference
 

@@ -16,8 +16,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.arguments import COMPRESSORS
 from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from tests.config.composing import CONF, built, composed
 

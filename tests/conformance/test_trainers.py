@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
-from lightning_compress.optimizers import _listeners
+from lightning_compress.engine.optimizers import _listeners
 from tests.conformance.training import ALL, ByStep, outcome, strategy_of, train, trainer_of
 from tests.helpers.training import Net, digits, loader
 

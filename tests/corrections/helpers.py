@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from lightning_compress.collectives import LocalCollective, World, run_threads
-from lightning_compress.group import Group, Scratch
-from lightning_compress.meter import Meter
-from lightning_compress.settings import Settings
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine.group import Group, Scratch
+from lightning_compress.settings.settings import Settings
 
 CPU = torch.device("cpu")
 SOUND = torch.tensor(False)

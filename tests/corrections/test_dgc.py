@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.arguments import build_compressor
 from lightning_compress.codecs import TopK
 from lightning_compress.corrections import DGC, WARMUP_DENSITIES
 from lightning_compress.exchanges import EXCHANGES
-from lightning_compress.settings import Settings
+from lightning_compress.settings.arguments import build_compressor
+from lightning_compress.settings.settings import Settings
 from tests.corrections.helpers import COMPRESSED, NAMES, PARAMETERS, Walker, gradient, named, on_ranks, walk
 from tests.reference.dgc import Rank
 from tests.test_laws import average

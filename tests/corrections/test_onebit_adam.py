@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.arguments import build_compressor
 from lightning_compress.codecs import Dense, EFSign, Rotated
 from lightning_compress.corrections import OneBitAdam
-from lightning_compress.settings import Settings
+from lightning_compress.settings.arguments import build_compressor
+from lightning_compress.settings.settings import Settings
 from tests.corrections.helpers import COMPRESSED, LENGTHS, NAMES, Walker, gradient, named, on_ranks, walk
 from tests.reference.onebit_adam import simulate_onebit_adam
 

@@ -6,7 +6,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.failures import ExchangeError, cause, explained
+from lightning_compress.core.failures import ExchangeError, cause, explained
 from tests.helpers.training import fit
 
 PEER = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49320."

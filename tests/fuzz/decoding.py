@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from lightning_compress.codecs import QSGD, Codec, OneBit, TopK
-from lightning_compress.layout import Layout
-from lightning_compress.message import MessagePlan, Section
-from lightning_compress.meter import Meter
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.exchanges.message import MessagePlan, Section
 from tests.cases import CASES
 from tests.fuzz.mutations import mutate
 

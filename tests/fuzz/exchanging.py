@@ -5,14 +5,14 @@ import math
 import numpy as np
 import torch
 
-from lightning_compress import bridge
 from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
+from lightning_compress.engine import composite
 from lightning_compress.exchanges import EXCHANGES, Hierarchical
-from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
-from lightning_compress.rules import Stretch
-from lightning_compress.state import State
+from lightning_compress.settings.rules import Stretch
 from tests.cases import CASES
 from tests.fuzz.mutations import mutate
 
@@ -121,9 +121,9 @@ def plan_of(way, collective):
     ]
     layout = Layout.of((each.name, each.shape) for part in (DENSE, LARGE, OTHER) for each in part.segments)
     kept = {f"exchange.{name}": each for name, each in PATTERNS[exchange].state(layout).items()}
-    declared = {**bridge.declared(stretches), **kept}
+    declared = {**composite.declared(stretches), **kept}
     states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in declared.items()}
-    plan = bridge.plan_group(stretches, PATTERNS[exchange], World(collective, CPU, Meter(CPU)), states)
+    plan = composite.plan_group(stretches, PATTERNS[exchange], World(collective, CPU, Meter(CPU)), states)
     return plan, states
 
 

@@ -12,11 +12,11 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import nn
 
-from lightning_compress import snapshot
 from lightning_compress.collectives import run_threads
-from lightning_compress.compression import Compression
-from lightning_compress.resume import Resume
-from lightning_compress.settings import Settings
+from lightning_compress.core import snapshot
+from lightning_compress.engine.compression import Compression
+from lightning_compress.settings.settings import Settings
+from lightning_compress.strategies.resume import Resume
 from tests.fuzz.mutations import mutate
 
 CPU = torch.device("cpu")

@@ -115,7 +115,7 @@ def test_what_unpacks_to_more_than_the_file_is_refused(saved):
 
 def rewrite(file, change):
     """Another content with a checksum that fits."""
-    from lightning_compress import snapshot
+    from lightning_compress.core import snapshot
 
     content = torch.load(file, weights_only=True)
     change(content["state"])

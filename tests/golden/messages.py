@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_compress.arguments import build_compressor
+from lightning_compress.settings.arguments import build_compressor
 from tests.codecs.helpers import make
 
 FILE = Path(__file__).with_name("messages.json")

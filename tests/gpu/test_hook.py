@@ -126,7 +126,7 @@ def test_a_number_that_is_none_on_one_rank_changes_no_residual(ranks):
 
 
 def test_a_captured_backward_is_refused():
-    from lightning_compress.hook import StreamHook
+    from lightning_compress.engine.hook import StreamHook
 
     class Bucket:
         def buffer(self):

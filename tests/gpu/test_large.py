@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import EFSign, OneBit, RangeFloat
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 
 pytestmark = pytest.mark.gpu
 TAIL = 5 * 4096 + 17

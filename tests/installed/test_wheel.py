@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_compress.arguments import COMPRESSORS
 from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.settings.arguments import COMPRESSORS
 
 ROOT = Path(__file__).resolve().parents[2]
 

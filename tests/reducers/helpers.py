@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, World, run_threads
-from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
 from lightning_compress.reducers import Reducer
-from lightning_compress.state import State
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_compress.collectives import LocalCollective, World
-from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
 from lightning_compress.reducers import Reducer, SignSGD, TernGradShared
-from lightning_compress.state import State
 from tests.helpers.memory import check_steady
 from tests.reducers.helpers import CPU
 

@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_compress.collectives import LocalCollective, World
-from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
 from lightning_compress.reducers.powersgd import PowerSGD, normal
-from lightning_compress.state import State
 from tests.reducers.ranks import CARRIED, CPU, gradient, train
 from tests.reference import lowrank
 from tests.reference.codecs import random16

@@ -10,13 +10,13 @@ import torch
 
 from lightning_compress.collectives import Collective, LocalCollective, World, run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.group import Group, Scratch
-from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
+from lightning_compress.engine.group import Group, Scratch
 from lightning_compress.reducers import SignSGD
 from lightning_compress.reducers.tally import Tally
-from lightning_compress.settings import Settings
-from lightning_compress.state import State
+from lightning_compress.settings.settings import Settings
 from tests.reducers.helpers import CPU, trips
 from tests.reference import ternary as reference
 

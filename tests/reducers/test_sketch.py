@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_compress.collectives import LocalCollective, World
-from lightning_compress.layout import Layout
-from lightning_compress.meter import Meter
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
 from lightning_compress.reducers.sketch import RUN, CountSketch, Sketch
 from tests.reducers.ranks import CARRIED, CPU, gradient, train
 from tests.reference import sketch as reference

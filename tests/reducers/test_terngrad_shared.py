@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.codecs.ternary import RUN
+from lightning_compress.codecs.quantize.ternary import RUN
 from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.keys import mix
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import mix
 from lightning_compress.reducers import TernGradShared
 from lightning_compress.reducers.terngrad_shared import digits_of
 from tests.reducers.helpers import trips

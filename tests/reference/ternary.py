@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_compress.keys import mix
+from lightning_compress.core.random import mix
 from tests.reference.codecs import Array, random16
 
 Doubles = npt.NDArray[np.float64]

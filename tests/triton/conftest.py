@@ -16,4 +16,4 @@ def device():
 @pytest.fixture
 def by(monkeypatch):
     """Have plans made with kernels of a choice: ``by("triton")``."""
-    return lambda choice: monkeypatch.setenv(kernels.VARIABLE, choice)
+    return lambda choice: monkeypatch.setattr(kernels, "_asked", choice)

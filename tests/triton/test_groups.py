@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_compress.collectives import World, run_threads
-from lightning_compress.group import Group
-from lightning_compress.meter import Meter
-from lightning_compress.scratch import Scratch
-from lightning_compress.settings import Settings
+from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine.group import Group
+from lightning_compress.settings.settings import Settings
 
 CPU = torch.device("cpu")
 PARAMETERS = [("weight", (40, 61)), ("bias", (37,)), ("nothing", (0,)), ("other", (27, 83))]
@@ -97,7 +97,7 @@ def test_as_on_a_cpu(happens, exchange, twice, device, by):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
 def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, monkeypatch):
-    from lightning_compress.codecs.fused_signs import FusedSigns
+    from lightning_compress.codecs.sign.signs import FusedSigns
 
     calls, encode_sum = [], FusedSigns.encode_sum
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_compress.codecs import BF16, FP16
-from lightning_compress.codecs.bfloat16 import StochasticRounding
-from lightning_compress.layout import Layout
+from lightning_compress.codecs.cast import StochasticRounding
+from lightning_compress.core.layout import Layout
 from tests.triton.test_messages import CPU
 
 

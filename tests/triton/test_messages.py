@@ -5,7 +5,7 @@ import torch
 
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.base import aligned
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
 from tests.triton.cases import METHODS
 
 CPU = torch.device("cpu")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.state import State
 from lightning_compress.corrections import DGC
 from lightning_compress.corrections.base import zero_where_zero
-from lightning_compress.layout import Layout
-from lightning_compress.state import State
 
 LAYOUT = Layout.of([("weight", (3, 701)), ("bias", (10,))])
 COMPRESSED = [slice(0, 2103)]

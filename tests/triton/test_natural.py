@@ -3,8 +3,8 @@
 import torch
 
 from lightning_compress.codecs import Natural
-from lightning_compress.codecs.randomness import RandomBits
-from lightning_compress.layout import Layout
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import RandomBits
 from tests.triton.test_messages import CPU
 
 

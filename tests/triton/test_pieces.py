@@ -3,19 +3,20 @@
 import pytest
 import torch
 
-from lightning_compress.codecs.quantise import LARGEST, fit
-from lightning_compress.codecs.randomness import RandomBits, word_state
+from lightning_compress.codecs.quantize.levels import LARGEST, fit
+from lightning_compress.core.random import RandomBits, word_state
 
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from lightning_compress.kernels.triton import levels, random  # noqa: E402
+from lightning_compress.codecs.quantize import levels_triton  # noqa: E402
+from lightning_compress.kernels.triton import random  # noqa: E402
 
 
 @triton.jit
 def _fit(norms, sent, factors, top: tl.constexpr, limit: tl.constexpr, size: tl.constexpr):
     place = tl.arange(0, size)
-    norm, factor = levels.fit(tl.load(norms + place), top, limit)
+    norm, factor = levels_triton.fit(tl.load(norms + place), top, limit)
     tl.store(sent + place, norm)
     tl.store(factors + place, factor)
 

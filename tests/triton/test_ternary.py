@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_compress.codecs import TernGrad
-from lightning_compress.codecs.ternary import RUN
-from lightning_compress.layout import Layout
+from lightning_compress.codecs.quantize.ternary import RUN
+from lightning_compress.core.layout import Layout
 from tests.triton.test_messages import CPU
 
 MANY = [3, 0, 700, 1, 63, 64, 1400, 9, 4000]
@@ -59,7 +59,7 @@ def test_results_of_many_programs_are_added_up_in_one_order(device, by, monkeypa
     if device.type == "cpu":  # a few at a time, as else takes millions of elements
         import triton.language as tl
 
-        from lightning_compress.kernels.triton import scales
+        from lightning_compress.codecs.quantize import terngrad_scales_triton
 
-        monkeypatch.setattr(scales, "_PARTS", tl.constexpr(2))
+        monkeypatch.setattr(terngrad_scales_triton, "_PARTS", tl.constexpr(2))
     compare(TernGrad(), [40, 4 * 8192 if device.type == "cpu" else 5_000_000], device, by)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_compress import kernels
-from lightning_compress.finite import clean, spoil
+from lightning_compress.engine.gradients import clean, spoil
 
 
 @pytest.fixture(autouse=True)
@@ -38,30 +37,32 @@ def test_spoiling(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replacing(dtype, device):
     target, source = torch.zeros(5001, dtype=dtype, device=device), torch.randn(5001, device=device).to(dtype)
-    vectors = kernels.fused(device).vectors
-    vectors.replace(torch.tensor(False, device=device), target, source)
+    from lightning_compress.core import state_triton
+
+    state_triton.replace(torch.tensor(False, device=device), target, source)
     assert not target.any()
-    vectors.replace(torch.tensor(True, device=device), target, source)
+    state_triton.replace(torch.tensor(True, device=device), target, source)
     assert target.equal(source)
 
 
 def test_parameters_that_are_not_used(device):
-    segments = kernels.fused(device).segments
+    from lightning_compress.engine import unused_triton
+
     parts = [slice(0, 9000), slice(9000, 9003), slice(9003, 13099), slice(13099, 13100)]
     vector = torch.randn(13100, device=device)
     vector[parts[0]] = 0
     vector[8999], vector[parts[1]], vector[parts[3]] = 1, 0, 0
     used = torch.zeros(4, dtype=torch.uint8, device=device)
-    tiles = segments.table([(number, part.start, part.stop) for number, part in enumerate(parts)], device)
-    segments.find_used(tiles, vector, used)
+    tiles = unused_triton.table([(number, part.start, part.stop) for number, part in enumerate(parts)], device)
+    unused_triton.find_used(tiles, vector, used)
     assert used.tolist() == [1, 0, 1, 0]
     kept, other = torch.randn(13100, device=device), torch.randn(13100, device=device)
     wanted = other.clone()
     for place in (parts[1], parts[3]):
         wanted[place] = kept[place]
-    segments.restore_unused(tiles, used, other, kept)
+    unused_triton.restore_unused(tiles, used, other, kept)
     assert other.equal(wanted)
     for place in (parts[1], parts[3]):
         wanted[place] = 0
-    segments.zero_unused(tiles, used, other)
+    unused_triton.zero_unused(tiles, used, other)
     assert other.equal(wanted)

@@ -1,4 +1,4 @@
-"""Random bits of a key's stream, a word for four neighbours; those of ``codecs/randomness.py``, to the bit."""
+"""Random bits of a key's stream, a word for four neighbours; those of ``core/random.py``, to the bit."""
 
 from __future__ import annotations
 

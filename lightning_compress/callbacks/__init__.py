@@ -1,0 +1,1 @@
+"""What ``Trainer(callbacks=...)`` takes."""

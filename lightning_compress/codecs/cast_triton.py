@@ -1,0 +1,135 @@
+"""Numbers of 16 bits; see ``cast.py`` and ``cast.py``, whose bits these are.
+
+bfloat16 travels as int16, the upper half of a float32: its rounding is two additions of integers everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, read, read_sum, sources, write
+from lightning_compress.kernels.triton.random import random16, signed
+
+_ROWS = tl.constexpr(512)
+"""Of four elements, which a program handles."""
+_TILE = tl.constexpr(4 * _ROWS.value)
+_LARGEST = tl.constexpr(3.3895313892515355e38)
+"""The largest bfloat16."""
+
+
+def encode(vector: Tensor, summands: Summands, message: Tensor, dtype: torch.dtype, limit: float, keep: bool) -> None:
+    """Round to the nearest number of a 16-bit format.
+
+    Args:
+        vector: float32 ``[n]``; gets what stays, if that is to be kept.
+        summands: see ``Summands``.
+        message: uint8 ``[2 n]``, wholly overwritten.
+        dtype: float16 or bfloat16.
+        limit: the largest magnitude that is sent.
+        keep: whether what stays is asked for.
+    """
+    if not len(vector):
+        return
+    first, second, both = sources(vector, summands)
+    _encode[_grid(vector)](first, second, vector, _halves(message, dtype), limit, len(vector), both, keep, **OPTIONS)
+
+
+def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, dtype: torch.dtype) -> None:
+    """Write, or add, ``weight`` times the sum of messages ``[M, 2 n]``, whose rows may be strided."""
+    if not len(out):
+        return
+    halves = _halves(messages, dtype)
+    _decode[_grid(out)](halves, 2 * halves.stride(0), out, weight, len(out), accumulate, len(messages), **OPTIONS)
+
+
+def round_at_random(values: Tensor, out: Tensor, state: int) -> None:
+    """Round float32 ``values [n]`` into bfloat16 ``out [n]``, by the random words that follow a state."""
+    if len(values):
+        _round[_grid(values)](values, out.view(torch.int16), signed(state), len(values), **OPTIONS)
+
+
+def _grid(vector: Tensor) -> tuple[int]:
+    return (triton.cdiv(len(vector), _TILE.value),)
+
+
+def _halves(message: Tensor, dtype: torch.dtype) -> Tensor:
+    return message.view(torch.int16 if dtype == torch.bfloat16 else dtype)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _encode(first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr):
+    if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
+        _encode_tile(first, second, vector, halves, limit, numel, SUM, KEEP, True)
+    else:
+        _encode_tile(first, second, vector, halves, limit, numel, SUM, KEEP, False)
+
+
+@triton.jit
+def _encode_tile(
+    first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr
+):
+    start, place, inside = _places(numel)
+    numbers = read_sum(first + start, second + start, place, inside, SUM, WHOLE)
+    small = tl.maximum(tl.minimum(numbers, limit), -limit)
+    if halves.dtype.element_ty == tl.float16:
+        half = small.to(tl.float16)
+    else:  # to the nearest, ties to even
+        bits = small.to(tl.int32, bitcast=True)
+        half = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    write(halves + start, place, half, inside, WHOLE)
+    if KEEP:
+        write(vector + start, place, numbers - _floats(half), inside, WHOLE)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _decode(halves, stride: tl.int64, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr):
+    if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
+        _decode_tile(halves, stride, out, weight, numel, ADD, MESSAGES, True)
+    else:
+        _decode_tile(halves, stride, out, weight, numel, ADD, MESSAGES, False)
+
+
+@triton.jit
+def _decode_tile(halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr):
+    start, place, inside = _places(numel)
+    total = read(out + start, place, inside, WHOLE) if ADD else tl.zeros([_ROWS, 4], tl.float32)
+    for message in range(MESSAGES):
+        total += _floats(read(halves + (message * stride >> 1) + start, place, inside, WHOLE)) * weight
+    write(out + start, place, total, inside, WHOLE)
+
+
+@triton.jit(do_not_specialize=["state", "numel"])
+def _round(values, out, state: tl.int64, numel):
+    if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
+        _round_tile(values, out, state, numel, True)
+    else:
+        _round_tile(values, out, state, numel, False)
+
+
+@triton.jit
+def _round_tile(values, out, state, numel, WHOLE: tl.constexpr):
+    start, place, inside = _places(numel)
+    small = tl.maximum(tl.minimum(read(values + start, place, inside, WHOLE), _LARGEST), -_LARGEST)
+    word = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
+    bits = small.to(tl.int32, bitcast=True) + random16(state, word)
+    write(out + start, place, (bits >> 16).to(tl.int16), inside, WHOLE)
+
+
+@triton.jit
+def _places(numel):
+    """Where a program starts, its elements from there, four of a random word side by side, and whether they are any."""
+    start = tl.program_id(0).to(tl.int64) * _TILE
+    place = tl.arange(0, _ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return start, place, place < tl.minimum(numel - start, _TILE).to(tl.int32)
+
+
+@triton.jit
+def _floats(half):
+    if half.dtype == tl.float16:
+        floats = half.to(tl.float32)
+    else:
+        floats = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return floats

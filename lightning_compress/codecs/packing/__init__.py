@@ -1,0 +1,1 @@
+"""Bytes of codes, places and values."""

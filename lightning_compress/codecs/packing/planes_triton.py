@@ -1,0 +1,139 @@
+"""Codes of 2 to 16 bits, or 32, in a message, in planes of 32 to 1 bits of all of them; see ``planes.py``.
+
+Tiles are rows of consecutive codes, each of which begins at a multiple of 8 codes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_compress.kernels.triton.launch import pack, read, unpack, write
+
+
+def later_planes(count: int, bits: int) -> tuple[int, int]:
+    """Where, after the first byte of ``count`` codes, the planes of two bits and of one bit begin."""
+    middle = count * (bits & 8) // 8 + (count * (bits & 4) + 7) // 8
+    return middle, middle + (count * (bits & 2) + 7) // 8
+
+
+@triton.jit
+def write_codes(codes, body, middle, last, first, count, BLOCK: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    """Pack rows of codes.
+
+    Args:
+        codes: int32 ``[ROWS, WIDTH]``, of which the lowest ``BITS`` bits count; 0 beyond ``count``.
+        body: where the codes begin in the message.
+        middle: where the plane of 2 bits begins, from ``later_planes``.
+        last: where that of 1 bit begins.
+        first: int64 ``[ROWS]``: the numbers of the rows' first codes.
+        count: codes in the message.
+        BLOCK: codes of a row.
+        BITS: 2 to 16, or 32.
+        WHOLE: a row has as many codes as the tile is wide, and none is beyond ``count``.
+    """
+    if BITS == 32:
+        place, inside = _words(first, count, BLOCK, codes.shape[1])
+        write(body.to(tl.pointer_type(tl.int32)), place, codes, inside, WHOLE)
+    if BITS == 16:
+        place, inside = _words(first, count, BLOCK, codes.shape[1])
+        write(body.to(tl.pointer_type(tl.int16)), place, codes.to(tl.int16), inside, WHOLE)
+    if BITS & 8:
+        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 8)
+        write(body, place, codes.to(tl.uint8), inside, WHOLE)
+    if BITS & 4:
+        four = body + count if BITS & 8 else body
+        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 4)
+        write(four, place, pack((codes >> (BITS & 8)) & 15, 4), inside, WHOLE)
+    if BITS & 2:
+        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 2)
+        write(body + middle, place, pack((codes >> (BITS & 12)) & 3, 2), inside, WHOLE)
+    if BITS & 1:
+        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 1)
+        write(body + last, place, pack((codes >> (BITS & 14)) & 1, 1), inside, WHOLE)
+
+
+@triton.jit
+def read_codes(
+    body, middle, last, first, count,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The codes again, int32 ``[ROWS, WIDTH]``, 0 outside; those of 32 bits may be below 0. See ``write_codes``."""
+    codes = tl.zeros([first.shape[0], WIDTH], tl.int32)
+    if BITS == 32:
+        place, inside = _words(first, count, BLOCK, WIDTH)
+        codes = read(body.to(tl.pointer_type(tl.int32)), place, inside, WHOLE)
+    if BITS == 16:
+        place, inside = _words(first, count, BLOCK, WIDTH)
+        codes = read(body.to(tl.pointer_type(tl.int16)), place, inside, WHOLE).to(tl.int32) & 0xFFFF
+    if BITS & 8:
+        place, inside = _bytes(first, count, BLOCK, WIDTH, 8)
+        codes = read(body, place, inside, WHOLE).to(tl.int32)
+    if BITS & 4:
+        four = body + count if BITS & 8 else body
+        place, inside = _bytes(first, count, BLOCK, WIDTH, 4)
+        codes |= unpack(read(four, place, inside, WHOLE), 4) << (BITS & 8)
+    if BITS & 2:
+        place, inside = _bytes(first, count, BLOCK, WIDTH, 2)
+        codes |= unpack(read(body + middle, place, inside, WHOLE), 2) << (BITS & 12)
+    if BITS & 1:
+        place, inside = _bytes(first, count, BLOCK, WIDTH, 1)
+        codes |= unpack(read(body + last, place, inside, WHOLE), 1) << (BITS & 14)
+    return codes
+
+
+@triton.jit
+def read_code(body, middle, last, index, inside, count, BITS: tl.constexpr):
+    """Codes anywhere in the message, int32, 0 where ``inside`` is false; see ``write_codes``.
+
+    Args:
+        body: see there.
+        middle: see there.
+        last: see there.
+        index: int64, numbers of the codes.
+        inside: which ones to read.
+        count: see there.
+        BITS: see there.
+    """
+    codes = tl.zeros(index.shape, tl.int32)
+    if BITS == 32:
+        codes = tl.load(body.to(tl.pointer_type(tl.int32)) + index, mask=inside, other=0)
+    if BITS == 16:
+        codes = tl.load(body.to(tl.pointer_type(tl.int16)) + index, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    if BITS & 8:
+        codes = tl.load(body + index, mask=inside, other=0).to(tl.int32)
+    if BITS & 4:
+        four = body + count if BITS & 8 else body
+        codes |= _part(four, index, inside, 4) << (BITS & 8)
+    if BITS & 2:
+        codes |= _part(body + middle, index, inside, 2) << (BITS & 12)
+    if BITS & 1:
+        codes |= _part(body + last, index, inside, 1) << (BITS & 14)
+    return codes
+
+
+@triton.jit
+def _part(plane, index, inside, BITS: tl.constexpr):
+    byte = tl.load(plane + index * BITS // 8, mask=inside, other=0).to(tl.int32)
+    return byte >> (index * BITS % 8).to(tl.int32) & (2**BITS - 1)
+
+
+@triton.jit
+def _bytes(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Where the bytes of rows stand in a plane, and whether they are any.
+
+    A thread that has read 16 bytes of numbers has as many codes, and is asked to move no more bytes than these make:
+    so that nothing changes threads on the way.
+    """
+    column = tl.arange(0, WIDTH * BITS // 8)
+    place = (first * BITS // 8)[:, None] + column[None, :]
+    inside = (column < BLOCK * BITS // 8)[None, :] & (place < (count * BITS + 7) // 8)
+    return tl.max_contiguous(place, [1, (BITS + 1) // 2]), inside
+
+
+@triton.jit
+def _words(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """The same for words of 16 or 32 bits."""
+    column = tl.arange(0, WIDTH)
+    place = first[:, None] + column[None, :]
+    return tl.max_contiguous(place, [1, 4]), (column < BLOCK)[None, :] & (place < count)

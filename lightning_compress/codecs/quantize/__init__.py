@@ -1,0 +1,1 @@
+"""A few bits an element."""

@@ -1,0 +1,139 @@
+"""Encoding as floats of N bits over a range, see ``formats.py``, and decoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.packing.planes import code_dtype
+from lightning_compress.codecs.quantize.formats import Formats, build
+from lightning_compress.core.buffers import scratch
+
+MAGNITUDE = 0x7FFFFFFF
+"""All bits of a float32 but its sign."""
+
+
+class Workspace:
+    """Scratch in which up to ``most`` values are encoded or decoded; every step is one pass over whole vectors.
+
+    Codes are computed in ``code_dtype(bits)``, mostly bytes, of which a vector holds four times as many.
+
+    Args:
+        bits: of a code.
+        most: values at a time.
+        device: where.
+    """
+
+    def __init__(self, bits: int, most: int, device: torch.device) -> None:
+        numel, codes = -(-most // 8) * 8, code_dtype(bits)
+        self._codes = scratch(f"minifloat {codes}", numel, codes, device)
+        self._buffers = (
+            scratch("minifloat magnitudes", numel, torch.float32, device),
+            scratch("minifloat words", numel, torch.int32, device),
+            self._codes,
+            scratch(f"minifloat negative {codes}", numel, codes, device),
+            scratch(f"minifloat spare {codes}", numel, codes, device),
+        )
+        # A number of Python's would be made a tensor at every use.
+        self._magnitude = torch.full((), MAGNITUDE, dtype=torch.int32, device=device)
+        self._shapes: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+
+    def codes(self, numel: int) -> Tensor:
+        """Where codes stand, ``[numel, rounded up to a multiple of 8]``."""
+        return self._codes[: -(-numel // 8) * 8]
+
+    def encode(self, values: Tensor, formats: Formats) -> tuple[Tensor, Tensor]:
+        """Encode values, which the ranges must hold.
+
+        Args:
+            values: float32 ``[R, n]``, contiguous.
+            formats: of the R rows.
+
+        Returns:
+            Two factors of what the codes (then in ``codes``) stand for, float32 ``[R, n]``. The values less their
+            products are exact.
+        """
+        rounded, pattern, words, kept, codes, negative, spare = self._views(values.shape)
+        torch.add(values.view(torch.int32), formats.half, out=pattern)  # the sign bit is not reached
+        if values.device.type == "cpu" and negative.dtype == torch.uint8:  # six times as fast as torch's
+            np.signbit(values.numpy(), out=negative.numpy().view(np.bool_))
+        else:
+            torch.lt(values.view(torch.int32), 0, out=negative)
+        torch.bitwise_and(pattern, self._magnitude, out=words)
+        codes.copy_(words.sub_(formats.below).bitwise_right_shift_(formats.shift).clamp_(min=0))
+        pattern.bitwise_and_(formats.mask)
+        kept.copy_(torch.clamp(codes, max=1, out=spare))
+        codes.add_(negative.mul_(spare).mul_(formats.positive))
+        self._codes[codes.numel() : -(-codes.numel() // 8) * 8] = 0
+        return rounded, kept
+
+    def decode(self, shape: tuple[int, ...], formats: Formats) -> tuple[Tensor, Tensor]:
+        """Decode what is in ``codes``, which is lost; numbers that are no codes count as the last one.
+
+        Returns:
+            Two factors as above, of this shape ``[R, n]``.
+        """
+        magnitudes, pattern, words, signs, codes, negative, spare = self._views(shape)
+        torch.minimum(codes, formats.last, out=codes)
+        torch.gt(codes, formats.positive, out=negative)
+        words.copy_(codes.sub_(torch.mul(negative, formats.positive, out=spare)))
+        torch.add(words.bitwise_left_shift_(formats.shift), formats.below, out=pattern)
+        codes.clamp_(max=1).sub_(negative, alpha=2)  # -1, 0 or 1
+        signs.copy_(codes.view(torch.int8) if codes.dtype == torch.uint8 else codes)
+        return magnitudes, signs
+
+    def _views(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Of this shape; made once, as making them costs as much as using them."""
+        if shape not in self._shapes:
+            numel = math.prod(shape)
+            magnitudes, words, *others = (each[:numel].view(shape) for each in self._buffers)
+            views = (magnitudes, magnitudes.view(torch.int32), words, words.view(torch.float32), *others)
+            self._shapes[shape] = views
+        return self._shapes[shape]
+
+
+def encode(values: Tensor, formats: Formats, nearest: bool = True) -> Tensor:
+    """Codes of float32 ``[R, n]``: to nearest (half away from zero) or cut off, saturating at the range's ends."""
+    work = Workspace(formats.bits, values.numel(), values.device)
+    half = (-formats.mask >> 1) * nearest
+    work.encode(torch.clamp(values, formats.lowest, formats.highest), replace(formats, half=half))
+    return work.codes(values.numel())[: values.numel()].view(values.shape).clone()
+
+
+def decode(codes: Tensor, formats: Formats) -> Tensor:
+    """Values of whole numbers ``[R, n]``; numbers that are no codes count as the last one."""
+    work = Workspace(formats.bits, codes.numel(), codes.device)
+    work.codes(codes.numel())[: codes.numel()].copy_(codes.reshape(-1))
+    one, other = work.decode(codes.shape, formats)
+    return one * other
+
+
+def most_mantissa(bits: int) -> int:
+    """The most bits of mantissa that are tried for codes of so many bits."""
+    return min(bits - 2, 23)
+
+
+def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest: bool) -> Tensor:
+    """The bits of mantissa, 0 to ``bits - 2``, with the least squared error on ``values``: an int64 scalar.
+
+    More of them are finer but reach less far down.
+
+    Args:
+        values: float32 ``[R, n]``, a sample.
+        bits: of a code.
+        low: the rows' least values, float32 ``[R]``.
+        high: the rows' largest values, float32 ``[R]``.
+        nearest: how they would be rounded.
+    """
+    if bits == 32:
+        return torch.full((), 23, device=values.device)  # loses nothing
+    tried = most_mantissa(bits) + 1  # all at once, each with its own copy of the rows
+    mantissas = torch.arange(tried, device=values.device).view(-1, 1).expand(-1, len(values)).reshape(-1, 1)
+    formats = build(bits, mantissas, low.repeat(tried), high.repeat(tried), nearest)
+    copies = torch.clamp(values.repeat(tried, 1), formats.lowest, formats.highest)
+    rounded, kept = Workspace(bits, copies.numel(), values.device).encode(copies, formats)
+    return copies.sub_(rounded.mul_(kept)).double().square_().view(tried, -1).sum(dim=1).argmin()

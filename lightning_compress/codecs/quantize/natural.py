@@ -1,0 +1,177 @@
+"""Natural compression: stochastic rounding to powers of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress import kernels
+from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.codecs.packing.buckets import bucket_shape
+from lightning_compress.codecs.quantize.qsgd import QSGD
+from lightning_compress.core.buffers import check, pieces, scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import RandomBits, word_state
+from lightning_compress.kernels import Summands
+
+RUN = 1 << 18
+"""Elements that are encoded at a time: what they need fits a CPU's caches."""
+MANTISSA = 23
+WINDOW = 127
+"""Exponents of float32 that a message can tell apart in a bucket, beside 0."""
+
+
+@dataclass(frozen=True)
+class Natural(Codec):
+    """Send the sign and a power of two next to ``|v|``, at random the lower or the upper, right on average.
+
+    With ``2^a <= |v| < 2^(a+1)`` the upper one has probability ``|v| / 2^a - 1``; powers of two are sent as they are,
+    and below 2^-126 the neighbours are 0 and 2^-126. The expected squared error of an element is at most 1/8 of its
+    square. What rounding did stays in the vector, where error feedback, off by default, would find it. No state.
+
+    The paper's code is a sign and the 8 bits of float32's exponent. Here it is a byte: the sign in the highest bit, and
+    ``c = e - base`` in the others, where e is float32's exponent field of the power of two, and c = 0 stands for 0.
+    ``base = max(0, largest e - 127)`` belongs to the bucket; it is 0, and nothing is cut off, where all powers are at
+    most 1. Otherwise what is 2^126 times smaller than the bucket's largest element stays in the vector. So do
+    parts of magnitudes above 2^127, which is the largest number sent. A message is every bucket's base, a byte each,
+    zeros up to a multiple of 16 bytes, then the codes: ``8 + 8 / bucket`` bits per element.
+
+    Args:
+        bucket: elements that share a base; a multiple of 8, at least 64 (8.13 bits per element), and as large as one
+            likes (a vector that is shorter is one bucket). It matters only for gradients with elements above 1.
+
+    Raises:
+        ValueError: bucket is no such number.
+
+    Horvath, Ho, Horvath, Sahu, Canini, Richtarik, "Natural Compression for Distributed Deep Learning", 2019, arXiv
+    1905.10988.
+    """
+
+    keeps_zeros: ClassVar[bool] = True
+    bucket: int = 1024
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bucket, int) or self.bucket < 64 or self.bucket % 8:
+            raise ValueError(f"Natural(bucket={self.bucket!r}): bucket must be a multiple of 8, at least 64; try 1024")
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        """Shards are cut between buckets."""
+        return self.bucket
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: ``qsgd`` with 8 bits in buckets of 64, half a bit more.
+
+        Its variance, 1e-4 of the square, is that of a gathered mean of 800 messages. Small elements beside large ones
+        are rounded more coarsely than by powers of two: of an LSTM's gradients at 8 ranks a tenth (in buckets of 512 a
+        third; with ``bf16`` none, at 16 bits).
+        """
+        return self if ranks == 1 else QSGD(bits=8, bucket=64)
+
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        fused = kernels.backend(__name__, device)
+        if fused and self.bucket <= fused.LONGEST:
+            return _FusedNatural(fused, layout, self.bucket)
+        return _NaturalPlan(layout, device, self.bucket)
+
+
+class _Powers(Plan):
+    """Where things stand in a message."""
+
+    def __init__(self, layout: Layout, bucket: int) -> None:
+        super().__init__(layout)
+        self._bucket, self._buckets = bucket_shape(layout.numel, bucket)
+        self._body = aligned(self._buckets)
+        self.message_size = self._body + layout.numel
+
+
+class _FusedNatural(FusedPlan, _Powers):
+    """By a kernel of an accelerator; buckets of up to ``LONGEST`` elements."""
+
+    def __init__(self, kernel: ModuleType, layout: Layout, bucket: int) -> None:
+        super().__init__(layout, bucket)
+        self._kernel, self._shape = kernel, (self._bucket, self._body)
+
+    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
+        """See ``FusedPlan.write``."""
+        self._kernel.encode(vector, summands, message, word_state(key, 0), *self._shape, keep)
+
+    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``FusedPlan.read``."""
+        self._kernel.decode(messages, out, weight, accumulate, *self._shape)
+
+
+class _NaturalPlan(_Powers):
+    """By tensor operations."""
+
+    def __init__(self, layout: Layout, device: torch.device, bucket: int) -> None:
+        super().__init__(layout, bucket)
+        bucket = self._bucket
+        whole, rest = divmod(layout.numel, bucket)
+        rows = max(1, min(RUN // bucket, whole))
+        self._pieces = [(part, slice(part.start * bucket, part.stop * bucket)) for part in pieces(whole, rows)]
+        if rest:
+            self._pieces.append((slice(whole, whole + 1), slice(whole * bucket, layout.numel)))
+        self._words = scratch("natural words", rows * bucket, torch.int32, device)
+        self._rounded = scratch("natural rounded", rows * bucket, torch.int32, device)
+        self._signs = scratch("natural signs", rows * bucket, torch.uint8, device)
+        self._random = RandomBits(rows * bucket, device)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        message[: self._body] = 0
+        for buckets, elements in self._pieces:
+            rows = vector[elements].view(buckets.stop - buckets.start, -1)
+            codes = message[self._body :][elements].view(rows.shape)
+            rounded, signs = self._round(rows, key, elements.start, codes)
+            base = codes.amax(dim=1, keepdim=True).clamp_(WINDOW, 2 * WINDOW).sub_(WINDOW)
+            if rows.device.type == "cpu" and not base.any():
+                codes.bitwise_or_(signs)
+                rows.sub_(rounded.bitwise_and_(-1 << MANTISSA).view(torch.float32))
+                continue
+            message[buckets] = base.view(-1)
+            codes.clamp_(max=2 * WINDOW)  # 2^128 is no float32
+            torch.maximum(codes, base, out=codes).sub_(base).bitwise_or_(signs)
+            rows.addcmul_(self._values(codes), _powers(base), value=-1)  # exact: by powers of two
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        powers = _powers(messages[:, : self._buckets] & WINDOW).mul_(weight).unsqueeze(2)
+        for buckets, elements in self._pieces:
+            rows = out[elements].view(buckets.stop - buckets.start, -1)
+            if not accumulate:
+                rows.zero_()
+            for message, power in zip(messages, powers[:, buckets], strict=True):
+                rows.addcmul_(self._values(message[self._body :][elements].view(rows.shape)), power)
+
+    def _round(self, rows: Tensor, key: int, first: int, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Round to powers of two, and write the exponents; returns float32's bits, and the signs in bytes' bit 7.
+
+        A mantissa, read as a number below 2^23, is the probability of going up: adding a random number as long
+        carries into the exponent. Odd multiples of 2^7 do not carry where the mantissa is 0.
+        """
+        numel, shape = rows.numel(), rows.shape
+        random = self._random.draw(key, first, numel).bitwise_or_(1)
+        words, rounded = self._words[:numel].view(shape), self._rounded[:numel].view(shape)
+        words.copy_(random.view(shape)).bitwise_and_(0xFFFF)
+        torch.add(rows.view(torch.int32), words, alpha=1 << (MANTISSA - 16), out=rounded)
+        signs = self._signs[:numel].view(shape)
+        codes.copy_(torch.bitwise_right_shift(rounded, MANTISSA, out=words))
+        signs.copy_(words.bitwise_right_shift_(1)).bitwise_and_(0x80)
+        return rounded, signs
+
+    def _values(self, codes: Tensor) -> Tensor:
+        """The codes' numbers where the base is 0: code c with a sign stands for float32's bits of 2^(c - 127)."""
+        words = self._words[: codes.numel()].view(codes.shape).copy_(codes.view(torch.int8))  # extends the sign
+        return words.bitwise_left_shift_(MANTISSA).bitwise_and_(~(1 << 30)).view(torch.float32)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 to the power of numbers from 0 to 127, exactly."""
+    return exponents.int().add_(127).bitwise_left_shift_(MANTISSA).view(torch.float32)

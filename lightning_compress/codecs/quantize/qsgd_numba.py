@@ -1,0 +1,80 @@
+"""Rounding to levels of the norm of each bucket, and back; see ``qsgd.py``, whose bits these are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_compress.codecs.quantize.levels_numba import fit, step
+from lightning_compress.kernels.numba import kernel, rows
+
+LANES = rows.LANES
+WIDTH = 4 * LANES
+"""Elements of a bucket are a multiple of this."""
+_GAMMA = np.uint64(rows.GAMMA)
+_NOTHING, _ONE, _BACK = np.float32(0), np.float32(1), np.float32(-1)
+
+
+@kernel
+def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
+    """Write codes of whole buckets.
+
+    Args:
+        vector: float32 ``[buckets * width]``.
+        width: elements of a bucket.
+        top: the largest level.
+        limit: larger norms are sent as 0.
+        start: uint64, the state before the first random word.
+        codes: uint8, one for each element, written.
+        nibbles: write two codes into a byte, so that ``codes`` has half the length.
+        norms: float32 ``[buckets]``, written: the largest magnitudes.
+        keep: take what is sent out of the vector, which stays as it is otherwise.
+    """
+    offset = np.float32(0.5 + 0.5 / 65536)
+    largest, factors, steps = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    tile = np.empty(2 * LANES, np.float32)
+    for bucket in range(len(norms)):
+        first = bucket * width
+        largest[:] = 0
+        for place in range(first, first + width, WIDTH):
+            rows.raise_to(largest, 0, vector, place, LANES)
+        norms[bucket], factors[:] = fit(largest.max(), top, limit)
+        steps[:] = step(norms[bucket], top)
+        for place in range(first, first + width, 2 * LANES):
+            rows.scale(tile, 0, vector, place, _ONE)
+            rows.scale(tile, LANES, vector, place + LANES, _ONE)
+            rows.round_levels(tile, 0, factors, 0, offset, start + np.uint64(place // 4) * _GAMMA)
+            for at in range(0, 2 * LANES, LANES):
+                if nibbles:
+                    rows.to_nibbles(codes, (place + at) // 2, tile, at)
+                else:
+                    rows.to_codes(codes, place + at, tile, at)
+                if keep:
+                    rows.to_numbers(tile, at, steps, 0, _NOTHING)
+                    rows.add_scaled(vector, place + at, tile, at, _BACK)
+
+
+@kernel
+def decode(codes, nibbles, sign, steps, width, out, accumulate):
+    """Sum the buckets of several messages, in their order.
+
+    Args:
+        codes: uint8 ``[messages, elements]``, two's complements.
+        nibbles: a byte has two of them.
+        sign: their highest bit.
+        steps: float32 ``[messages, buckets]``.
+        width: elements of a bucket.
+        out: float32 ``[buckets * width]``.
+        accumulate: add to what is there.
+    """
+    own = np.empty(LANES, np.float32)
+    for bucket in range(steps.shape[1]):
+        first = bucket * width
+        if not accumulate:
+            out[first : first + width] = 0
+        for message in range(len(codes)):
+            own[:] = steps[message, bucket]
+            for place in range(first, first + width, LANES):
+                if nibbles:
+                    rows.add_nibbles(out, place, codes[message], place // 2, own, 0, _NOTHING, sign)
+                else:
+                    rows.add_codes(out, place, codes[message], place, own, 0, _NOTHING, sign)

@@ -1,0 +1,183 @@
+"""Rotation, rounding and back, tile by tile in the nearest cache; see ``rotated.py``, whose bits these are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_compress.codecs.quantize.levels_numba import fit, step
+from lightning_compress.kernels.numba import kernel, rows
+
+TILE = rows.LANES
+"""Blocks that are transformed at a time: the columns of a run."""
+
+_GAMMA = np.uint64(rows.GAMMA)
+
+
+@kernel
+def _transform(tile, count):
+    """Walsh-Hadamard of the columns of a tile ``[count, TILE]``; ``(a + b) - 2 b`` as tensor operations do it."""
+    distance = 1
+    while 4 * distance <= count:  # two steps at once
+        for first in range(0, count, 4 * distance):
+            for row in range(first, first + distance):
+                rows.butterflies(tile, row * TILE, distance * TILE)
+        distance *= 4
+    if distance < count:
+        for row in range(distance):
+            rows.butterfly(tile, row * TILE, distance * TILE)
+
+
+@kernel
+def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile, keep):
+    """Write codes of blocks.
+
+    Args:
+        vector: float32, of ``len(norms)`` blocks, or a part of the last ones: zeros are taken for what is missing.
+        signs: float32 ``[rows]``, 1 or -1.
+        top: the largest number that is sent.
+        shift: what is added to a code's level.
+        limit: larger norms are sent as 0.
+        start: uint64, the state before the first random word.
+        codes: uint8 ``[rows * blocks]``, written.
+        nibbles: write two codes into a byte, so that ``codes`` has half the length.
+        norms: float32 ``[blocks]``, written.
+        tile: float32 ``[rows * TILE]``; scratch.
+        keep: take what is sent out of the vector, which stays as it is otherwise.
+    """
+    count = len(signs)
+    offset = np.float32(0.5 + 0.5 / 65536 - shift)
+    largest = np.empty(TILE, np.float32)
+    factors = np.empty(TILE, np.float32)
+    for block in range(0, len(norms), TILE):
+        columns, first = min(TILE, len(norms) - block), block * count
+        whole = first + count * TILE <= len(vector)
+        if whole:
+            for row in range(count):
+                rows.scale(tile, row * TILE, vector, first + row * TILE, signs[row] / np.float32(count))
+        else:
+            _load(tile, signs, vector, first, columns)
+        _transform(tile, count)
+        largest[:] = 0
+        for row in range(0, count, 4):
+            rows.raise_to(largest, 0, tile, row * TILE, TILE)
+        for column in range(columns):
+            norms[block + column], factors[column] = fit(largest[column], top, limit)
+            largest[column] = step(norms[block + column], top)
+        if columns < TILE:
+            _round_rest(tile, factors, offset, start, codes, nibbles, first, columns)
+        else:
+            for row in range(0, count, 2):
+                state = start + np.uint64((first + row * TILE) // 4) * _GAMMA
+                rows.round_levels(tile, row * TILE, factors, 0, offset, state)
+            for row in range(count):
+                place = first + row * TILE
+                rows.fetch(vector, place + count * TILE)
+                if nibbles:
+                    rows.to_nibbles(codes, place // 2, tile, row * TILE)
+                else:
+                    rows.to_codes(codes, place, tile, row * TILE)
+        if keep:
+            for row in range(count):
+                rows.to_numbers(tile, row * TILE, largest, 0, np.float32(shift))
+            _transform(tile, count)
+            _add(vector, tile, signs, first, columns, whole, np.float32(-1))
+
+
+@kernel
+def _load(tile, signs, vector, first, columns):
+    """The last run, whose rows are shorter than a tile's; what is missing is 0."""
+    tile[:] = 0
+    for place in range(first, len(vector)):
+        row, column = divmod(place - first, columns)
+        tile[row * TILE + column] = vector[place] * (signs[row] / np.float32(len(signs)))
+
+
+@kernel
+def _round_rest(tile, factors, offset, start, codes, nibbles, first, columns):
+    """``round_levels``, and codes, of the last run."""
+    word = np.uint64(0)
+    for index in range(len(tile) // TILE * columns):
+        row, column = divmod(index, columns)
+        place, at = first + index, row * TILE + column
+        if place % 4 == 0:
+            word = start + np.uint64(place // 4) * _GAMMA
+            word = (word ^ (word >> np.uint64(30))) * np.uint64(rows.FACTORS[0])
+            word = (word ^ (word >> np.uint64(27))) * np.uint64(rows.FACTORS[1])
+            word = word ^ (word >> np.uint64(31))
+        random = np.int16(word & np.uint64(0xFFFF))
+        word >>= np.uint64(16)
+        tile[at] = np.floor(offset + (tile[at] * factors[column] + np.float32(random)) * np.float32(1 / 65536))
+        code = np.uint8(np.int32(tile[at]))
+        if not nibbles:
+            codes[place] = code
+        elif place % 2:
+            codes[place // 2] |= code << 4
+        else:
+            codes[place // 2] = code & 15
+
+
+@kernel
+def _add(vector, tile, signs, first, columns, whole, factor):
+    """Add a tile, its signs turned back, to a run of the vector."""
+    if whole:
+        for row in range(len(signs)):
+            rows.add_scaled(vector, first + row * TILE, tile, row * TILE, factor * signs[row])
+    else:
+        for place in range(first, len(vector)):
+            row, column = divmod(place - first, columns)
+            vector[place] += factor * signs[row] * tile[row * TILE + column]
+
+
+@kernel
+def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
+    """Sum the blocks of several messages.
+
+    Args:
+        codes: uint8 ``[messages, rows * blocks]``, two's complements.
+        nibbles: a byte has two of them.
+        sign: their highest bit.
+        shift: what is added to a level.
+        steps: float32 ``[messages, blocks]``.
+        signs: float32 ``[rows]``.
+        out: float32, of so many blocks, or a part of the last ones.
+        tile: float32 ``[rows * TILE]``; scratch.
+        accumulate: add to what is there.
+    """
+    count = len(signs)
+    for block in range(0, steps.shape[1], TILE):
+        columns, first = min(TILE, steps.shape[1] - block), block * count
+        whole = first + count * TILE <= len(out)
+        tile[:] = 0
+        for message in range(len(codes)):
+            if columns < TILE:
+                _add_rest(tile, codes[message], nibbles, sign, shift, steps[message], block, columns)
+            else:
+                for row in range(count):
+                    place = first + row * TILE
+                    rows.fetch(out, place)
+                    if nibbles:
+                        source = place // 2
+                        rows.add_nibbles(tile, row * TILE, codes[message], source, steps[message], block, shift, sign)
+                    else:
+                        rows.add_codes(tile, row * TILE, codes[message], place, steps[message], block, shift, sign)
+        _transform(tile, count)
+        if accumulate:
+            _add(out, tile, signs, first, columns, whole, np.float32(1))
+        elif whole:
+            for row in range(count):
+                rows.scale(out, first + row * TILE, tile, row * TILE, signs[row])
+        else:
+            out[first:] = 0
+            _add(out, tile, signs, first, columns, whole, np.float32(1))
+
+
+@kernel
+def _add_rest(tile, codes, nibbles, sign, shift, steps, block, columns):
+    """``add_codes`` or ``add_nibbles`` of the last run."""
+    count = len(tile) // TILE
+    for index in range(count * columns):
+        row, column = divmod(index, columns)
+        place = block * count + index
+        code = np.int32(codes[place // 2] >> (place % 2 * 4)) & 15 if nibbles else np.int32(codes[place])
+        level = np.float32((code ^ sign) - sign)
+        tile[row * TILE + column] += (level + shift) * steps[block + column]

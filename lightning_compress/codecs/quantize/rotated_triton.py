@@ -1,0 +1,217 @@
+"""Rotation, rounding and back, a run of blocks in registers; see ``rotated.py``, whose bits these are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
+from lightning_compress.codecs.quantize.levels_triton import fit, levels_of, round_levels, step_of
+from lightning_compress.kernels.triton.launch import (
+    OPTIONS,
+    Summands,
+    clear,
+    float_view,
+    read,
+    read_sum,
+    sources,
+    write,
+)
+from lightning_compress.kernels.triton.random import random_bits, signed
+
+
+@triton.jit
+def transform(tile):
+    """``H x`` for every column of ``tile``, float32 ``[ROWS, COLUMNS]``, both powers of two."""
+    return _steps(tile, 1)
+
+
+@triton.jit
+def _steps(tile, DISTANCE: tl.constexpr):
+    """The steps from this distance on: ``a, b`` become ``a + b, (a + b) - 2 b``.
+
+    A sum of two is one addition, in a thread or by a shuffle, wherever the compiler has put the two.
+    """
+    ROWS: tl.constexpr = tile.shape[0]
+    RUN: tl.constexpr = DISTANCE * tile.shape[1]
+    if DISTANCE < ROWS:
+        pairs = tl.reshape(tile, [ROWS // (2 * DISTANCE), 2, RUN])
+        total = tl.sum(pairs, axis=1, keep_dims=True)
+        lower = (tl.arange(0, 2) == 1)[None, :, None]
+        other = tl.fma(pairs, tl.full(pairs.shape, -2.0, tl.float32), total)  # a product by 2 is exact
+        tile = tl.reshape(tl.where(lower, other, total), tile.shape)
+        tile = _steps(tile, 2 * DISTANCE)
+    return tile
+
+
+LONGEST = 1024
+"""Elements of a block, at most: one program holds a run in registers."""
+RUN = 16
+"""Blocks of a run; the last one may have fewer."""
+_RUN = tl.constexpr(RUN)
+_LIMIT = tl.constexpr(2.0**110)
+_TILE = 2048
+"""Elements that a program handles: as many blocks of a run, but at least 8, whose rows are a sector of 32 bytes."""
+_EACH = 64
+"""Elements that a thread holds: with as many, blocks of 256 are one warp's, and no step of theirs leaves it."""
+_WARPS_TO_ENCODE, _WARPS_TO_DECODE = 8, 16
+"""At most so many handle the last run, as the device waits for this one program; with others registers spill."""
+
+
+def encode(
+    vector: Tensor, summands: Summands, message: Tensor, state: int, keep: bool,
+    signs: Tensor, rest: Tensor, bits: int, body: int,
+) -> None:  # fmt: skip
+    """Write every block's largest coefficient, and a code for each coefficient.
+
+    Args:
+        vector: float32 ``[n]``; gets what is not sent, of itself or of the summands' sum.
+        summands: see ``Summands``.
+        message: uint8, wholly overwritten.
+        state: before the first random word, 0 to 2^64 - 1.
+        keep: write the vector; else nobody asks for it.
+        signs: float32 ``[block]``, 1 or -1; a block has at most ``LONGEST`` elements, a power of two, 8 or more.
+        rest: float32 ``[RUN * block]``; scratch.
+        bits: of a code, 2 to 8.
+        body: where codes begin in the message.
+    """
+    block = len(signs)
+    count = -(-len(vector) // block)
+    first, second, both = sources(vector, summands)
+    header = float_view(message, 0, count)
+    places = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
+    given = first, second, vector, signs, rest, *places, len(vector), count, signed(state)
+    for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
+        _encode[grid](*given, *shape, block, bits, both, keep, whole, **options)
+
+
+def decode(
+    messages: Tensor, out: Tensor, weight: float, accumulate: bool, signs: Tensor, rest: Tensor, bits: int, body: int
+) -> None:
+    """Write, or add, ``weight`` times the sum of messages ``[M, size]``, whose rows may be strided; see ``encode``."""
+    block = len(signs)
+    count = -(-len(out) // block)
+    header, codes = float_view(messages, 0, count), messages[:, body:]
+    places = header, header.stride(0), codes, codes.stride(0), *later_planes(count * block, bits)
+    given = *places, out, signs, rest, weight, len(out), count
+    for grid, shape, whole, options in _launches(len(out), block, _WARPS_TO_DECODE):
+        _decode[grid](*given, *shape, block, bits, accumulate, len(messages), whole, **options)
+
+
+def _launches(numel: int, block: int, most: int) -> Iterator[tuple[tuple[int], tuple[int, int], bool, dict[str, Any]]]:
+    """Whole runs, and the last one: grid, first run and columns of a program, whether runs are whole, and options."""
+    whole, rest = divmod(numel, block * RUN)
+    columns = min(RUN, max(8, _TILE // block))
+    if whole:
+        yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // (32 * _EACH), 8)
+    if rest:
+        yield (1,), (whole, RUN), False, _options(block * RUN // 256, most)
+
+
+def _options(warps: int, most: int) -> dict[str, Any]:
+    return OPTIONS | {"num_warps": min(most, max(1, warps))}
+
+
+@triton.jit(do_not_specialize=["padding", "count", "start", "begin"])
+def _encode(
+    first, second, vector, signs, rest, header, gap, padding, body, middle, last, numel: tl.int64, count,
+    start: tl.int64, begin,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    top: tl.constexpr = 2 ** (BITS - 1) - 0.5
+    row, block, rows, place = _places(begin, BLOCK, COLUMNS)
+    columns = count - begin * _RUN
+    numbers = read_sum(first, second, place, place < numel, SUM, WHOLE)
+    coefficients = _to_matrix(numbers, columns, rest, WHOLE) * (tl.load(signs + row) * (1 / BLOCK))[:, None]
+    coefficients = transform(coefficients)
+    norm, factor = fit(tl.max(tl.abs(coefficients), axis=0), top, _LIMIT)
+    tl.store(header + block, norm, mask=block < count)
+    scaled = _from_matrix(coefficients * factor[None, :], columns, rest, WHOLE)
+    level = round_levels(scaled, random_bits(start, rows, COLUMNS), 0.5)
+    write_codes(level.to(tl.int32), body, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, BITS, WHOLE)
+    if KEEP:
+        sent = transform(_to_matrix(level + 0.5, columns, rest, WHOLE) * step_of(norm, top)[None, :])
+        sent = _from_matrix(sent * tl.load(signs + row)[:, None], columns, rest, WHOLE)
+        write(vector, place, numbers - sent, place < numel, WHOLE)
+    if begin + tl.program_id(0) == 0:
+        clear(gap, padding)
+
+
+@triton.jit(do_not_specialize=["count", "begin"])
+def _decode(
+    header, step: tl.int64, body, stride: tl.int64, middle, last, out, signs, rest, weight, numel: tl.int64,
+    count, begin,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    row, block, rows, place = _places(begin, BLOCK, COLUMNS)
+    columns = count - begin * _RUN
+    block = block[None, :]
+    if not WHOLE:
+        block = begin * _RUN + _index(BLOCK) % columns
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for message in range(MESSAGES):
+        norm = tl.load(header + message * step + block, mask=block < count, other=0.0)
+        scale = step_of(norm, 2 ** (BITS - 1) - 0.5) * weight
+        own = body + message * stride
+        codes = read_codes(own, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, COLUMNS, BITS, WHOLE)
+        total += (levels_of(codes, BITS) + 0.5) * scale
+    sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs + row)[:, None]
+    sums = _from_matrix(sums, columns, rest, WHOLE)
+    if ADD:
+        sums += read(out, place, place < numel, WHOLE)
+    write(out, place, sums, place < numel, WHOLE)
+
+
+@triton.jit
+def _places(begin, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """What a program does: rows of the matrix, blocks, and the numbers of each row's first element and of all."""
+    row, column = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    parts: tl.constexpr = _RUN // COLUMNS
+    run, first = begin + tl.program_id(0) // parts, tl.program_id(0) % parts * COLUMNS
+    rows = run.to(tl.int64) * (BLOCK * _RUN) + first + row * _RUN
+    return row, run * _RUN + first + column, rows, rows[:, None] + column[None, :]
+
+
+@triton.jit
+def _index(BLOCK: tl.constexpr):
+    """The places in a run."""
+    return tl.arange(0, BLOCK)[:, None] * _RUN + tl.arange(0, _RUN)[None, :]
+
+
+@triton.jit
+def _to_matrix(dense, columns, rest, WHOLE: tl.constexpr):
+    """The matrix whose rows, of so many columns, stand one after the other in ``dense``; zeros in other columns."""
+    if WHOLE:
+        matrix = dense
+    else:
+        index = _index(dense.shape[0])
+        place = index // _RUN * columns + index % _RUN
+        matrix = tl.where(index % _RUN < columns, _move(dense, rest, index, place), 0.0)
+    return matrix
+
+
+@triton.jit
+def _from_matrix(matrix, columns, rest, WHOLE: tl.constexpr):
+    """The rows again, one after the other; anything beyond their end."""
+    if WHOLE:
+        dense = matrix
+    else:
+        index = _index(matrix.shape[0])
+        place = index // _RUN * columns + index % _RUN
+        dense = _move(matrix, rest, tl.where(index % _RUN < columns, place, -1), index)
+    return dense
+
+
+@triton.jit
+def _move(tile, rest, there, here):
+    """Write a tile to places in scratch, but for those below 0, and read what is at other ones."""
+    tl.debug_barrier()  # what was there has been read
+    tl.store(rest + there, tile, mask=there >= 0)
+    tl.debug_barrier()
+    return tl.load(rest + here)

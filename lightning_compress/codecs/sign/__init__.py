@@ -1,0 +1,1 @@
+"""A sign an element."""

@@ -1,0 +1,1 @@
+"""Few elements of many."""

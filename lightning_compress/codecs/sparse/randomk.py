@@ -1,0 +1,136 @@
+"""Random-k sparsification: elements that all ranks draw alike, so that messages are values alone and may be summed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.quantize.levels import LARGEST
+from lightning_compress.core.buffers import check
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import PER_WORD, RandomBits, mix
+
+RANDOM = 31
+"""Bits of the random numbers that places are drawn from."""
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """Send ``k = max(1, ceil(density * numel))`` elements of each parameter, drawn anew in every step.
+
+    All ranks draw the same ones, from the key that they share. A parameter is cut into k stretches of nearly equal
+    length, one element is drawn in each, and all of them are moved on by a common random number, around the end: k
+    different elements, and each element is drawn with probability ``k / numel`` exactly.
+
+    A message is their values as float32, and no places: ``32 * density`` bits per element, and messages may be summed.
+    What is not sent stays in the vector. As it is, the method is biased and needs error feedback; the expected squared
+    error is ``1 - k / numel`` of the squared norm. Rescaled by ``numel / k`` it is right on average and needs none;
+    its expected squared error is ``numel / k - 1`` times the squared norm. No state.
+
+    Args:
+        density: share that is sent, in (0, 1]: 1 sends everything and changes nothing; near 0 sends one element of each
+            parameter (or of the part of it that is in the vector).
+        rescale: send ``numel / k`` times the elements drawn; the vector keeps what that takes off them. No
+            ``two_shot`` then, which encodes twice.
+
+    Raises:
+        ValueError: density is no such number, or (from ``plan``) a parameter has 2^31 elements or more.
+
+    Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv 1809.07599 (with error feedback).
+    Wangni, Wang, Liu, Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS
+    2018, arXiv 1710.09854 (rescaled; that paper's probabilities follow the gradient, these do not).
+    """
+
+    sum_dtype: ClassVar[torch.dtype | None] = torch.float32
+    keeps_zeros: ClassVar[bool] = True
+    density: float = 0.01
+    rescale: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
+            raise ValueError(f"RandomK(density={self.density!r}): density must be in (0, 1]; 0.01 sends 1 %")
+        if not isinstance(self.rescale, bool):
+            raise ValueError(f"RandomK(rescale={self.rescale!r}): rescale must be true or false")
+
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        """Unless it is rescaled."""
+        return not self.rescale
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """Unless it is rescaled, which would happen again."""
+        return not self.rescale
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Only where most of the gradient is sent at once."""
+        return self.density > 0.5
+
+    @property
+    def sent_share(self) -> float:
+        """See ``Codec.sent_share``."""
+        return self.density
+
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
+        return _RandomKPlan(layout, device, self, LARGEST / summands)
+
+
+class _RandomKPlan(Plan):
+    def __init__(self, layout: Layout, device: torch.device, codec: RandomK, limit: float) -> None:
+        super().__init__(layout)
+        self._limit = limit
+        self._parts: list[tuple[slice, int, int]] = []  # where in the message; where and how long in the vector
+        starts, lengths, count = [], [], 0
+        for segment in layout.segments:
+            if segment.numel >= 2**RANDOM:
+                raise ValueError(f"RandomK: {segment.name} has {segment.numel} elements; 2^{RANDOM} - 1 is the most")
+            if segment.numel:
+                k = max(1, math.ceil(codec.density * segment.numel))
+                edges = torch.arange(k + 1).mul_(segment.numel).div_(k, rounding_mode="floor")
+                starts.append(edges[:-1])
+                lengths.append(edges.diff())
+                self._parts.append((slice(count, count + k), segment.offset, segment.numel))
+                count += k
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self._starts = torch.cat([nothing, *starts]).to(device)
+        self._lengths = torch.cat([nothing, *lengths]).to(device)
+        self._places = torch.empty_like(self._starts)
+        self._rescale = codec.rescale
+        self._random = RandomBits(PER_WORD * count, device)
+        self.message_size = 4 * count
+        self.share(0)
+
+    def share(self, key: int) -> None:
+        """Draw places; see the base class. Before it is called they are those of key 0."""
+        places = self._places
+        words = self._random.draw(key, 0, PER_WORD * len(places)).view(torch.int64)
+        torch.bitwise_right_shift(words, 64 - RANDOM, out=places).bitwise_and_(2**RANDOM - 1)
+        places.mul_(self._lengths).bitwise_right_shift_(RANDOM).add_(self._starts)
+        for number, (slots, offset, numel) in enumerate(self._parts):
+            places[slots].add_(mix(key, number) % numel).remainder_(numel).add_(offset)
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        check(vector, message, self.layout.numel, self.message_size)
+        values = message.view(torch.float32)
+        torch.index_select(vector, 0, self._places, out=values)
+        if not self._rescale:
+            vector.index_fill_(0, self._places, 0.0)
+            return
+        for slots, _, numel in self._parts:
+            values[slots].mul_(numel / (slots.stop - slots.start))
+        values.clamp_(-self._limit, self._limit)
+        vector.index_add_(0, self._places, values, alpha=-1)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        check(out, messages, self.layout.numel, self.message_size)
+        if not accumulate:
+            out.zero_()
+        for message in messages:
+            out.index_add_(0, self._places, message.view(torch.float32), alpha=weight)

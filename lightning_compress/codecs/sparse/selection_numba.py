@@ -1,0 +1,42 @@
+"""The elements whose magnitude reaches a threshold; see ``selection.py``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_compress.kernels.numba import kernel, words
+
+
+@kernel
+def collect(source, least, first, last, candidates, magnitudes, count):
+    """Append the places of ``source[first:last]`` whose magnitude reaches ``least``, and the magnitudes.
+
+    Args:
+        source: float32 ``[n]``.
+        least: float32, above 0.
+        first: where to begin.
+        last: where to end.
+        candidates: int32, with room for ``count + last - first``.
+        magnitudes: float32, as long.
+        count: how many there are.
+
+    Returns:
+        how many there are then.
+    """
+    place = first
+    while place + 32 <= last:
+        word = words.reaching(source, place, least)
+        while word:
+            found = place + words.lowest(word)
+            candidates[count] = found
+            magnitudes[count] = abs(source[found])
+            count += 1
+            word &= word - np.uint32(1)
+        place += 32
+    while place < last:
+        if abs(source[place]) >= least:
+            candidates[count] = place
+            magnitudes[count] = abs(source[place])
+            count += 1
+        place += 1
+    return count

@@ -1,0 +1,171 @@
+"""The elements of largest magnitude of each part of a vector; see ``topk.py``, whose bytes these are.
+
+A sample says from which magnitude on elements may be among the k largest. One pass over the numbers adds the residual
+and lists those, tile by tile; the rest is done with the list: find the k-th largest (``narrowing``), count what is
+larger in each tile, write places and values in order (``candidates``). Where the list cannot do (fewer than k reached
+the bound, or more than there is room for) the same kernels go over the vector; nobody waits for the device to learn
+of it. All parts are handled by the same 7 launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.codecs.sparse import topk_candidates_triton, topk_radix_triton
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, sources, width_of
+
+_CHUNK = 1024
+
+
+def add(indices: Tensor, values: Tensor, out: Tensor, weight: float) -> None:
+    """``out[indices] += weight * values``, where a value is not 0.
+
+    Args:
+        indices: int32 ``[k]``; no place has two values that are not 0. Places beyond the vector are moved inside.
+        values: float32 or float16 ``[k]``.
+        out: float32 ``[n]``, n > 0.
+        weight: rounded to float32.
+    """
+    if len(indices):
+        grid = (triton.cdiv(len(indices), _CHUNK),)
+        _add[grid](indices, values, out, weight, len(indices), len(out) - 1, _CHUNK, **OPTIONS)
+
+
+@triton.jit
+def _add(indices, values, out, weight, count, last, CHUNK: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(values + number, mask=number < count, other=0.0).to(tl.float32)
+    filled = value != 0
+    place = tl.load(indices + number, mask=filled, other=0)
+    place = tl.minimum(tl.maximum(place, 0), last)
+    total = tl.load(out + place, mask=filled, other=0.0) + value * weight
+    tl.store(out + place, total, mask=filled)
+
+
+PROGRAMS = 384
+"""At most so many programs find the k-th largest of one part: those that a GPU of 132 processors runs at once."""
+_WIDTH = 256
+_FEW = {**OPTIONS, "num_warps": 1}
+"""For programs that handle the few candidates of one tile."""
+
+
+class Part(NamedTuple):
+    """Elements to choose among.
+
+    Args:
+        start: place of the first one.
+        numel: how many there are; the vector has fewer than 2^31.
+        kept: how many are chosen.
+        stride: every so-manieth one is looked at, from the key modulo it on; 0 where none need be.
+        few, more: which of the sample's largest magnitudes is the bound, if the sample has ``numel // stride``
+            elements and if it has one more; 0 for no bound.
+    """
+
+    start: int
+    numel: int
+    kept: int
+    stride: int
+    few: int
+    more: int
+
+    @property
+    def looks(self) -> int:
+        """Elements of the sample, at most."""
+        return -(-self.numel // self.stride) if self.stride else 0
+
+    @property
+    def room(self) -> int:
+        """Elements that may be listed: several times what usually is; none where the vector does as well."""
+        return 0 if not self.stride or 8 * self.kept > self.numel else max(4 * self.kept, self.numel // 32)
+
+
+class TopK:
+    """The k largest elements of each part.
+
+    Args:
+        parts: that are not empty, in order, side by side from the vector's first element on.
+        listed: int64, with the parts' ``room``, of undefined content; may be shared.
+        device: where.
+    """
+
+    def __init__(self, parts: Sequence[Part], listed: Tensor, device: torch.device) -> None:
+        def table(rows: Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor(rows, dtype=torch.int32, device=device)
+
+        self._listed = listed
+        self._numbers, self._places = listed.view(torch.float32), listed.view(torch.int32)[1:]
+        rows, tiles, looks, seeks, runs = _tables(parts)
+        self._parts, self._tiles, self._looks, self._seeks = map(table, (rows, tiles, looks, seeks))
+        self._state = torch.zeros(len(parts), topk_radix_triton.FIELDS, dtype=torch.int32, device=device)
+        self._histogram = torch.zeros(len(parts), topk_radix_triton.BINS, dtype=torch.int32, device=device)
+        self._found = torch.zeros(len(tiles), 2, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(len(tiles), dtype=torch.int64, device=device)
+        self._runs = torch.zeros(runs, dtype=torch.int64, device=device)
+        most = max((part.kept / part.numel for part in parts if part.room), default=0.0)
+        width = width_of(int(3 * most * topk_candidates_triton.TILE_NUMEL))
+        self._widths = min(max(width, 64), _WIDTH), _WIDTH
+
+    def select(self, vector: Tensor, summands: Summands, key: int, indices: Tensor, values: Tensor, spare: int) -> None:
+        """Move the largest elements of each part to the slots of the part, in ascending order of place.
+
+        Args:
+            vector: float32 ``[n]``; gets what stays, of itself or of the summands' sum.
+            summands: see ``Summands``.
+            key: unsigned 64-bit number that the samples depend on.
+            indices: int32, a slot for each element that parts keep.
+            values: float32, or float16: then the vector keeps what rounding left.
+            spare: a slot to be left empty, or -1.
+        """
+        first, second, both = sources(vector, summands)
+        parts = self._parts, self._state
+        if len(self._looks):
+            self._look(first, second, both, key)
+        tiles = (len(self._tiles),)
+        topk_candidates_triton.collect[tiles](
+            first, second, vector, self._tiles, *parts, self._listed, self._found, both, **OPTIONS
+        )  # fmt: skip
+        known = vector, self._numbers, self._seeks, *parts, self._histogram, self._runs
+        for digit in topk_radix_triton.DIGITS:
+            topk_radix_triton.narrow[(len(self._seeks),)](*known, *digit, topk_radix_triton.CHUNK, **OPTIONS)
+        given, tally = (self._tiles, *parts, self._found), (self._counts, self._runs)
+        topk_candidates_triton.count[tiles](vector, self._numbers, *given, *tally, *self._widths, **_FEW)
+        slots, half = (indices, values, spare), values.dtype == torch.float16
+        topk_candidates_triton.emit[tiles](
+            vector, self._numbers, self._places, *given, *tally, *slots, *self._widths, half, **_FEW
+        )  # fmt: skip
+
+    def _look(self, first: Tensor, second: Tensor, both: bool, key: int) -> None:
+        """Find every part's bound, rounded down to the first digit."""
+        given = self._looks, self._parts, self._state, self._histogram
+        shape = both, *topk_radix_triton.DIGITS[0], topk_radix_triton.CHUNK
+        topk_radix_triton.sample[(len(self._looks),)](
+            first, second, *given, key >> 32, key & 0xFFFFFFFF, *shape, **OPTIONS
+        )
+
+
+def _tables(parts: Sequence[Part]) -> tuple[list[list[int]], ...]:
+    """Rows of parts, tiles, and the programs that look at samples and that seek; see ``narrowing``."""
+    rows, tiles, looks, seeks = [], [], [], []
+    slot = room = runs = 0
+    for number, part in enumerate(parts):
+        end, size = part.start + part.numel, topk_candidates_triton.TILE_NUMEL
+        begins = [part.start, *range(part.start // size * size + size, end, size)]
+        ends = [*begins[1:], end]
+        looking = triton.cdiv(part.looks, topk_radix_triton.CHUNK)
+        seeking = min(triton.cdiv(2 * part.kept if part.room else part.numel, 2 * topk_radix_triton.CHUNK), PROGRAMS)
+        run = triton.cdiv(len(begins), topk_candidates_triton.RUN_TILES)
+        rows.append([
+            part.start, part.numel, part.kept, slot, len(tiles), room, part.room,
+            part.stride, part.few, part.more, looking, runs, run,
+        ])  # fmt: skip
+        tiles += [[first, last, number, 0] for first, last in zip(begins, ends, strict=True)]
+        looks += [[number, chunk] for chunk in range(looking)]
+        seeks += [[number, chunk, seeking] for chunk in range(seeking)]
+        slot, room, runs = slot + part.kept, room + part.room, runs + run
+    return rows, tiles, looks, seeks, runs

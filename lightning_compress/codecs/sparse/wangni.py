@@ -1,0 +1,159 @@
+"""Unbiased sparsification: every element is kept with a probability in proportion to its magnitude."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.packing.entries import Entries, Found, VariableEntriesPlan
+from lightning_compress.codecs.packing.positions import Ints, Rice
+from lightning_compress.codecs.packing.values import Floats, FloatValues, OneMagnitude
+from lightning_compress.core.buffers import CHUNK, pieces, scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import FACTORS, GAMMA, SHIFTS, RandomBits, mix
+
+ROUNDS = 8
+"""The most steps towards lambda; two or three are enough, but where few elements are very large."""
+DEVIATIONS = 4
+"""Standard deviations above the expected number of elements that a message has room for."""
+SMALLEST, LARGEST = 2.0**-100, float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Wangni(Codec):
+    """Keep element ``v`` with probability ``p = min(1, lambda |v|)``, and send ``v / p``: right on average.
+
+    lambda is such that ``density`` of the elements are expected to be kept: of all unbiased ways to keep so many, this
+    one has the smallest variance, ``sum v^2 (1 / p - 1)``, at most that of a random choice, ``(1 / density - 1)`` times
+    the squared norm. Elements with p = 1 are sent as they are; all others have the magnitude ``1 / lambda``, and cost
+    their place and a sign. What was added and left out stays in the vector, where error feedback, off by default,
+    would find it. No state.
+
+    lambda is found as in the paper's greedy algorithm: from ``density * numel / sum |v|`` on, the elements with p = 1
+    are counted, and the others scaled to make up the rest, until no more reach 1, or 8 times; ``1 / lambda`` is at
+    least 2^-100. p is compared with 32 random bits. A message varies in length: Golomb-Rice codes of the gaps between
+    elements with p = 1, and these as float32; then the codes for the others, ``1 / lambda`` as float32, and their
+    signs as bits (``positions`` and ``values`` say how). It has room for four standard deviations more than expected;
+    the last ones beyond stay. On the host, also for vectors on an accelerator, which waits.
+
+    Args:
+        density: share of the elements that are kept on average, in (0, 1]: 1 sends everything.
+
+    Raises:
+        ValueError: density is no such number.
+
+    Wangni, Wang, Liu, Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS
+    2018, arXiv 1710.09854.
+    """
+
+    sparse: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = True
+    density: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
+            raise ValueError(f"Wangni(density={self.density!r}): density must be in (0, 1]; 0.1 keeps 10 % on average")
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Where the noise is at most about that of the gradient: its variance is up to 1 / density - 1."""
+        return self.density >= 0.5
+
+    @property
+    def sent_share(self) -> float:
+        """See ``Codec.sent_share``."""
+        return self.density
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: as many elements as the ranks send, if no two send the same."""
+        return replace(self, density=min(1.0, ranks * self.density))
+
+    def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
+        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        return _WangniPlan(layout, self.density)
+
+
+class _WangniPlan(VariableEntriesPlan):
+    def __init__(self, layout: Layout, density: float) -> None:
+        numel, self._target = layout.numel, density * layout.numel
+        self._certain = min(numel, math.floor(self._target) + 1)
+        self._likely = min(numel, math.ceil(self._target + DEVIATIONS * math.sqrt(self._target)))
+        likely = Entries(Rice(numel, self._likely), OneMagnitude(1), [numel])
+        exact = Entries(Rice(numel, self._certain), FloatValues(1, np.float32), [numel])
+        super().__init__(layout, [exact, likely], likely.size + 64)
+        cpu = torch.device("cpu")
+        self._magnitude = scratch("wangni magnitude", CHUNK, torch.float32, cpu).numpy()
+        self._mask = scratch("wangni mask", CHUNK, torch.bool, cpu).numpy()
+        self._random = RandomBits(CHUNK, cpu)
+
+    def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
+        source = vector.cpu().numpy()
+        if self._target >= len(source):
+            positions = np.flatnonzero(source)
+            return [(positions, source[positions]), (positions[:0], source[:0])]
+        level = self._level(source)
+        positions = self._draw(source, level, key)
+        exact = np.abs(source[positions]) >= level
+        certain, likely = positions[exact][: self._certain], positions[~exact][: self._likely]
+        return [(certain, source[certain]), (likely, np.copysign(level, source[likely]))]
+
+    def _level(self, source: Floats) -> np.float32:
+        """1 / lambda."""
+        total, count = self._sum(source), 0
+        level = max(total / self._target, SMALLEST)
+        for _ in range(ROUNDS):
+            large, more = self._larger(source, level)
+            if more == count or more >= self._target or large >= total:
+                break
+            count, level = more, max(min(level, (total - large) / (self._target - more)), SMALLEST)
+        return np.float32(min(level, LARGEST))
+
+    def _sum(self, source: Floats) -> float:
+        return math.fsum(
+            float(np.abs(source[piece], out=self._magnitude[: piece.stop - piece.start]).sum(dtype=np.float64))
+            for piece in pieces(len(source), CHUNK)
+        )
+
+    def _larger(self, source: Floats, level: float) -> tuple[float, int]:
+        """Sum of the magnitudes that reach the level, and how many do."""
+        total, count = 0.0, 0
+        for piece in pieces(len(source), CHUNK):
+            magnitude = np.abs(source[piece], out=self._magnitude[: piece.stop - piece.start])
+            mask = np.greater_equal(magnitude, np.float32(min(level, LARGEST)), out=self._mask[: len(magnitude)])
+            hits = np.flatnonzero(mask)
+            total, count = total + float(magnitude[hits].sum(dtype=np.float64)), count + len(hits)
+        return total, count
+
+    def _draw(self, source: Floats, level: np.float32, key: int) -> Ints:
+        """Positions of the elements that are kept."""
+        found = [np.empty(0, np.int64)]
+        for piece in pieces(len(source), CHUNK):
+            numel = piece.stop - piece.start
+            random = self._random.draw(key, piece.start, numel).numpy()  # from -32768 on
+            scaled = np.abs(source[piece], out=self._magnitude[:numel])
+            with np.errstate(over="ignore"):
+                np.multiply(scaled, np.float32(65536 / float(level)), out=scaled)
+            np.subtract(scaled, np.float32(32767), out=scaled)  # nearly all that are not kept are less
+            places = np.flatnonzero(np.less_equal(random, scaled, out=self._mask[:numel]))
+            positions = places + piece.start
+            chances = np.abs(source[positions]).astype(np.float64) / float(level)
+            upper = random[places].astype(np.float64) + 32768
+            kept = (upper + (_more_bits(key, positions) + 0.5) / 65536) / 65536 < chances
+            found.append(positions[kept])
+        return np.concatenate(found)
+
+
+def _more_bits(key: int, positions: Ints) -> npt.NDArray[np.uint64]:
+    """16 random bits more for each position: the highest of splitmix64's numbers for another key."""
+    state = positions.astype(np.uint64) * np.uint64(GAMMA) + np.uint64(mix(key, 1))
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    return (state ^ (state >> np.uint64(SHIFTS[-1]))) >> np.uint64(48)

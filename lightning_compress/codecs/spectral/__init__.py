@@ -1,0 +1,1 @@
+"""Few coefficients of a transform."""

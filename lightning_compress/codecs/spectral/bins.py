@@ -1,0 +1,104 @@
+"""Which coefficients of a block were kept: choosing them, writing their places, and reading these back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
+from lightning_compress.core.buffers import scratch
+
+
+class Places:
+    """``keep`` of ``bins`` places in each row, as a bitmap or as a list of 16-bit numbers, whichever is smaller.
+
+    Args:
+        bins: places of a row, at most 65536.
+        keep: how many of them are chosen.
+
+    Attributes:
+        size: bytes that the places of a row take; 0 where all are chosen.
+        listed: they are a list.
+    """
+
+    def __init__(self, bins: int, keep: int) -> None:
+        self.bins, self.keep = bins, keep
+        self.listed = 2 * keep < packed_size(bins)
+        self._bytes = packed_size(bins)
+        self.size = 0 if keep == bins else 2 * keep if self.listed else self._bytes
+
+    def largest(self, energy: Tensor) -> Tensor:
+        """Places of the largest of float32 ``[R, bins]``, the first ones among equals: int64 ``[R * keep]``, ascending.
+
+        Row ``r``'s places begin with ``r * bins``.
+        """
+        rows = len(energy)
+        if self.keep == self.bins:
+            return torch.arange(rows * self.bins, device=energy.device)
+        if energy.device.type != "cpu":  # nothing waits for the device
+            order = torch.argsort(energy, dim=1, descending=True, stable=True)[:, : self.keep]
+            return self._flat(order.sort(dim=1).values)
+        values = energy.numpy()
+        spare = scratch("places order", energy.numel(), torch.float32, energy.device).numpy().reshape(values.shape)
+        spare[:] = values
+        spare.partition(self.bins - self.keep, axis=1)
+        least = spare[:, self.bins - self.keep, None]
+        chosen = values >= least
+        if np.count_nonzero(chosen) > rows * self.keep:
+            for row in np.flatnonzero(chosen.sum(axis=1) > self.keep):
+                equal = np.flatnonzero(values[row] == least[row])
+                chosen[row, equal[self.keep - chosen[row].sum() :]] = False
+        return torch.from_numpy(np.flatnonzero(chosen))
+
+    def write(self, places: Tensor, packed: Tensor) -> None:
+        """Write the places of R rows into uint8 ``[R * size]``."""
+        if not self.size:
+            return
+        rows = len(places) // self.keep
+        if self.listed:
+            packed.view(torch.int16).copy_((places.view(rows, -1) - self._first(places, rows)).view(-1))
+            return
+        if places.device.type == "cpu":
+            marks = np.zeros((rows, self.bins), np.bool_)
+            marks.reshape(-1)[places.numpy()] = True
+            packed.numpy()[:] = np.packbits(marks, axis=1, bitorder="little").reshape(-1)
+            return
+        bits = torch.zeros(rows, 8 * self._bytes, dtype=torch.bool, device=places.device)
+        bits.view(-1)[places + (8 * self._bytes - self.bins) * torch.div(places, self.bins, rounding_mode="floor")] = 1
+        pack(bits.view(-1), packed)
+
+    def read(self, packed: Tensor, rows: int) -> Tensor:
+        """Read the places of R rows; whatever the bytes, they are places of these rows.
+
+        Raises:
+            ValueError: on a CPU, the bytes are none that ``write`` makes; a device is not waited for.
+        """
+        if not self.size:
+            return torch.arange(rows * self.bins, device=packed.device)
+        if self.listed:
+            columns = packed.view(torch.int16).view(rows, -1).long() & 0xFFFF
+            if packed.device.type == "cpu" and bool((columns >= self.bins).any()):
+                raise self._damaged()
+            return self._flat(columns.clamp(max=self.bins - 1))
+        if packed.device.type == "cpu":
+            marks = np.unpackbits(packed.numpy().reshape(rows, -1), axis=1, count=self.bins, bitorder="little")
+            places = np.flatnonzero(marks.view(np.bool_))
+            if len(places) != rows * self.keep or (places[:: self.keep] // self.bins != np.arange(rows)).any():
+                raise self._damaged()
+            return torch.from_numpy(places)
+        floats = torch.empty(len(packed) * 8, device=packed.device)
+        unpack(packed, floats)
+        bits = floats.view(rows, -1)[:, : self.bins] != 0
+        return self._flat(torch.argsort(bits.byte(), dim=1, descending=True, stable=True)[:, : self.keep])
+
+    def _first(self, like: Tensor, rows: int) -> Tensor:
+        return torch.arange(rows, device=like.device).view(-1, 1) * self.bins
+
+    def _flat(self, columns: Tensor) -> Tensor:
+        return (columns + self._first(columns, len(columns))).view(-1)
+
+    def _damaged(self) -> ValueError:
+        return ValueError(
+            f"the message has blocks whose places are not {self.keep} of {self.bins}; damaged, or of another layout"
+        )

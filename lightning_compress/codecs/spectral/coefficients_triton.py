@@ -1,0 +1,164 @@
+"""A program reads a few blocks, transforms them in registers, sends what is largest, and transforms that back.
+
+Launched by ``spectrum.py``, whose ``Shape`` says what most arguments are. ``L`` is the length of a block, ``KEEP`` of
+whose coefficients are kept; a Fourier transform has ``L / 2`` complex ones and a last one that is real.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_compress.codecs.packing.planes_triton import read_code, write_codes
+from lightning_compress.codecs.quantize import minifloat_triton
+from lightning_compress.codecs.spectral import bins_triton
+from lightning_compress.codecs.spectral.blocks_triton import analyse, limit, places, spread, synthesise
+from lightning_compress.kernels.triton.launch import read, read_sum, write
+
+
+@triton.jit(do_not_specialize=["step", "length"])
+def measure(
+    first, second, errors, table, step: tl.int64, start, length: tl.int64,
+    L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
+    BITS: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Squared errors of a block that each number of bits of mantissa makes, a program for each pair of them."""
+    mantissa = tl.program_id(1)
+    number = tl.program_id(0) * step + tl.arange(0, 1)
+    place, inside = places(number, number >= 0, start, length, L, COSINE)
+    numbers = read_sum(first, second, place, inside, SUM, False)
+    _, kept, last, _, _, _ = _select(numbers, table, L, COSINE, KEEP)
+    format = minifloat_triton.build(*_range(kept, last), mantissa, BITS, True)
+    error, final = (
+        minifloat_triton.error(kept, *format).to(tl.float64),
+        minifloat_triton.error(last, *format).to(tl.float64),
+    )
+    total = tl.sum(error * error, axis=1) + tl.sum(final * final, axis=1)
+    tl.store(errors + tl.program_id(0) * tl.num_programs(1) + mantissa + tl.arange(0, 1), total)
+
+
+@triton.jit
+def _select(numbers, table, L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr):
+    """Scales, what is kept of coefficients and of the last one, 0 elsewhere; and see ``choice.largest``."""
+    scale, coefficients, last = analyse(numbers, table, L, COSINE)
+    energy = coefficients * coefficients
+    if COSINE:
+        last = tl.zeros_like(last)
+    else:
+        energy = tl.sum(tl.reshape(energy, [numbers.shape[0], L // 2, 2]), axis=2)
+    chosen, before, final = bins_triton.largest(energy, last * last, KEEP, 1 - COSINE)
+    kept = tl.where(spread(chosen.to(tl.int32), 2 - COSINE) != 0, coefficients, 0.0)
+    return scale, kept, tl.where(final, last, 0.0), chosen, before, final
+
+
+@triton.jit
+def _range(kept, last):
+    """The least and the largest of what is kept, or 0."""
+    last = tl.max(last, axis=1)
+    low, high = tl.minimum(tl.min(kept, axis=1), last), tl.maximum(tl.max(kept, axis=1), last)
+    return tl.minimum(low, 0.0), tl.maximum(high, 0.0)
+
+
+@triton.jit(do_not_specialize=["length", "base", "blocks", "end0", "begin0", "end1", "begin1", "end2", "begin2"])
+def encode(
+    first, second, vector, message, ranges, where, body, room, errors, table, start,
+    length: tl.int64, base: tl.int64, blocks: tl.int64,
+    end0: tl.int64, begin0: tl.int64, end1: tl.int64, begin1: tl.int64, end2: tl.int64, begin2: tl.int64,
+    L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, MANTISSA: tl.constexpr, SAMPLE: tl.constexpr, TRIED: tl.constexpr,
+    SUM: tl.constexpr, WHOLE: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    """Send what is largest, whose codes wait in ``room`` since those of a block may begin within a byte."""
+    if MANTISSA < 0:
+        mantissa = minifloat_triton.best(errors, SAMPLE, TRIED)
+    else:
+        mantissa = tl.full([], MANTISSA, tl.int32)
+    number = base + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    some = number < blocks
+    place, inside = places(number, some, start, length, L, COSINE)
+    numbers = read_sum(first, second, place, inside, SUM, WHOLE)
+    scale, kept, last, chosen, before, final = _select(numbers, table, L, COSINE, KEEP)
+    low, high = _range(kept, last)
+    tl.store(ranges + number, tl.max(scale, axis=1), mask=some)
+    tl.store(ranges + blocks + number, low, mask=some)
+    tl.store(ranges + 2 * blocks + number, high, mask=some)
+    bins_triton.write(chosen, before, final, where, number, some, KEEP, 1 - COSINE, LISTED)
+    format = minifloat_triton.build(low, high, mantissa, BITS, True)
+    codes, sent = minifloat_triton.encode(kept, *format)
+    code, end = minifloat_triton.encode(last, *format)
+    WIDTH: tl.constexpr = 2 - COSINE
+    row = ((number - base) * (KEEP * WIDTH))[:, None]
+    target = room + row + (spread(before, WIDTH) * WIDTH + (tl.arange(0, L) % WIDTH)[None, :])
+    tl.store(target, codes, mask=(spread(chosen.to(tl.int32), WIDTH) != 0) & some[:, None])
+    if WIDTH == 2:
+        target = room + row + 2 * (KEEP - 1)
+        tl.store(target, code, mask=final & some[:, None])
+        tl.store(target + 1, tl.zeros_like(code), mask=final & some[:, None])
+    write(vector, place, numbers - synthesise(sent, end, table, L, COSINE) * scale[:, :, None], inside, WHOLE)
+    if tl.program_id(0) == 0:
+        byte, zeros = tl.arange(0, 16), tl.zeros([16], tl.uint8)
+        if HEAD:
+            minifloat_triton.write_mantissa(message, mantissa)
+        tl.store(message + end0 + byte, zeros, mask=byte < begin0 - end0)
+        tl.store(message + end1 + byte, zeros, mask=byte < begin1 - end1)
+        tl.store(message + end2 + byte, zeros, mask=byte < begin2 - end2)
+
+
+@triton.jit(do_not_specialize=["some", "base"])
+def pack(
+    room, body, some: tl.int64, base: tl.int64, count: tl.int64, middle, last,
+    WIDTH: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Pack the ``some`` codes that wait, of which the first one is number ``base`` in the message."""
+    place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    codes = tl.load(room + place, mask=place < some, other=0)[None, :]
+    first = base + tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, 1)
+    write_codes(codes, body, middle, last, first, count, WIDTH, BITS, False)
+
+
+@triton.jit(do_not_specialize=["length", "blocks"])
+def decode(
+    header, ranges, step: tl.int64, where, body, stride: tl.int64, out, weight, table,
+    start, length: tl.int64, blocks: tl.int64, count, middle, final,
+    L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Add up what messages say of coefficients, and transform that once."""
+    WIDTH: tl.constexpr = 2 - COSINE
+    BOUND: tl.constexpr = 2.0 ** limit(L)
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    some = number < blocks
+    total, last = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS, 1], tl.float32)
+    for message in range(MESSAGES):
+        mantissa = tl.load(header + message * step).to(tl.int32, bitcast=True)
+        row = ranges + message * step + number
+        scale = _clamped(row, some, 0.0, BOUND)[:, None] * weight
+        low, high = _clamped(row + blocks, some, -L, L), _clamped(row + 2 * blocks, some, -L, L)
+        shift, _, below, positive, negative = minifloat_triton.build(low, high, mantissa, BITS, True)
+        chosen, before, end = bins_triton.read(
+            where + message * stride, number, some, L // WIDTH, KEEP, WIDTH - 1, LISTED
+        )
+        code = body + message * stride
+        part = (tl.arange(0, L) % WIDTH)[None, :]
+        index = (number * (KEEP * WIDTH))[:, None] + (spread(before, WIDTH) * WIDTH + part)
+        inside = spread(chosen.to(tl.int32), WIDTH) != 0
+        codes = read_code(code, middle, final, index, inside, count, BITS)
+        magnitudes, minus = minifloat_triton.decode(codes, shift, below, positive, negative, BITS)
+        total += tl.where(minus, -magnitudes, magnitudes) * scale
+        if WIDTH == 2:
+            index = ((number + 1) * (KEEP * WIDTH))[:, None] - 2
+            codes = read_code(code, middle, final, index, end, count, BITS)
+            magnitudes, minus = minifloat_triton.decode(codes, shift, below, positive, negative, BITS)
+            last += tl.where(minus, -magnitudes, magnitudes) * scale
+    place, inside = places(number, some, start, length, L, COSINE)
+    numbers = synthesise(total, last, table, L, COSINE)
+    if ADD:
+        numbers += read(out, place, inside, WHOLE)
+    write(out, place, numbers, inside, WHOLE)
+
+
+@triton.jit
+def _clamped(numbers, inside, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """What is there, within bounds; 0 for what is no number."""
+    found = tl.load(numbers, mask=inside, other=0.0)
+    return tl.minimum(tl.maximum(tl.where(found == found, found, 0.0), LEAST), MOST)

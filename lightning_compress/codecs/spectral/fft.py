@@ -1,0 +1,54 @@
+"""Sparsification in the frequency domain: the largest coefficients of every block's Fourier transform."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_compress.codecs.spectral.spectrum import Spectral
+from lightning_compress.codecs.spectral.transforms import RealFourier
+
+
+@dataclass(frozen=True)
+class FFT(Spectral):
+    """Send the share ``1 - theta`` of the Fourier coefficients of each block that is largest in magnitude.
+
+    A block of ``n`` elements has ``K = n/2 + 1`` complex coefficients, of which the ``k = max(1, ceil((1 - theta) K))``
+    largest are sent, real and imaginary part together, as floats of ``bits`` bits made for the range of the block's
+    kept parts (see RangeFloat). That is about ``(1 - theta) * bits + 1/2`` bits per element (2.0 for the defaults);
+    above theta 0.94 a list of places is smaller than the bitmap, and it is ``(1 - theta) * (bits + 8)``. The receiver
+    adds up the spectra of all messages and transforms once. What was not sent stays in the vector.
+
+    The squared norm of what is dropped is at most ``theta K / (K - 1)`` of the vector's, so the method contracts, and
+    error feedback is on by default (whether the paper uses it is not verified). It beats top-k of equal density where
+    neighbouring elements are correlated (a relative error of 0.33 against 0.67 on AR(1) data with 0.9 at theta 0.85);
+    on white noise and heavy tails it is worse (0.75 against 0.67, 0.75 against 0.48): measure it on your gradients.
+
+    A rest that is shorter than a block is filled up with zeros to a power of two, at least 8. A message is the bits of
+    mantissa as int32 in 16 bytes; then, for whole blocks and once more for the rest: a scale (a power of two above the
+    largest element), and the least and the largest kept part after division by it, each for all blocks as float32; the
+    places, as a bitmap or as uint16, or nothing where all are kept; the codes of real and imaginary parts in turn, in
+    planes of 8, 4, 2 and 1 bits of all of them. Each of the three is filled up with zeros to a multiple of 16 bytes.
+
+    Args:
+        theta: share that is dropped, in [0, 1): 0 drops nothing; near 1 sends one coefficient of each block.
+        block: elements that are transformed together, a power of two from 64 (more ranges, least work) to 65536.
+        bits: of a real or an imaginary part, 2 (coarsest) to 16, or 32.
+        mantissa: bits of mantissa among them, 0 (widest reach) to ``min(bits - 1, 23)`` (finest), or "auto", the least
+            squared error on a few blocks of each message. Theta 0, 32 bits and mantissa 23 return the vector to 1e-6.
+
+    Raises:
+        ValueError: a setting is none of these; or, from ``decode``, the message's places are damaged.
+
+    Wang, Wu, Zhang, Liu, Bosilca, Herlihy, Fonseca, "FFT-based Gradient Sparsification for the Distributed Training of
+    Deep Neural Networks", HPDC 2020, arXiv 1811.08596. Blocks, error feedback and the defaults are ours.
+    """
+
+    theta: float = 0.85
+    block: int = 4096
+    bits: int = 10
+    mantissa: int | Literal["auto"] = "auto"
+
+    def transform(self, length: int) -> RealFourier:
+        """The transform of blocks of this length."""
+        return RealFourier(length)

@@ -1,0 +1,1 @@
+"""What everything else is made of: layouts, numbers in two buffers, randomness, memory, counters, errors."""

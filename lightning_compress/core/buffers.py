@@ -1,0 +1,131 @@
+"""Memory that plans use in turn, or make when it is first used; pieces that fit a cache; a check of what arrives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18
+"""Elements that a loop over a vector handles at a time on a CPU: they fit its caches; half as many cost 10 % more."""
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements to handle at a time: a cache's worth on a CPU, as many as scratch may hold on an accelerator."""
+    return CHUNK if device.type == "cpu" else 1 << 24
+
+
+class Workspace:
+    """Scratch memory that plans use in turn; those that may work at the same time need one each."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See ``scratch``."""
+        if (name, device) not in self._memory or self._memory[name, device].numel() < numel:
+            self._memory[name, device] = torch.empty(numel, dtype=dtype, device=device)
+        return self._memory[name, device][:numel]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """What this thread takes inside is of this workspace."""
+        before = _local.workspace
+        _local.workspace = self
+        try:
+            yield
+        finally:
+            _local.workspace = before
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._memory.clear()
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.workspace = Workspace()
+
+
+_local = _Local()
+
+
+def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[numel]`` elements of undefined content, which all plans of a workspace use in turn under this name.
+
+    A plan takes them when it is made; those made before a larger one keep the memory that they have. Without a
+    ``Workspace`` in use, each thread has its own.
+    """
+    return _local.workspace.take(name, numel, dtype, device)
+
+
+def pieces(numel: int, size: int) -> Iterator[slice]:
+    """Cut ``numel`` elements into runs of ``size``; the last one may be shorter."""
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))
+
+
+def check(vector: Tensor, messages: Tensor, numel: int, size: int) -> None:
+    """Refuse a vector or messages that are not of this plan.
+
+    Raises:
+        ValueError: a length or a dtype is not the plan's, as for a truncated message.
+    """
+    if vector.shape != (numel,) or vector.dtype != torch.float32:
+        raise ValueError(
+            f"the vector is {vector.dtype} of shape {tuple(vector.shape)}, but this plan is for float32 of shape "
+            f"({numel},); make a plan for its layout"
+        )
+    if messages.shape[-1] != size or messages.dtype != torch.uint8:
+        raise ValueError(
+            f"the message is {messages.dtype} with {messages.shape[-1]} bytes, but this plan's messages are uint8 "
+            f"with {size} bytes; it is truncated, or was made by a plan for another layout"
+        )
+
+
+class Scratch:
+    """Float32 memory that the groups of a hook take in turn; it grows to the largest of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, Tensor] = {}
+
+    def take(self, name: str, numel: int) -> Tensor:
+        """``[numel]`` elements of undefined content, valid until the next ``take`` of that name."""
+        if name not in self._memory or self._memory[name].numel() < numel:
+            self._memory[name] = torch.empty(numel, device=self._device)
+        return self._memory[name][:numel]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._memory.clear()
+
+
+class Messages:
+    """Buffers for ``count`` messages; zero at first, since encoding writes no padding."""
+
+    def __init__(self, count: int, size: int, device: torch.device) -> None:
+        self._shape, self.device = (count, size), device
+
+    @cached_property
+    def all(self) -> Tensor:
+        """uint8 ``[count, size]``."""
+        return torch.zeros(self._shape, dtype=torch.uint8, device=self.device)
+
+
+class Growing:
+    """Memory for messages whose length varies: as much as was ever needed, and an eighth more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """``[count, width]``; what was there before has no meaning."""
+        size = count * width
+        if self._buffer.numel() < size:
+            self._buffer = torch.zeros(size + size // 8, dtype=torch.uint8, device=self._buffer.device)
+        return self._buffer[:size].view(count, width)

@@ -1,0 +1,116 @@
+"""Keys and the random bits that follow from them, counter-based, so that there is no generator state to save.
+
+Word ``i`` of a key's stream holds 16 bits for each of the elements ``4 i`` to ``4 i + 3``, the lowest ones first. It is
+splitmix64's output function (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) of
+``mix(key) + i * GAMMA``: integer arithmetic, no state, and any part of the stream can be had alone. Keys are hashed
+first, so that the streams of neighbouring keys are no shifts of one another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_compress.core.buffers import pieces, scratch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """Hash integers into an unsigned 64-bit key (splitmix64, Steele et al., OOPSLA 2014)."""
+    key = 0
+    for part in parts:
+        key = (key + part + 0x9E3779B97F4A7C15) & _MASK
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
+        key ^= key >> 31
+    return key
+
+
+def name_key(names: tuple[str, ...]) -> int:
+    """Key of an ordered list of parameter names, the same in every process."""
+    return int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:8], "little")
+
+
+PER_WORD = 4
+"""Elements that share a 64-bit word."""
+GAMMA = 0x9E3779B97F4A7C15
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+RUN = 1 << 13
+"""Words that are hashed at a time on a CPU: two buffers of them fit the cache nearest to the core."""
+
+
+class RandomBits:
+    """Draws up to ``numel`` elements' worth of random bits into scratch.
+
+    Args:
+        numel: the most that will be drawn at once.
+        device: where.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._words = scratch("random words", -(-numel // PER_WORD), torch.int64, device)
+
+    def draw(self, key: int, first: int, numel: int) -> Tensor:
+        """16 random bits each for elements ``first`` to ``first + numel - 1`` of the key's stream.
+
+        Args:
+            key: unsigned 64-bit number; other keys give independent streams.
+            first: a multiple of 4.
+            numel: how many elements.
+
+        Returns:
+            int16 ``[numel]``, uniform over -32768 to 32767; scratch that the next draw overwrites.
+        """
+        words = self._words[: -(-numel // PER_WORD)]
+        start = word_state(key, first)
+        (_hash_numpy if words.device.type == "cpu" else hash_torch)(words, start)
+        return words.view(torch.int16)[:numel]
+
+
+def word_state(key: int, first: int) -> int:
+    """The state before the word of element ``first``, a multiple of 4, of a key's stream; modulo 2^64."""
+    return (mix(key) + first // PER_WORD * GAMMA) % 2**64
+
+
+def _hash_numpy(words: Tensor, start: int) -> None:
+    array, steps = words.numpy().view(np.uint64), _steps()
+    shifted = np.empty(min(len(array), RUN), np.uint64)
+    for piece in pieces(len(array), RUN):
+        state = array[piece]
+        other = shifted[: len(state)]
+        np.add(steps[: len(state)], np.uint64((start + piece.start * GAMMA) % 2**64), out=state)
+        for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+            np.bitwise_xor(state, np.right_shift(state, np.uint64(shift), out=other), out=state)
+            np.multiply(state, np.uint64(factor), out=state)
+        np.bitwise_xor(state, np.right_shift(state, np.uint64(SHIFTS[-1]), out=other), out=state)
+
+
+def hash_torch(words: Tensor, start: int) -> None:
+    """The same words by torch, for accelerators: int64 wraps as uint64 does, but shifts need their upper bits cleared.
+
+    Args:
+        words: int64 ``[n]``, overwritten.
+        start: the state before the first word, taken modulo 2^64.
+    """
+    torch.arange(len(words), out=words)
+    words.mul_(_signed(GAMMA)).add_(_signed(start))
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        words.bitwise_xor_((words >> shift) & (2 ** (64 - shift) - 1)).mul_(_signed(factor))
+    words.bitwise_xor_((words >> SHIFTS[-1]) & (2 ** (64 - SHIFTS[-1]) - 1))
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+@cache
+def _steps() -> npt.NDArray[np.uint64]:
+    """How far each word of a run is from the run's first one."""
+    return np.arange(RUN, dtype=np.uint64) * np.uint64(GAMMA)

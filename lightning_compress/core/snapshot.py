@@ -1,0 +1,301 @@
+"""The committed state of one rank as tensors and primitives, and back.
+
+    {"format": 1, "method": str, "step": int, "rates": {name: learning rate}, "running": {setting: value},
+     "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank", "shared" or "owner", "names": [str, ...],
+                                                        "numels": [int, ...], "numbers": float [their sum]}}}, ...],
+     "orders": {name: [its dimensions, in the order of memory]}}
+
+Groups are saved because nothing is bit-exact without them: a resumed DistributedDataParallel begins with one bucket of
+all parameters, in which blocks, shards and transforms would fall elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, get_args
+
+import torch
+
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.state import Holder, State, States
+
+FORMAT = 1
+MOST_STEPS = 1 << 53
+MOST_SETTINGS = 1000
+"""Numbers and texts that say what ran, at most: a list in a list in a list is quickly longer than memory."""
+PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
+
+Snapshot = dict[str, Any]
+Orders = Mapping[str, Sequence[int]]
+
+
+def take(
+    method: str,
+    step: int,
+    rates: Mapping[str, float],
+    running: Mapping[str, object],
+    groups: Iterable[tuple[Sequence[str], States]],
+    orders: Orders,
+) -> Snapshot:
+    """What the optimizer steps have made true so far; refers to the states' own memory, which a commit replaces.
+
+    Args:
+        method: the settings, as text.
+        step: optimizer steps so far.
+        rates: learning rates of the last step, by name.
+        running: settings that may have changed since the run began, as primitives.
+        groups: names in order and states of each group.
+        orders: see ``orders``.
+    """
+    return {
+        "format": FORMAT,
+        "method": method,
+        "step": step,
+        "rates": dict(rates),
+        "running": dict(running),
+        "groups": [
+            {"names": list(names), "states": {kind: _one(state) for kind, state in states.items()}}
+            for names, states in groups
+        ],
+        "orders": {name: list(order) for name, order in orders.items()},
+    }
+
+
+def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
+    """The dimensions of parameters in the order of their memory, where they are not in C order (channels_last)."""
+    found = {}
+    for name, parameter in parameters:
+        order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+        if not parameter.is_contiguous() and parameter.permute(order).is_contiguous():
+            found[name] = order
+    return found
+
+
+def reordered(snapshot: Snapshot, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[Snapshot]:
+    """The groups of a checked snapshot with the numbers of each parameter in the order that its memory has now.
+
+    Args:
+        snapshot: says in which order they were, unless it is of a version that did not.
+        shapes: of the parameters.
+        now: see ``orders``.
+
+    Raises:
+        ValueError: an order does not fit the parameter.
+    """
+    before: Orders = snapshot.get("orders", now)
+    moved = {name for name in shapes if before.get(name) != now.get(name)}
+    if wrong := [name for name in moved if name in before and len(before[name]) != len(shapes[name])]:
+        raise ValueError(
+            f"the state has {wrong[0]} in the order {before[wrong[0]]}, and its shape is {shapes[wrong[0]]}"
+        )
+    groups = []
+    for group in snapshot["groups"]:
+        states = {kind: dict(one) for kind, one in group["states"].items()}
+        for one in states.values():
+            parts = one["numbers"].split(one["numels"])
+            there = [
+                name in moved and part.numel() == math.prod(shapes[name])
+                for name, part in zip(one["names"], parts, strict=True)
+            ]
+            if any(there):
+                one["numbers"] = torch.cat(
+                    [
+                        _permuted(part, shapes[name], before.get(name), now.get(name)) if moves else part
+                        for name, part, moves in zip(one["names"], parts, there, strict=True)
+                    ]
+                )
+        groups.append({"names": group["names"], "states": states})
+    return groups
+
+
+def _permuted(
+    numbers: torch.Tensor, shape: Sequence[int], before: Sequence[int] | None, now: Sequence[int] | None
+) -> torch.Tensor:
+    plain = range(len(shape))
+    before, now = before or plain, now or plain
+    there = numbers.view([shape[each] for each in before])
+    return there.permute([list(before).index(each) for each in now]).reshape(-1)
+
+
+def _one(state: State) -> Snapshot:
+    numels = [segment.numel for segment in state.layout.segments]
+    names = list(state.layout.names)
+    return {"holder": state.holder, "names": names, "numels": numels, "numbers": state.committed}
+
+
+def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
+    """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters.
+
+    Raises:
+        ValueError: there is no place for some of it.
+    """
+    for kind, one in saved["states"].items():
+        numels = {segment.name: segment.numel for segment in states[kind].layout.segments} if kind in states else {}
+        theirs = dict(zip(one["names"], one["numels"], strict=True))
+        if lost := [name for name in names if name in theirs and numels.get(name) != theirs[name]]:
+            raise ValueError(f"{kind} of {', '.join(lost[:3])} was saved with other settings and has no place in these")
+        if kind in states and one["holder"] != states[kind].holder:
+            raise ValueError(f"{kind} was saved as that of {one['holder']!r}, and is that of {states[kind].holder!r}")
+        layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
+        old = State(layout, one["numbers"].device, holder=one["holder"], dtype=one["numbers"].dtype)
+        old.committed = one["numbers"]
+        states[kind].adopt(old, names)
+
+
+def total(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Sum over ranks of what each has for itself; what all share is the first one's.
+
+    Raises:
+        ValueError: they were not taken at the same moment of the same run.
+    """
+    first = snapshots[0]
+    if any(_shape(each) != _shape(first) for each in snapshots):
+        raise ValueError("the ranks' files are of different steps or groups")
+    for number, group in enumerate(first["groups"]):
+        for kind, one in group["states"].items():
+            if one["holder"] != "shared":
+                rows = [each["groups"][number]["states"][kind]["numbers"] for each in snapshots]
+                one["numbers"] = torch.stack(rows).sum(dim=0, dtype=torch.float32)
+    return first
+
+
+def zeroed(snapshot: Snapshot) -> Snapshot:
+    """The same with zeros for what each rank has for itself."""
+    for group in snapshot["groups"]:
+        for one in group["states"].values():
+            if one["holder"] != "shared":
+                one["numbers"] = torch.zeros_like(one["numbers"], dtype=torch.float32)
+    return snapshot
+
+
+def scaled(snapshot: Snapshot, holder: str, factor: float) -> Snapshot:
+    """The same with all numbers of one kind of holder multiplied."""
+    for group in snapshot["groups"]:
+        for one in group["states"].values():
+            if one["holder"] == holder:
+                one["numbers"] = one["numbers"] * factor
+    return snapshot
+
+
+def on_cpu(snapshot: Snapshot) -> Snapshot:
+    """The same in memory that no accelerator needs."""
+    for group in snapshot["groups"]:
+        for one in group["states"].values():
+            one["numbers"] = one["numbers"].cpu()
+    return snapshot
+
+
+def checksum(snapshot: Snapshot, holders: Sequence[str] = get_args(Holder)) -> int:
+    """CRC-32 of everything in it, or of all but the numbers that others than these hold."""
+    value = zlib.crc32(repr((snapshot["method"], _shape(snapshot))).encode())
+    for group in snapshot["groups"]:
+        for _, one in sorted(group["states"].items()):
+            if one["holder"] not in holders:
+                continue
+            value = zlib.crc32(one["numbers"].cpu().contiguous().view(torch.uint8).numpy(), value)
+    return value
+
+
+def check(snapshot: object) -> Snapshot:
+    """Refuse what is not a snapshot; nothing is taken for granted that a file may hold.
+
+    Returns:
+        its known parts.
+
+    Raises:
+        ValueError: a part is missing, of the wrong type, or numbers and names do not fit together.
+    """
+    parts = _fields(snapshot, "the state", PARTS)
+    if parts["format"] != FORMAT:
+        raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
+    if not {"compressor", "error_feedback", "scheduled"} <= parts["running"].keys():
+        raise ValueError("the state does not say what ran")
+    _check_running(parts["running"])
+    if not 0 <= parts["step"] < MOST_STEPS:
+        raise ValueError(f"the state is of a step below 0, or of {MOST_STEPS} or more")
+    rates = parts["rates"].items()
+    if not all(isinstance(name, str) and type(rate) is float and 0 < rate < math.inf for name, rate in rates):
+        raise ValueError("the learning rates are not all numbers above 0")
+    for group in parts["groups"]:
+        fields = _fields(group, "a group", {"names": list, "states": dict})
+        if not all(isinstance(name, str) for name in fields["names"]):
+            raise ValueError("a group's names are not all text")
+        for kind, one in fields["states"].items():
+            _check_one(kind, one, set(fields["names"]))
+    names = [name for group in parts["groups"] for name in group["names"]]
+    if len(set(names)) != len(names):
+        raise ValueError("a parameter is in two groups")
+    known = {name: parts[name] for name in PARTS}
+    return known | {"orders": _checked_orders(parts["orders"])} if "orders" in parts else known
+
+
+def _checked_orders(orders: object) -> Orders:
+    if not isinstance(orders, dict):
+        raise ValueError("the state does not say in which order the numbers of its parameters are")
+    for name, order in orders.items():
+        known = isinstance(name, str) and isinstance(order, list) and all(type(each) is int for each in order)
+        if not known or sorted(order or ()) != list(range(len(order or ()))):
+            raise ValueError("the state does not say in which order the numbers of its parameters are")
+    return orders
+
+
+def _check_running(running: Mapping[object, object]) -> None:
+    """Numbers, texts, and mappings and lists of them, and not too many: other code prints and compares them."""
+    feedback, scheduled, compressor = (running[name] for name in ("error_feedback", "scheduled", "compressor"))
+    fits = isinstance(feedback, bool) and isinstance(scheduled, dict) and isinstance(compressor, dict | None)
+    waiting: list[object] = [running]
+    for count, each in enumerate(waiting):  # which grows on the way
+        if isinstance(each, dict):
+            fits = fits and all(isinstance(name, str) for name in each)
+            waiting += islice(each.values(), MOST_SETTINGS + 1)
+        elif isinstance(each, list | tuple):
+            waiting += each[: MOST_SETTINGS + 1]
+        else:
+            fits = fits and (each is None or isinstance(each, bool | int | float | str))
+        if not fits or count > MOST_SETTINGS:
+            raise ValueError("the state does not say what ran in numbers and texts")
+
+
+def _check_one(kind: object, one: object, owners: set[str]) -> None:
+    if not isinstance(kind, str):
+        raise ValueError(f"a state's name is {type(kind).__name__}, not text")
+    wanted = {"holder": str, "names": list, "numels": list, "numbers": torch.Tensor}
+    fields = _fields(one, f"state {kind!r}", wanted)
+    names, numels, numbers = fields["names"], fields["numels"], fields["numbers"]
+    if not all(isinstance(name, str) and name in owners for name in names) or len(set(names)) != len(names):
+        raise ValueError(f"state {kind!r} is of {len(names)} parameters, not all of its group, or of one twice")
+    if fields["holder"] not in get_args(Holder):
+        raise ValueError(
+            f"state {kind!r} has the holder {fields['holder']!r}; it must be one of {', '.join(get_args(Holder))}"
+        )
+    if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
+        raise ValueError(f"state {kind!r} has {len(numels)} lengths for {len(names)} parameters, or some below 0")
+    dense = numbers.dtype in (torch.float32, torch.bfloat16) and numbers.layout == torch.strided
+    plain = type(numbers) is torch.Tensor and not numbers.requires_grad and not numbers.is_meta
+    if not dense or not plain or not numbers.is_contiguous():  # one number can be a tensor longer than memory
+        raise ValueError(f"state {kind!r} is no plain float32 or bfloat16 tensor with memory of its own")
+    if numbers.shape != (sum(numels),):
+        raise ValueError(f"state {kind!r} is {numbers.dtype} of shape {tuple(numbers.shape)}, not ({sum(numels)},)")
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(f"state {kind!r} has numbers that are not finite")
+
+
+def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} is {type(given).__name__}, not a mapping")
+    for name, kind in wanted.items():
+        if not isinstance(given.get(name), kind) or isinstance(given[name], bool):
+            raise ValueError(f"{what} has no {name!r} of type {kind.__name__}")
+    return given
+
+
+def _shape(snapshot: Snapshot) -> list[object]:
+    shape: list[object] = [snapshot["step"], sorted(snapshot["rates"].items()), repr(snapshot["running"])]
+    shape += [sorted(snapshot["orders"].items())] if snapshot.get("orders") else []
+    for group in snapshot["groups"]:
+        shape.append(group["names"])
+        shape += [(kind, one["holder"], one["names"], one["numels"]) for kind, one in sorted(group["states"].items())]
+    return shape

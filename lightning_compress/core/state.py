@@ -1,0 +1,165 @@
+"""State in two buffers: what an optimizer step has made true, and what the step under way would make true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_compress import kernels
+from lightning_compress.core.layout import Layout, Segment
+
+Initial = Callable[[Segment], Tensor]
+Holder = Literal["rank", "shared", "owner"]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a method keeps from step to step, besides the residual.
+
+    Args:
+        layout: float32 numbers of each parameter, by its name; as many as the method needs.
+        holder: "rank" where every rank has its own, "shared" where all have the same, "owner" where every element is
+            kept by the one rank that owns it and is 0 on the others.
+        initial: the first numbers of a segment, ``[numel]``, the same on all ranks; zeros if None.
+        dtype: in which they are kept, float32 or bfloat16.
+    """
+
+    layout: Layout
+    holder: Holder = "rank"
+    initial: Initial | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class State:
+    """Numbers kept from step to step, for one group on this rank, in units of the unscaled gradient.
+
+    The residual is one; methods declare others. A save at any moment sees a committed buffer: a commit replaces the
+    reference.
+
+    Args:
+        layout: what the vector is made of.
+        device: where it lives.
+        initial: what a parameter's numbers are at first; zeros if None.
+        holder: see ``Declared``.
+        dtype: see ``Declared``.
+
+    Attributes:
+        committed: the numbers after the last optimizer step, ``[numel]``.
+        pending: those of the step under way, ``[numel]``.
+        touched: names of the parameters of which ``pending`` holds what no optimizer step has made true yet.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        initial: Initial | None = None,
+        holder: Holder = "rank",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.layout = layout
+        self.holder = holder
+        self._initial = initial
+        self.committed = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.pending = torch.zeros_like(self.committed)
+        self.touched: set[str] = set()
+        self._looked: tuple[object, bool] = (None, False)
+        self.reset()
+
+    def base(self) -> Tensor:
+        """What the next step goes on from."""
+        return self.pending if self.touched else self.committed
+
+    @property
+    def empty(self) -> bool:
+        """Whether the next step goes on from zeros; looks only where numbers were written since the last look."""
+        if self.touched or self.committed.device.type != "cpu":
+            return False
+        written = (self.committed.data_ptr(), self.committed._version)
+        if self._looked[0] != written:
+            self._looked = (written, self.committed.count_nonzero().item() == 0)
+        return self._looked[1]
+
+    def touch(self) -> None:
+        """``pending`` was written."""
+        self._looked = (None, False)
+        self.touched.update(self.layout.names)
+
+    def commit(self, rejected: Tensor, stepped: Collection[str]) -> None:
+        """Make the pending numbers of the parameters that were stepped true.
+
+        Args:
+            rejected: bool scalar: the step was not sound, and its numbers are dropped instead.
+            stepped: names of the optimizer's parameters.
+        """
+        ours = self.touched.intersection(stepped)
+        if not ours:
+            return
+        self.reject(rejected)
+        ours &= self.touched
+        if not ours:
+            return
+        if len(ours) == len(self.layout.segments):
+            self.committed, self.pending = self.pending, self.committed
+        else:  # another optimizer has the rest, and may step it yet
+            committed = self.committed.clone()
+            for place in self._places(ours):
+                committed[place] = self.pending[place]
+            self.committed = committed
+        self.touched -= ours
+
+    def scale(self, factors: Mapping[str, float]) -> None:
+        """Multiply the committed numbers of the named parameters."""
+        for segment in self.layout.segments:
+            if segment.name in factors:
+                self.committed[place_of(segment)] *= factors[segment.name]
+
+    def reject(self, rejected: Tensor) -> None:
+        """Roll back if the bool scalar ``rejected`` says so; on an accelerator without a wait for it."""
+        if fused := kernels.backend(__name__, rejected.device):
+            fused.replace(rejected, self.pending, self.committed)
+        elif rejected.device.type != "cpu":
+            torch.where(rejected, self.committed, self.pending, out=self.pending)
+        elif rejected:
+            self.roll_back()
+
+    def roll_back(self) -> None:
+        """Forget the pending numbers."""
+        self.touched.clear()
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.touched.clear()
+        self.committed = torch.zeros_like(self.committed)
+        if self._initial is not None:
+            for segment in self.layout.segments:
+                self.committed[place_of(segment)] = self._initial(segment).to(self.committed.device)
+
+    def adopt(self, other: State, names: Collection[str]) -> None:
+        """Take the named parameters' numbers over from a group that was laid out otherwise."""
+        targets = {segment.name: segment for segment in self.layout.segments}
+        for segment in other.layout.segments:
+            target = targets.get(segment.name)
+            if segment.name in names and target is not None and target.numel == segment.numel:
+                self.committed[place_of(target)] = other.committed[place_of(segment)]
+                self.pending[place_of(target)] = other.base()[place_of(segment)]
+                self.touched |= other.touched & {segment.name}
+        for numbers in (other.committed, other.pending):
+            if numbers.is_cuda:  # another stream may have made them, and would be given their memory back too soon
+                numbers.record_stream(torch.cuda.current_stream(numbers.device))
+
+    def _places(self, names: Collection[str]) -> list[slice]:
+        return [place_of(segment) for segment in self.layout.segments if segment.name in names]
+
+
+States = dict[str, State]
+"""A group's, by what they hold."""
+
+
+def place_of(segment: Segment) -> slice:
+    """Where a segment stands in its vector."""
+    return slice(segment.offset, segment.end)

@@ -1,0 +1,25 @@
+"""Numbers taken back where a flag says so; see ``state.py``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.kernels.triton.launch import OPTIONS
+
+_TILE = 2048
+"""Elements that a program handles."""
+
+
+def replace(condition: Tensor, target: Tensor, source: Tensor) -> None:
+    """``target = source``, of one dtype and length, if the bool scalar ``condition`` says so."""
+    if len(target):
+        _replace[(triton.cdiv(len(target), _TILE),)](condition, target, source, len(target), _TILE, **OPTIONS)
+
+
+@triton.jit
+def _replace(condition, target, source, numel, TILE: tl.constexpr):
+    if tl.load(condition).to(tl.int32) != 0:
+        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        tl.store(target + place, tl.load(source + place, mask=place < numel), mask=place < numel)

@@ -1,0 +1,27 @@
+"""What is forgotten where another vector is 0; see ``base.py``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.kernels.triton.launch import OPTIONS
+
+_TILE = 2048
+
+
+def zero_where_zero(target: Tensor, source: Tensor) -> None:
+    """``target`` becomes 0 where ``source`` is; both float32 ``[n]``."""
+    if len(source):
+        _zero_where_zero[(triton.cdiv(len(source), _TILE),)](target, source, len(source), _TILE, **OPTIONS)
+
+
+@triton.jit
+def _zero_where_zero(target, source, numel, TILE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:
+        zero = tl.load(source + place) == 0
+    else:
+        zero = tl.load(source + place, mask=place < numel, other=1.0) == 0
+    tl.store(target + place, tl.zeros([TILE], tl.float32), mask=zero)

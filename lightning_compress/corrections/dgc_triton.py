@@ -1,0 +1,53 @@
+"""A step of a velocity in one pass; see ``dgc.py``, whose bits these are."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.kernels.triton.launch import OPTIONS, read, write
+
+_TILE = 2048
+
+
+def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nesterov: bool) -> None:
+    """``new <- momentum old + gradient``, and over the gradient what a step along it adds: the same.
+
+    Args:
+        gradient: float32 ``[n]``.
+        old: float32 ``[n]``.
+        new: float32 ``[n]``; may be ``old``.
+        momentum: rounded to float32.
+        nesterov: ``new <- momentum (old + gradient)``, and ``gradient + new`` over the gradient.
+    """
+    if len(gradient):
+        grid = (triton.cdiv(len(gradient), _TILE),)
+        _accumulate[grid](gradient, old, new, float(momentum), len(gradient), nesterov, _TILE, **OPTIONS)
+
+
+@triton.jit
+def _accumulate(
+    gradient, old, new, momentum, numel, NESTEROV: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:
+        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, TILE, True)
+    else:
+        _accumulate_tile(gradient, old, new, momentum, numel, NESTEROV, TILE, False)
+
+
+@triton.jit
+def _accumulate_tile(
+    gradient, old, new, momentum, numel,
+    NESTEROV: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < numel
+    given, before = read(gradient, place, inside, WHOLE), read(old, place, inside, WHOLE)
+    if NESTEROV:
+        after = (before + given) * momentum
+        write(gradient, place, given + after, inside, WHOLE)
+    else:
+        after = before * momentum + given
+        write(gradient, place, after, inside, WHOLE)
+    write(new, place, after, inside, WHOLE)

@@ -1,0 +1,1 @@
+"""One step of averaging: from DDP's buckets to means, and what is kept from step to step."""

@@ -1,0 +1,162 @@
+"""The public door: compress the averaging of a DistributedDataParallel model."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress import kernels
+from lightning_compress.collectives import Collective, TorchCollective, World
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine import checks, hook
+from lightning_compress.engine.compression import Compression, ScaleSource
+from lightning_compress.engine.forecast import decide, forecast
+from lightning_compress.settings.arguments import CompressorLike, ExchangeLike
+from lightning_compress.settings.rules import kinds_of
+from lightning_compress.settings.settings import Settings
+
+log = logging.getLogger("lightning_compress")
+
+_FIRST_BUCKET = 1 << 20
+"""Bytes of DistributedDataParallel's first bucket, unless its cap is given."""
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    compressor: CompressorLike = "auto",
+    exchange: ExchangeLike = "auto",
+    *,
+    scale: ScaleSource = lambda: None,
+    **settings: Any,
+) -> Compression:
+    """Compress the gradient averaging of a bare DistributedDataParallel model.
+
+    Call it on every rank, once, before the first backward. ``none``, also where ``auto`` chooses it, and one rank leave
+    the model as it is. Rank 0 says in a line what runs: to the log, or where none is shown to stderr.
+
+    Args:
+        ddp: the model.
+        compressor: see ``CompressedDDPStrategy``.
+        exchange: likewise.
+        scale: returns what the loss is multiplied by (``lambda: scaler._scale`` with a GradScaler), so that residuals
+            survive a change of it; None where there is no scaler.
+        **settings: ``error_feedback`` and the others of ``CompressedDDPStrategy``, from ``warmup_steps``
+            to ``check_drift_every``; but for those on checkpoints, ``state`` and ``strict_state``. Where a schedule
+            goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins: nobody else knows of it.
+
+    Returns:
+        the handle: ``summary`` (what runs, in a line), ``stats()``, ``retune()``, ``roll_back()`` (for steps that you
+        skip yourself) and ``close()``.
+
+    Raises:
+        ValueError: settings, module or ranks that cannot work together; on every rank.
+    """
+    chosen = Settings.of(compressor, exchange, **settings)
+    checks.check_ddp(ddp)
+    if chosen.schedule.by_epoch and not settings.get("schedule") and TorchCollective(ddp.process_group).rank == 0:
+        log.warning(
+            "%s begins with other settings, epoch by epoch: set the handle's epoch when one begins, or give a schedule "
+            "by steps, or warmup=False",
+            chosen.compressor,
+        )
+    check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
+    compression = compress(ddp, chosen, scale)
+    if dist.get_rank(ddp.process_group) == 0:
+        say(compression)
+    return compression
+
+
+def say(compression: Compression) -> None:
+    """Show what runs, and what is wrong with it: on one rank."""
+    made = compression.forecast
+    if log.level > logging.INFO:  # set by hand
+        return
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(made.line)
+    else:
+        print(made.line, file=sys.stderr)
+    if made.warning:
+        log.warning(made.warning)
+
+
+def check_setup(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
+    """Everything that can be refused before training; talks to the other ranks first, so that none of them waits.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    problem = None
+    try:
+        checks.check_module(module, settings)
+        kernels.compiler(device)  # may refuse what the environment asks for
+    except ValueError as error:
+        problem = error
+    checks.check_ranks_agree(settings, module, problem, collective, device)
+
+
+def compress(
+    ddp: DistributedDataParallel,
+    settings: Settings,
+    scale: ScaleSource = lambda: None,
+    kept: object = None,
+    accumulates: bool = True,
+) -> Compression:
+    """``attach`` for what was checked already.
+
+    Args:
+        ddp: the model.
+        settings: likewise.
+        scale: likewise.
+        kept: what an earlier run chose, see ``decide``.
+        accumulates: see ``Compression``.
+    """
+    collective = TorchCollective(ddp.process_group)
+    parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
+    device = parameters[0][1].device
+    world = World(collective, device, Meter(device))
+    settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
+    alone = collective.size == 1 and not settings.works_alone
+    idle = alone or settings.plain
+    own = None
+    if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
+        own = collective.apart()  # Gloo goes by order
+    unused = ddp.find_unused_parameters or ddp.static_graph
+    compression = Compression(
+        ddp.module,
+        settings,
+        own or collective,
+        scale,
+        ddp.parameters_to_ignore,
+        unused,
+        accumulates,
+        _caps(ddp),
+    )
+    compression.forecast = forecast(compression.settings, parameters, world)
+    if not idle:
+        hook.register(compression, ddp, own)
+    counting = hook.leave_to(compression, ddp, collective.size) if idle else None
+    if idle and own:
+        compression.at_close(lambda: None if compression.active else own.close())
+
+    def loaded() -> None:
+        """A state says what goes on."""
+        runs = compression.settings
+        if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
+            counting.remove()
+            hook.register(compression, ddp, own)
+        compression.forecast = forecast(runs, parameters, world)
+
+    compression.at_load(loaded)
+    return compression
+
+
+def _caps(ddp: DistributedDataParallel) -> tuple[int, int]:
+    """Bytes at which the model's first bucket is full, and the others, once it has rebuilt them."""
+    first = _FIRST_BUCKET if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    return min(first, ddp.bucket_bytes_cap), ddp.bucket_bytes_cap

@@ -1,0 +1,379 @@
+"""The compression of one model from step to step: what is reduced, made true, or forgotten."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.core import failures, snapshot
+from lightning_compress.core.buffers import Workspace
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine import checks
+from lightning_compress.engine.accumulation import Accumulation
+from lightning_compress.engine.drift import DriftGuard
+from lightning_compress.engine.forecast import Forecast
+from lightning_compress.engine.group import Group
+from lightning_compress.engine.groups import Groups
+from lightning_compress.engine.nonfinite import Soundness
+from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
+from lightning_compress.engine.tuning import Tuning
+from lightning_compress.settings.arguments import CompressorLike
+from lightning_compress.settings.rules import kinds_of
+from lightning_compress.settings.schedule import Progress
+from lightning_compress.settings.settings import Settings
+
+log = logging.getLogger(__name__)
+
+ScaleSource = Callable[[], Tensor | None]
+
+
+class Compression:
+    """The compression of one model's gradients, from ``attach`` to ``close``.
+
+    A step begins with the first bucket after an optimizer stepped, and ends when an optimizer that owns any of the
+    model's parameters has really stepped: then the residuals of its parameters are committed. A step that an optimizer
+    skipped is rolled back by ``roll_back``, or by itself where a rank's gradient was not finite.
+
+    Args:
+        module: the model.
+        settings: what the user chose, equal on all ranks.
+        collective: the ranks to average over.
+        scale: returns what the loss is multiplied by (a GradScaler's scale), or None.
+        ignored: names of parameters that are not averaged.
+        unused: parameters may be without a gradient in a step; see ``Group``.
+        accumulates: a step may have several backward passes that synchronise, whose gradients add up.
+        caps: see ``Groups``.
+
+    Attributes:
+        active: it does the averaging; otherwise DistributedDataParallel does.
+        family: what the run began with, which state is of.
+        step: optimizer steps so far.
+        epoch: which one it is; whoever trains sets it, where a schedule goes by epochs.
+        meter: counts.
+        forecast: what runs, and what it sends, where somebody asked.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        collective: Collective,
+        scale: ScaleSource = lambda: None,
+        ignored: Collection[str] = (),
+        unused: bool = True,
+        accumulates: bool = True,
+        caps: tuple[int, int] | None = None,
+    ) -> None:
+        parameters = checks.trained_parameters(module, ignored)
+        self._tuning = Tuning(settings.bound(kinds_of(module)))
+        self.family = settings.family
+        self.device = parameters[0][1].device
+        self.meter = Meter(self.device)
+        self.step = self.epoch = 0
+        collective = OrderedCollective(collective) if settings.deterministic else collective
+        self._collective = CountingCollective(collective, self.meter)
+        self._scale = scale
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        self._orders = snapshot.orders(parameters)  # in which DistributedDataParallel has laid them out by now
+        self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
+        self._workspace = Workspace()  # other models of the process average at the same time
+        self._soundness = Soundness(self.device, settings.guards)
+        self._reduced: set[str] = set()  # parameters, in this backward pass
+        self._seen: set[str] = set()  # parameters, in this step
+        self._passes = 0
+        self._accumulation: Accumulation | None = None
+        self._accumulating = parameters if accumulates else []
+        self._last_state: snapshot.Snapshot | None = None
+        self._last_norm: float | None = None
+        self._stepped, self.active = True, False
+        self.forecast = Forecast()
+        self._at_close: list[Callable[[], None]] = []
+        self._at_load: list[Callable[[], None]] = []
+        same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
+        self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
+        self._watch_outputs(settings)
+        watch(self)
+
+    def _watch_outputs(self, settings: Settings) -> None:
+        """See that no output is taken for a gradient, where that may happen."""
+        if self._accumulation is None and self._accumulating and not settings.averages:
+            self._accumulation = Accumulation(self._accumulating)
+            self.at_close(self._accumulation.close)
+
+    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Replace gradients by their mean over the ranks; all ranks come with the same parameters in the same order.
+
+        Args:
+            parameters: of the model, in any order and number; those that come together once do so in every step.
+            gradients: of each, contiguous, of one floating-point dtype.
+        """
+        with self._workspace.used():
+            self._reduce(parameters, gradients)
+
+    def _reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        if self._stepped:
+            self._begin_step()
+        parts = self.groups.of(parameters, self.settings)
+        names = [name for group, _ in parts for name in group.given]
+        if not self._reduced.isdisjoint(names):  # a second backward in the same step
+            self._begin_pass()
+        self._reduced.update(names)
+        self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
+        for group, places in parts:
+            own = [gradients[place] for place in places]
+            turn = self._passes
+            if not group.averages:
+                turn = self._accumulate(group, own)
+            with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
+                flag = group.reduce(own, self.step, self._scale(), turn)
+            self._soundness.add(flag, group.names)
+            self._drift.note(self.step, group.given, own)
+
+    def _accumulate(self, group: Group, gradients: Sequence[Tensor]) -> int:
+        """Give the method all of this step's gradients, from the state with which the step began: as in its pass 0."""
+        if self._accumulation:
+            self._accumulation.add(group.given, gradients)
+        if not self._seen.isdisjoint(group.given):
+            for state in group.states.values():
+                state.roll_back()
+        self._seen.update(group.given)
+        return 0
+
+    def count(self, sent: int) -> None:
+        """A step begins in which others average, and send so many bytes; more of it before it ends is not counted."""
+        if self._stepped:
+            self._begin_step()
+            self.meter.bytes_sent += sent
+            self.meter.bytes_dense += sent
+
+    def _begin_step(self) -> None:
+        """The first bucket of a step: what no optimizer made true in the last one was thrown away."""
+        self._stepped = False
+        self._soundness.begin_step()
+        self._forget()
+        if self.settings.residual_follows_lr:
+            factors = self._optimizers.changes()
+            for residual in self.groups.residuals() if factors else ():
+                residual.scale(factors)
+        rate = self._optimizers.rate() if self.settings.schedule.by_rate else None
+        if self._tuning.begin_step(Progress(self.step, self.epoch, rate)):
+            self.groups.look_again()  # they are made anew, and take their states over by name
+        self.meter.begin_step()
+
+    def _forget(self) -> None:
+        """Drop what was reduced since the last optimizer step."""
+        self._reduced.clear()
+        self._seen.clear()
+        self._passes = 0
+        if self._accumulation:
+            self._accumulation.begin_step()
+        for state in self.groups.states():
+            state.roll_back()
+
+    def _begin_pass(self) -> None:
+        """Another backward of the step begins; one that was not finite, which a GradScaler skipped, is forgotten."""
+        rejected = self._soundness.settle()
+        self._soundness.begin_step()
+        self._reduced.clear()
+        self._passes += 1
+        for state in self.groups.states():
+            state.reject(rejected)
+
+    def state_dict(self) -> snapshot.Snapshot:
+        """What the optimizer steps have made true so far, on this rank: tensors and primitives.
+
+        Every rank has its own. It refers to memory that later steps replace or reuse: save or copy it at once.
+        """
+        if self._last_state is not None:
+            return self._last_state
+        groups = [(group.given, group.states) for group in self.groups]
+        rates, running = self._optimizers.rates, self._tuning.running()
+        return snapshot.take(self.family, self.step, rates, running, groups, self._orders)
+
+    def load_state_dict(self, state: snapshot.Snapshot) -> None:
+        """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew. All ranks must come.
+
+        Raises:
+            ValueError: it is none, or of another method, and nothing changed; or parts of it have no place here, and
+                everything begins anew.
+        """
+        snapshot.check(state)
+        if state["method"] not in self.settings.families:
+            raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
+        self.reset()
+        before = copy.copy(self._tuning)
+        try:
+            self._tuning.resume(state["running"])
+            if self.active or not self.settings.plain:
+                with self._workspace.used():
+                    self.groups.restore(snapshot.reordered(state, self._shapes, self._orders), self.settings)
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # nothing of it stays
+            self._tuning = before
+            self.reset()
+            raise ValueError(str(error)) from error
+        self._optimizers.rates.update(state["rates"])
+        self.step = state["step"]
+        theirs, ours = state["running"]["compressor"], self.settings.running()["compressor"]
+        if theirs != ours and self._collective.rank == 0:
+            log.warning("the checkpoint was trained with %s; this run goes on with %s", theirs, ours)
+        for callback in self._at_load:
+            callback()
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Let a method that does a part of the optimizer's work see that it is not done twice.
+
+        Raises:
+            ValueError: the optimizer does what the method cannot go with.
+        """
+        self._optimizers.see(optimizer)
+        workers = [each for each in (self.settings.correction, self.settings.exchange) if each and each.optimizes]
+        for said in self._optimizers.take_over(optimizer, workers) if self.active else ():
+            if self._collective.rank == 0:
+                log.info(said)
+
+    @property
+    def looks(self) -> bool:
+        """Whether something is done about gradients that are not finite."""
+        return self.active and self._soundness.looks and self._scale() is None  # a GradScaler sees to it by itself
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Keep the optimizer from stepping with gradients that are not finite.
+
+        Raises:
+            FloatingPointError: they are not, and that is to be an error; on all ranks.
+        """
+        if self._optimizers.owned(optimizer):
+            names = [name for group in self.groups for name in group.nonfinite]
+            where = f"on rank {self._collective.rank}, of {', '.join(names[:3])}" if names else "on another rank"
+            self._soundness.before_step(optimizer, f"step {self.step}: gradients are not finite {where}")
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
+        if not (names := self._optimizers.owned(optimizer)) or self._soundness.refused:
+            return
+        rejected = self._soundness.rejected(optimizer, names)
+        follows = self.settings.residual_follows_lr
+        moved = names - self._optimizers.stepped(optimizer) if follows else names
+        for group in self.groups:
+            for state in group.states.values():
+                state.commit(rejected, moved if state is group.residual else names)
+        if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
+            self._stepped = True
+            if self._accumulation:
+                self._accumulation.begin_step()
+            self._soundness.note()
+            self.step += 1
+            self.meter.end_step()
+
+    def before_forward(self) -> None:
+        """The model is about to be trained; see ``DriftGuard.look``."""
+        if self._stepped:
+            self._drift.look(self.step)
+
+    def roll_back(self) -> None:
+        """The optimizer did not step: residuals stay as they were. Nothing happens where it did."""
+        if not self._stepped:
+            self._soundness.settle()
+            self._forget()
+            self._stepped = True
+
+    @property
+    def settings(self) -> Settings:
+        """What runs now."""
+        return self._tuning.now
+
+    @property
+    def next_settings(self) -> Settings:
+        """What the next step begins with."""
+        return self._tuning.next
+
+    def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
+        """Compress otherwise from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
+
+        All ranks must come, in the same step, with the same arguments: else they cannot read each other's messages.
+        States stay; a residual that the new method needs not is sent with the next gradient. On one rank only the
+        settings change.
+
+        Args:
+            compressor: as in ``attach``; None: the one that runs.
+            **changes: of its settings.
+
+        Raises:
+            ValueError: there is no such setting, a value is out of range, the exchange cannot carry the method, another
+                part of the optimizer's work would be taken over, or the run began with ``none``, which has no hook.
+        """
+        if not self.active and self._collective.size > 1:
+            began = (
+                "compressor='auto', which chose float32 here and"
+                if self.settings.chosen
+                else "compressor='none', which"
+            )
+            raise ValueError(
+                f"the run began with {began} leaves the average to DistributedDataParallel for good; "
+                "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
+            )
+        self._tuning.retune(compressor, changes)
+        self._watch_outputs(self._tuning.next)
+
+    def reset(self) -> None:
+        """Begin again: no residuals, no steps."""
+        for state in self.groups.states():
+            state.reset()
+        self._optimizers.forget()
+        self._soundness.forget()
+        self._stepped = True
+        self.step = 0
+
+    def stats(self) -> dict[str, float]:
+        """Traffic of the last step and in total, time and error of the last sampled step; waits for the device.
+
+        Returns:
+            ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio`` of the last step; ``encode_ms``,
+            ``exchange_ms``, ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus
+            residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
+            ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
+        """
+        norm = self._residual_norm() if self._last_norm is None else self._last_norm
+        return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(self._soundness.count)}
+
+    def _residual_norm(self) -> float:
+        norms = [residual.committed.norm(dtype=torch.float32) for residual in self.groups.residuals()]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+    @property
+    def summary(self) -> str:
+        """What runs, in a line, as it was said at the start."""
+        return self.forecast.summary
+
+    def at_load(self, callback: Callable[[], None]) -> None:
+        """Have it called after each ``load_state_dict``."""
+        self._at_load.append(callback)
+
+    def at_close(self, callback: Callable[[], None]) -> None:
+        """Have it called by ``close``."""
+        self._at_close.append(callback)
+
+    def close(self) -> None:
+        """Stop watching the optimizers and give memory back, when the model will not be trained any more.
+
+        ``state_dict`` goes on giving the last state, which waits on the CPU, and ``stats`` the last figures.
+        """
+        if self.active and self._last_state is None:
+            self._last_state = snapshot.on_cpu(self.state_dict())
+            self._last_norm = self._residual_norm()
+        unwatch(self)
+        for callback in self._at_close:
+            callback()
+        self._at_close.clear()
+        self._at_load.clear()
+        self.groups.clear()
+        self._workspace.clear()

@@ -1,0 +1,123 @@
+"""Do all ranks still train the same model?
+
+DistributedDataParallel copies parameters at its start and never again: one wrong bit on one rank stays, and grows.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_compress.collectives import Collective
+from lightning_compress.settings.settings import Guards
+
+log = logging.getLogger(__name__)
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DriftGuard:
+    """Compares parameters and reduced gradients over the ranks, bit by bit through a checksum, every so many steps.
+
+    Args:
+        parameters: names and parameters, in the same order on all ranks.
+        same: returns what else has to be the same on all ranks, in the same order.
+        collective: the ranks.
+        guards: how often, and what to do.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        same: Callable[[], Iterable[Tensor]],
+        collective: Collective,
+        guards: Guards,
+    ) -> None:
+        self._parameters = parameters
+        self._same = same
+        self._collective = collective
+        self._every = guards.check_drift_every if collective.size > 1 else 0
+        self._resyncs = guards.on_drift == "resync"
+        self._gradients: dict[str, Tensor] = {}
+        self._looked = 0
+
+    def note(self, step: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Remember averaged gradients, if the step that they make is due.
+
+        Args:
+            step: optimizer steps so far.
+            names: of the parameters.
+            gradients: of each.
+        """
+        if self._every and (step + 1) % self._every == 0:
+            self._gradients |= {name: _checksum(each) for name, each in zip(names, gradients, strict=True)}
+
+    def look(self, step: int) -> None:
+        """Compare, if this step is due and was not looked at; all ranks come, when no optimizer is at work.
+
+        Args:
+            step: optimizer steps so far.
+
+        Raises:
+            RuntimeError: they differ, on every rank; it names step, parameters and ranks.
+        """
+        if not self._every or step % self._every or step == self._looked:
+            return
+        self._looked = step
+        none = torch.zeros((), dtype=torch.int64, device=self._parameters[0][1].device)
+        sums = [(_checksum(parameter), self._gradients.get(name, none)) for name, parameter in self._parameters]
+        self._gradients.clear()
+        mine = torch.stack([each for pair in sums for each in pair])
+        if self._agree(mine):
+            return
+        problem = self._problem(step, mine)
+        if not self._resyncs:
+            raise RuntimeError(
+                f"{problem}. Ranks train different models from here on; on_drift='resync' copies rank 0's"
+            )
+        same = list(self._same())
+        described = zlib.crc32(repr([(each.shape, each.dtype) for each in same]).encode())
+        alike = self._agree(mine.new_tensor([described]))
+        for tensor in [*(parameter for _, parameter in self._parameters), *(same if alike else ())]:
+            self._broadcast(tensor)
+        if self._collective.rank == 0:
+            what = "parameters and optimizer state" if alike else "parameters (each rank has a state of its own)"
+            log.warning("%s. Rank 0's %s were copied to all", problem, what)
+
+    def _agree(self, numbers: Tensor) -> bool:
+        """Whether all ranks have the same numbers."""
+        extremes = torch.stack([numbers, -numbers])
+        self._collective.all_reduce_max(extremes)
+        return extremes[0].equal(-extremes[1])
+
+    def _problem(self, step: int, mine: Tensor) -> str:
+        everyone = mine.new_empty(self._collective.size, len(mine))
+        self._collective.all_gather(mine, everyone)
+        wrong = (everyone != everyone[0]).cpu()
+        ranks = ", ".join(map(str, wrong.any(dim=1).nonzero().flatten().tolist()))
+        parameters, gradients = wrong.any(dim=0).view(-1, 2).unbind(dim=1)
+        names = [name for (name, _), differs in zip(self._parameters, parameters | gradients, strict=True) if differs]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        where = "their averaged gradients too" if gradients.any() else "their averaged gradients do not"
+        return (
+            f"drift: after step {step}, {', '.join(names[:3])}{more} of rank {ranks} differ from rank 0's, {where}; "
+            "something changed them on one rank alone: randomness, code that depends on the rank, or faulty memory"
+        )
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's bytes to all: a sum with zeros, which every transport has."""
+        data = tensor.detach().reshape(-1).contiguous().to(self._parameters[0][1].device, copy=True).view(torch.uint8)
+        if self._collective.rank:
+            data.zero_()
+        self._collective.all_reduce(data)
+        with torch.no_grad():
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """int64 scalar: the sum of the bits as numbers, in any order."""
+    return tensor.detach().view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64)

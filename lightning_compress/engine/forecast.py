@@ -1,0 +1,249 @@
+"""What a run will send, before it begins: the compressor that is chosen, and the line that says what runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_compress.codecs import BF16, Codec, Dense
+from lightning_compress.collectives import World
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
+from lightning_compress.engine import composite
+from lightning_compress.exchanges import AllReduce, Auto
+from lightning_compress.exchanges.base import META, ExchangePlan
+from lightning_compress.exchanges.nodes import Cluster
+from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
+from lightning_compress.settings.automatic import Automatic, Chosen
+from lightning_compress.settings.rules import Shape, Stretch
+from lightning_compress.settings.settings import Settings
+
+MOST = 1 << 28
+"""Elements that are planned at once: no group is larger."""
+
+Parameters = Sequence[tuple[str, torch.nn.Parameter]]
+"""By name, in the model's order."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What runs, in words.
+
+    Args:
+        compressor: its name and main settings; ``none`` where compression is off.
+        exchange: the pattern in which messages travel.
+        ratio: how many times fewer bytes than float32 a rank sends in a step, by the plans' formulas.
+        summary: all of it in a line.
+        why: the figures behind a choice; or an empty text.
+        warning: what the user should know; or an empty text.
+    """
+
+    compressor: str = ""
+    exchange: str = ""
+    ratio: float = 1.0
+    summary: str = ""
+    why: str = ""
+    warning: str = ""
+
+    @property
+    def line(self) -> str:
+        """What is said at the start."""
+        return f"lightning_compress: {self.summary}{self.why and f' ({self.why})'}"
+
+    def hyperparameters(self) -> dict[str, str | float]:
+        """For loggers; no measured times, so that equal runs log alike."""
+        return {
+            "lightning_compress/compressor": self.compressor,
+            "lightning_compress/exchange": self.exchange,
+            "lightning_compress/ratio": self.ratio,
+            "lightning_compress/summary": self.summary,
+        }
+
+
+def decide(settings: Settings, parameters: Parameters, world: World, kept: object = None) -> Settings:
+    """Let ``compressor="auto"`` become what it chooses; other settings stay as they are. All ranks come.
+
+    Args:
+        settings: bound to the model.
+        parameters: that are trained.
+        world: the ranks.
+        kept: what an earlier run chose, of ``keep``, which goes on if it was on this cluster.
+    """
+    if not isinstance(settings.compressor, Automatic):
+        return settings
+    collective, device, _ = world
+    cluster = Cluster.of(collective, device)
+    if (earlier := _earlier(settings, kept, cluster, world)) is not None:
+        return earlier
+    if collective.size == 1:
+        return settings.become(Chosen(Dense(), cluster))
+    options = settings.candidates
+    # half precision is sent as it is, and a cast to as many bits would save nothing
+    half = all(parameter.element_size() == 2 for _, parameter in parameters)
+    options = [each for each in options if not (half and isinstance(each, BF16))]
+    seconds = [
+        _seconds(settings, BF16() if half and isinstance(each, Dense) else each, parameters, world) for each in options
+    ]
+    own = torch.tensor(settings.compressor.pick(seconds), device=device)
+    collective.all_reduce(own if collective.rank == 0 else own.zero_())  # rank 0's, on every rank
+    figures = ", ".join(f"{label(each)} {1e3 * took:.3g} ms" for each, took in zip(options, seconds, strict=True))
+    return settings.become(Chosen(options[int(own)], cluster, f"compressor='auto' expects {figures} a step"))
+
+
+def keep(settings: Settings) -> dict[str, Any] | None:
+    """What ``compressor="auto"`` became, for a checkpoint."""
+    if settings.chosen is None:
+        return None
+    return settings.chosen.as_primitives() | {"measured": settings.exchange.measured()}
+
+
+def _earlier(settings: Settings, kept: object, cluster: Cluster, world: World) -> Settings | None:
+    """What was chosen by an earlier run, if it was on this cluster and all ranks know it."""
+    found, number = None, 0
+    try:
+        if isinstance(kept, Mapping):
+            codec, measured = build_compressor(kept["compressor"]), kept["measured"]
+            chosen = Chosen(codec, cluster, "as before") if isinstance(codec, Codec) else None
+            if chosen is not None and chosen.was_here(kept) and codec in settings.candidates:
+                exchange = settings.exchange.given(measured) if measured else settings.exchange
+                found = dataclasses.replace(settings, exchange=exchange).become(chosen)
+                number = 1 + zlib.crc32(repr(kept).encode())
+    except (ValueError, TypeError, LookupError, AttributeError):  # a checkpoint may hold anything
+        found, number = None, 0
+    said = torch.tensor([number, -number], dtype=torch.int64, device=world.device)
+    world.collective.all_reduce_max(said)
+    most, least = said.tolist()
+    return found if number and most == -least else None
+
+
+def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: World) -> float:
+    """What a step's exchanges are predicted to take with this codec."""
+    exchange, rules = settings.exchange, dataclasses.replace(settings.rules, method=codec)
+    pricing = exchange if isinstance(exchange, Auto) else Auto(node_size=getattr(exchange, "node_size", None))
+    way = None if isinstance(exchange, Auto) else exchange
+    if isinstance(codec, Dense) and not exchange.optimizes:
+        way = AllReduce()
+    total = 0.0
+    for part in _parts(parameters):
+        sections = composite.sections_of(rules.stretches(part)[1])
+        total += pricing.seconds(sections, world, way)
+    return total
+
+
+def forecast(settings: Settings, parameters: Parameters, world: World) -> Forecast:
+    """What these settings will send; all ranks come.
+
+    Args:
+        settings: bound to the model, and decided.
+        parameters: that are trained.
+        world: the ranks.
+    """
+    collective, _, _ = world
+    why = settings.chosen.why if settings.chosen else ""
+    if collective.size == 1:
+        return _off("there is one rank")
+    if settings.plain:
+        reason = "compressor='none' leaves the average to DistributedDataParallel"
+        return _off("compressor='auto' expects too little of it on this link" if settings.chosen else reason, why)
+    plans = [
+        (stretches, _plan(settings, part, stretches, world)) for part, stretches in _stretches(settings, parameters)
+    ]
+    coarse = [(each, plan) for stretches, plan in plans for each in stretches if not isinstance(each.method, Dense)]
+    if not coarse:
+        small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or all are excluded"
+        return _off("compressor='none' has nothing to compress" if isinstance(settings.method, Dense) else small, why)
+    if all(plan.is_dense(stretch.place) for stretch, plan in coarse):
+        return _off(f"exchange='auto' falls back to {coarse[0][1].description}", why)
+    return _on(settings, [plan for _, plan in plans], parameters, collective.size, why)
+
+
+def _off(reason: str, why: str = "") -> Forecast:
+    return Forecast("none", "all_reduce", 1.0, f"compression is off, because {reason}", why)
+
+
+def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str) -> Forecast:
+    """Compression is on; where some of the bytes stay within a node, those that leave it count."""
+    inner = sum(plan.inner_bytes for plan in plans)
+    sent = sum(plan.bytes_sent for plan in plans) - inner
+    dense = all_reduce_bytes(sum(parameter.nbytes for _, parameter in parameters), ranks)
+    name = label(settings.compressor)
+    rules = len(settings.rules.rules)
+    name += f" and {rules} rule{'s' * (rules > 1)}" if rules else ""
+    way = ", ".join(dict.fromkeys(plan.description for plan in plans))
+    way = way.replace("reducer", "exchanges of its own")
+    ratio = dense / max(1, sent)
+    less = f"{_number(ratio)} x fewer bytes" if ratio >= 1 else f"{_number(1 / ratio)} x as many bytes as float32"
+    less += " between nodes" if inner else ""
+    later = f", after {settings.dense_steps} dense steps" if settings.dense_steps else ""
+    warning = ""
+    if ratio < 1:
+        warning = (
+            f"{name} by {way} sends {sent:,} bytes a rank and step, where float32 would send {dense:,}. What is named "
+            "runs all the same: name a coarser setting, or compressor='auto', which takes float32 where that is "
+            "faster, or exchange={'name': 'auto', 'fallback': 'dense'}"
+        )
+    return Forecast(name, way, ratio, f"{name} by {way}, {less}{later}", why, warning)
+
+
+def label(compressor: object) -> str:
+    """Its name, its first setting where that is a number, and those that are not the defaults."""
+    kind = type(compressor)
+    name = next((name for name, each in COMPRESSORS.items() if each is kind), kind.__name__)
+    fields = dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ()
+    said = []
+    for number, field in enumerate(fields):
+        value = getattr(compressor, field.name)
+        main = number == 0 and isinstance(value, int | float) and not isinstance(value, bool)
+        if main or value != field.default:
+            said.append(f"{field.name} {value}")
+    return f"{name} ({', '.join(said)})" if said else name
+
+
+def _number(ratio: float) -> str:
+    return f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:.0f}"
+
+
+def _parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
+    """Names and shapes, in parts that can be planned at once."""
+    part: list[tuple[str, Shape]] = []
+    numel = 0
+    for name, parameter in parameters:
+        if part and numel + parameter.numel() > MOST:
+            yield part
+            part, numel = [], 0
+        part.append((name, tuple(parameter.shape)))
+        numel += parameter.numel()
+    yield part
+
+
+def _stretches(
+    settings: Settings, parameters: Parameters
+) -> Iterator[tuple[list[tuple[str, Shape]], Sequence[Stretch]]]:
+    for part in _parts(parameters):
+        order, stretches = settings.rules.stretches(part)
+        yield [part[place] for place in order], stretches
+
+
+def _plan(
+    settings: Settings, part: Sequence[tuple[str, Shape]], stretches: Sequence[Stretch], world: World
+) -> ExchangePlan:
+    """What a group of them will be, without its memory."""
+    collective, device, _ = world
+    exchange, layout = settings.exchange, Layout.of(part)
+    sections = composite.sections_of(stretches)
+    if sections:
+        exchange.measure([section.codec for section in sections], collective, collective, device)
+    dry = device if exchange.talks else META
+    declared = {f"{composite.EXCHANGE}.{name}": each for name, each in exchange.state(layout).items()}
+    states = {
+        name: State(each.layout, dry, each.initial, each.holder)
+        for name, each in {**composite.declared(stretches), **declared}.items()
+    }
+    return composite.plan_group(stretches, exchange, World(collective, dry, Meter(dry)), states)

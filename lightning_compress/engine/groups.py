@@ -1,0 +1,152 @@
+"""The groups of a model: which bucket is made up of which, and what happens when DDP builds its buckets anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Dense
+from lightning_compress.collectives import World
+from lightning_compress.core import snapshot
+from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.state import State
+from lightning_compress.engine.group import Group
+from lightning_compress.settings.settings import Settings
+
+Parts = list[tuple[Group, list[int]]]
+"""The groups of a bucket, and where in the bucket each one's parameters are."""
+
+
+class Groups:
+    """All groups of one model, in the order in which they were made.
+
+    Args:
+        parameters: names and tensors.
+        world: the ranks to average over.
+        unused: see ``Group``.
+        caps: bytes of gradients at which a group is full: the first one, and the others; None: a bucket is one group.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        world: World,
+        unused: bool = True,
+        caps: tuple[int, int] | None = None,
+    ) -> None:
+        self._unused = unused
+        self._caps = caps
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        self._dtypes = {name: parameter.dtype for name, parameter in parameters}
+        self._world = world
+        self._scratch = Scratch(world.device)
+        self._groups: list[Group] = []
+        self._owner: dict[str, Group] = {}
+        self._by_bucket: dict[tuple[int, ...], Parts] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+    def of(self, parameters: Sequence[Tensor], settings: Settings) -> Parts:
+        """What a bucket is made up of, under these settings.
+
+        A bucket is one new group, or several where it is above the cap, as the first one of a run, which holds all
+        parameters; unless it is made up of groups that there are.
+        """
+        bucket = tuple(map(id, parameters))
+        if bucket not in self._by_bucket:
+            names = [self._names[each] for each in bucket]
+            owners = [group for group in self._groups if not set(names).isdisjoint(group.names)]
+            if sorted(name for group in owners for name in group.names) != sorted(names):
+                owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
+            elif any(group.settings is not settings for group in owners):
+                owners = [self.add(part, settings) for each in owners for part in self._split(each.given, settings)]
+            places = {name: place for place, name in enumerate(names)}
+            self._by_bucket[bucket] = [(group, [places[name] for name in group.given]) for group in owners]
+        return self._by_bucket[bucket]
+
+    def _runs(self, names: Sequence[str]) -> list[list[str]]:
+        """Groups as DistributedDataParallel makes its buckets, where gradients arrive from the last parameter on."""
+        if self._caps is None or len(self._filled(names, self._caps[1:])) == 1:
+            return [list(names)]
+        return self._filled(names[::-1], self._caps)
+
+    def _filled(self, names: Sequence[str], caps: Sequence[int]) -> list[list[str]]:
+        runs: list[list[str]] = [[]]
+        size = 0
+        for name in names:
+            if size >= caps[min(len(runs), len(caps)) - 1]:
+                runs.append([])
+                size = 0
+            runs[-1].append(name)
+            size += prod(self._shapes[name]) * self._dtypes[name].itemsize
+        return runs
+
+    def _split(self, names: Sequence[str], settings: Settings) -> list[list[str]]:
+        """What is dense of float64 is a group of its own, since vectors are float32."""
+        if self._dtypes[names[0]] != torch.float64:
+            return [list(names)]
+        dense = [isinstance(settings.rules.method_of(name, self._shapes[name]), Dense) for name in names]
+        parts = [[name for name, each in zip(names, dense, strict=True) if each is kind] for kind in (False, True)]
+        return [part for part in parts if part]
+
+    def add(self, names: Sequence[str], settings: Settings, owed: bool = False) -> Group:
+        """A new group, with the state that its parameters have so far; groups that have none left go."""
+        shaped = [(name, self._shapes[name]) for name in names]
+        self._scratch.clear()
+        owed = owed or any(old.residual and not set(names).isdisjoint(old.names) for old in self._groups)
+        group = Group(shaped, settings, self._world, self._scratch, self._unused, self._dtypes[names[0]], owed)
+        for old in self._groups:
+            moving = {name for name in group.names if self._owner.get(name) is old}
+            for kind in old.states.keys() & group.states.keys() if moving else ():
+                group.states[kind].adopt(old.states[kind], moving)
+        if self._groups:
+            group.adopted()
+        self._owner.update(dict.fromkeys(group.names, group))
+        self._groups = [each for each in [*self._groups, group] if each in self._owner.values()]
+        self._by_bucket = {
+            bucket: parts for bucket, parts in self._by_bucket.items() if all(part in self._groups for part, _ in parts)
+        }
+        return group
+
+    def restore(self, groups: Sequence[snapshot.Snapshot], settings: Settings) -> None:
+        """Make the groups of a checked snapshot anew, with their states.
+
+        Raises:
+            ValueError: there is no place for some of it.
+        """
+        for saved in groups:
+            if names := [name for name in saved["names"] if name in self._shapes]:
+                group = self.add(names, settings, owed=True)
+                snapshot.fill(group.states, saved, names)
+                group.adopted()
+
+    def look_again(self) -> None:
+        """Settings have changed: the groups of each bucket are made anew when it comes."""
+        self._by_bucket.clear()
+
+    def states(self) -> list[State]:
+        """Everything that is kept from step to step."""
+        return [state for group in self._groups for state in group.states.values()]
+
+    def shared(self) -> list[Tensor]:
+        """What is kept and the same on all ranks."""
+        return [state.committed for state in self.states() if state.holder == "shared"]
+
+    def residuals(self) -> list[State]:
+        """What encoding left behind."""
+        return [group.residual for group in self._groups if group.residual]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._groups.clear()
+        self._owner.clear()
+        self._by_bucket.clear()
+        self._scratch.clear()

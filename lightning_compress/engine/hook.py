@@ -1,0 +1,181 @@
+"""Where compression meets DistributedDataParallel: its buckets in, their means out."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from queue import Queue
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.engine import checks
+from lightning_compress.engine.compression import Compression
+
+Work = tuple[Callable[[], None], Callable[[], None]]
+
+
+class Background:
+    """Does what it is given in the order in which it came; after an error, nothing more until somebody heard of it.
+
+    The thread begins with the first work. It keeps no process alive: who leaves in the middle of a step does not wait
+    for ranks that never come.
+    """
+
+    def __init__(self) -> None:
+        self._queue: Queue[Work | None] = Queue()
+        self._errors: list[BaseException] = []
+        self._begun = False
+
+    def submit(self, work: Callable[[], None], done: Callable[[], None]) -> None:
+        """Have ``work`` done, unless an earlier one failed, and then ``done`` called, whatever happened."""
+        if not self._begun:
+            self._begun = True
+            arguments = self._queue, self._errors
+            thread = threading.Thread(target=_serve, args=arguments, name="lightning_compress", daemon=True)
+            thread.start()
+            weakref.finalize(self, _end, self._queue, thread)
+        self._queue.put((work, done))
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything is done."""
+        return not self._queue.unfinished_tasks
+
+    def wait(self) -> None:
+        """Wait until everything is done.
+
+        Raises:
+            BaseException: what the work that failed raised.
+        """
+        self._queue.join()
+        if self._errors:
+            raise self._errors.pop()
+
+
+def _end(queue: Queue[Work | None], thread: threading.Thread) -> None:
+    """Let an idle thread come to its end, also before the interpreter's, which aborts where threads wake up late."""
+    idle = not queue.unfinished_tasks
+    queue.put(None)
+    if idle and thread is not threading.current_thread():
+        thread.join(10)
+
+
+def _serve(queue: Queue[Work | None], errors: list[BaseException]) -> None:
+    while (given := queue.get()) is not None:
+        work, done = given
+        try:
+            if not errors:
+                with torch.no_grad():
+                    work()
+        except BaseException as error:  # of whatever kind, it is raised where somebody waits
+            errors.append(error)
+        finally:
+            done()
+            queue.task_done()
+        del given, work, done  # or they would hold gradients until the next step
+
+
+# No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
+
+
+class StreamHook:
+    """A communication hook for CUDA: works on a stream of its own, beside backward.
+
+    Args:
+        compression: averages.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression, self._device = compression, compression.device
+        self._stream = _stream_beside(self._device)
+
+    def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
+        buffer = bucket.buffer()
+        if torch.cuda.is_current_stream_capturing():  # a replay would send the same random bits, and keep no state
+            raise RuntimeError(
+                "the backward pass is captured in a CUDA graph, but compression changes from step to step; capture the "
+                "model alone (torch.compile(mode='reduce-overhead'), make_graphed_callables), or use compressor='none'"
+            )
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._compression.reduce(bucket.parameters(), bucket.gradients())
+            buffer.record_stream(self._stream)
+            future: Future[Tensor] = Future(devices=[self._device])
+            future.set_result(buffer)
+        return future
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all models of a process: their plans share scratch, and their collectives must have one order."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+class ThreadHook:
+    """A communication hook for the CPU: works in a thread of its own, beside backward.
+
+    All collectives come from that thread, in the order of the buckets, and over a process group that nobody else uses:
+    Gloo matches collectives by their order alone.
+
+    Args:
+        compression: averages.
+        transport: its process group, which is given back when the compression closes.
+    """
+
+    def __init__(self, compression: Compression, transport: TorchCollective | None) -> None:
+        self._compression = compression
+        self._background = Background()
+        if transport:
+            compression.at_close(lambda: self._close(transport))
+
+    def _close(self, transport: TorchCollective) -> None:
+        if self._background.idle:  # or a rank left in the middle of a step: the exit ends what still waits
+            transport.close()
+
+    def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
+        buffer, parameters, gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
+        future: Future[Tensor] = Future()
+        self._background.submit(
+            lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
+        )
+        # A future would turn errors into strings: they are raised here, at the end of backward.
+        torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
+        return future
+
+
+def register(compression: Compression, ddp: DistributedDataParallel, transport: TorchCollective | None = None) -> None:
+    """Let ``compression`` average for ``ddp``, until the model is thrown away; see ``ThreadHook``."""
+
+    def before(module: DistributedDataParallel, _: object) -> None:
+        checks.check_running(module)
+        if module.training and torch.is_grad_enabled():
+            compression.before_forward()
+
+    compression.active = True
+    compression.at_close(ddp.register_forward_pre_hook(before).remove)
+    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transport)
+    ddp.register_comm_hook(None, hook.reduce)
+
+
+def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> RemovableHandle:
+    """Let ``compression`` only count what ``ddp`` sends, which averages by itself; returns what ends that."""
+    parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
+    sent = all_reduce_bytes(sum(each.nbytes for _, each in parameters), ranks)
+
+    def count(module: nn.Module, _: object) -> None:
+        if module.training and torch.is_grad_enabled():
+            compression.count(sent)
+
+    handle = ddp.register_forward_pre_hook(count)
+    compression.at_close(handle.remove)
+    return handle

@@ -1,0 +1,1 @@
+"""Exchanges of few numbers and their places."""

@@ -1,0 +1,203 @@
+"""Nested layers of small all-to-alls: down to the sums of one stretch a rank, and up again through the same ranks.
+
+Kylix: Zhao, Canny, "Kylix: A Sparse Allreduce for Commodity Clusters", ICPP 2014.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec
+from lightning_compress.codecs.base import aligned
+from lightning_compress.collectives import World
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.sparse import coding
+from lightning_compress.exchanges.sparse.layers import Configuration, Network, layers_of
+from lightning_compress.exchanges.sparse.lists import Listed
+from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds
+from lightning_compress.exchanges.sparse.selection import Compact, check_selective, expected_count
+
+PACKET = 65536
+"""Bytes from which on a message is worth its start: half a millisecond at 1 Gbit/s."""
+
+
+def chosen(ranks: int, volume: Callable[[int], float]) -> tuple[int, ...]:
+    """Degrees of the layers, whose product is ``ranks``.
+
+    In each layer the largest degree whose messages still have ``PACKET`` bytes; where there is none, the largest prime
+    factor of what is left.
+
+    Args:
+        ranks: to factor.
+        volume: bytes that a rank has left once so many ranks were merged, the same on all ranks.
+    """
+    degrees, left = [], ranks
+    while left > 1:
+        fit = [each for each in divisors(left) if volume(ranks // left) / each >= PACKET]
+        degrees.append(max(fit, default=max(each for each in divisors(left) if _prime(each))))
+        left //= degrees[-1]
+    return tuple(sorted(degrees, reverse=True))
+
+
+def check_degrees(degrees: Sequence[int], ranks: int) -> None:
+    """Refuse degrees that make up another number of ranks.
+
+    Raises:
+        ValueError: they do; the message lists those that do not.
+    """
+    if math.prod(degrees) != ranks:
+        fitting = "; ".join(str(each) for each in factorings(ranks)[:8])
+        raise ValueError(
+            f"Butterfly(degrees={tuple(degrees)}): their product is {math.prod(degrees)}, and there are {ranks} ranks; "
+            f"use one of: {fitting}, or null"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Those above 1, ascending."""
+    return [each for each in range(2, number + 1) if number % each == 0]
+
+
+def factorings(number: int, most: int | None = None) -> list[tuple[int, ...]]:
+    """All ways to write a number as a product of numbers above 1, the largest first."""
+    if number == 1:
+        return [()]
+    fitting = [each for each in divisors(number)[::-1] if most is None or each <= most]
+    return [(first, *rest) for first in fitting for rest in factorings(number // first, first)]
+
+
+def _prime(number: int) -> bool:
+    return divisors(number) == [number]
+
+
+BAD, AGAIN = 1, 2
+"""What a rank says first: its gradient is not finite; it has numbers at the places of the step before only."""
+
+
+@dataclass(frozen=True)
+class Butterfly(Exchange):
+    """Layers of degrees d: all-to-all among d ranks of what is left, cut in d; then all-gathers on the way back.
+
+    Volume shrinks from layer to layer as far as ranks select the same elements; few, large messages: ``sum (d - 1)`` a
+    rank on either way. Sums are exact, so that nothing is lost twice. Places travel with the values, and every rank
+    remembers the way of each number. As long as every rank has numbers at places of the last such step only (a mask
+    that stays, or nearly everything), and at half of them at least, values alone travel. All ranks decide so together.
+
+    Args:
+        degrees: of the layers, the first among neighbours in the order of ranks; their product is the number of ranks,
+            and they should fall. None: the largest whose messages still are worth their start, else prime factors.
+
+    Raises:
+        ValueError: a degree is no number above 1, or (from ``plan``) the product is not the number of ranks.
+    """
+
+    degrees: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.degrees is None:
+            return
+        given = self.degrees
+        try:
+            degrees = tuple(given)
+        except TypeError:
+            degrees = (0,)
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each > 1 for each in degrees):
+            raise ValueError(f"Butterfly(degrees={given!r}): give numbers above 1, such as (4, 2) for 8 ranks, or null")
+        object.__setattr__(self, "degrees", degrees)  # frozen; equal settings are equal, however they were given
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        check_selective("butterfly", codec)
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``.
+
+        Raises:
+            ValueError: degrees are of another number of ranks, on every rank.
+        """
+        numel = sum(section.layout.numel for section in sections)
+
+        def volume(merged: int) -> float:
+            return coding.used_bytes(expected_count(sections, merged) / merged, -(-numel // merged))
+
+        degrees = chosen(world.collective.size, volume) if self.degrees is None else self.degrees
+        check_degrees(degrees, world.collective.size)
+        return _Plan(sections, degrees, world)
+
+
+class _Plan(ExchangePlan):
+    def __init__(self, sections: Sequence[Section], degrees: Sequence[int], world: World) -> None:
+        self.description = f"butterfly of {' x '.join(map(str, degrees)) or '1'}"
+        collective, device, meter = world
+        self._collective = collective
+        self._meter = meter
+        self._plan = MessagePlan(sections, device, meter)
+        self._compact = Compact(sections, device)
+        self._layers = layers_of(collective.rank, degrees, self._compact.numel)
+        self._rounds = Rounds(world, max(degrees, default=1))
+        self._network = Network(self._layers, world, self._rounds)
+        self._own = new_messages(1, self._plan.size, device)
+        self._known: Configuration | None = None
+        self.rounds = 4 * len(degrees) + 2 if degrees else 0
+        self.decodes = 1.0 + sum(degree - 1 for degree in degrees)
+        self.bytes_sent = self._expected(sections)
+
+    def _expected(self, sections: Sequence[Section]) -> int:
+        """Of a step in which places travel too, if the ranks select independently."""
+        merged, total, size = 1, 0, self._collective.size
+        for layer in self._layers:
+            bounds = list(pairwise(layer.bounds))
+            for place, _ in layer.peers:
+                total += _message_bytes(sections, merged, *bounds[place]) + _message_bytes(sections, size, *layer.own)
+            merged *= len(layer.ranks)
+        return total + (2 * len(self._layers) + 2) * self._rounds.table_bytes if self._layers else 0
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        rank, size = self._collective.rank, self._collective.size
+        self._plan.share(key)
+        self._plan.encode(vector, self._own[0], mix(key, rank), flag)
+        self._plan.decode(self._own, out, 1.0, accumulate=False)
+        room = self._compact.take(out)
+        if self._layers:
+            self._sum(room, flag)
+        room.mul_(1 / size)
+        self._compact.put(room, out)
+
+    def _sum(self, room: Tensor, flag: Tensor) -> None:
+        known, self._known = self._known, None  # whatever happens, all ranks have it or none has
+        with self._meter.span("encode"):
+            held = Listed.of(room)
+            again = known is not None and _covered(room, held, known.own)
+        self._rounds.begin()
+        rows = self._rounds.agree([], 0, BAD * int(flag.isnan()) + AGAIN * again)
+        flag.fill_(torch.nan if any(row[0] & BAD for row in rows) else 0.0)
+        if known is not None and all(row[0] & AGAIN for row in rows):
+            values = self._network.values_only(Listed.at(known.own, room).values, known, sound=again)
+            result = Listed(len(room), known.result, values)
+        else:
+            result, known = self._network.configure(held)
+        self._rounds.finish()
+        result.spread(room)
+        self._known = known
+
+
+def _message_bytes(sections: Sequence[Section], merged: int, start: int, stop: int) -> int:
+    count = expected_count(sections, merged, start, stop)
+    return HEADER + aligned(int(coding.used_bytes(count, stop - start, exact=True)))
+
+
+def _covered(room: Tensor, held: Listed, known: Tensor | None) -> bool:
+    """Whether numbers are at known places only, and at so many of them that values alone take less."""
+    count = len(held.values)
+    if known is None:
+        return 2 * count >= len(room)
+    return 2 * count >= len(known) and int(room[known].count_nonzero()) == count

@@ -1,0 +1,195 @@
+"""Numbers of which many are 0, in as few bytes as a list, a bitmap or all of them take; nothing is lost.
+
+    | count, int32 | padding to 16 bytes | indices, int32 [count], or bitmap, or neither | values, float32 |
+
+Which one follows from the count: the least of ``8 count``, ``numel / 8 + 4 count`` and ``4 numel`` bytes. From a 32nd
+on a bitmap is shorter than a list, which alone would be best up to a half (SparCML, Renggli et al., SC 2019).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_compress import kernels
+
+HEADER = 16
+
+
+def used_bytes(count: float, numel: int, exact: bool = False) -> float:
+    """Bytes of a message of ``count`` of ``numel`` numbers; of all only if ``count`` is ``numel``, where ``exact``."""
+    few = min(8 * count, bitmap_bytes(numel) + 4 * count)
+    return HEADER + (few if exact and count < numel else min(few, 4 * numel))
+
+
+def most_bytes(numel: int) -> int:
+    """The most that a message of ``numel`` numbers takes."""
+    return HEADER + 4 * numel
+
+
+def write(values: Tensor, message: Tensor) -> int:
+    """Write what is not 0.
+
+    Args:
+        values: float32 ``[numel]``, contiguous.
+        message: uint8 ``[16 + 4 numel]`` at least.
+
+    Returns:
+        bytes of the message.
+    """
+    numel = len(values)
+    if fast := kernels.backend(__name__, values.device):
+        bitmap = np.empty(bitmap_bytes(numel) // 4, np.uint32)
+        count = int(fast.mark(values.numpy(), bitmap))
+        used = int(used_bytes(count, numel))
+        if _kind(count, numel) == "bitmap":
+            message[:4].view(torch.int32)[0] = count
+            body = message[HEADER:used].numpy()
+            body[: bitmap.nbytes] = bitmap.view(np.uint8)
+            fast.take(bitmap, values.numpy(), body[bitmap.nbytes :].view(np.float32))
+            return used
+    found = places_of(values)
+    if _kind(len(found), numel) == "dense":
+        return _dense(len(found), values, message)
+    return write_entries(found, values[found], numel, message)
+
+
+def write_entries(places: Tensor, values: Tensor, numel: int, message: Tensor, exact: bool = False) -> int:
+    """The same for numbers at ascending places, int64 ``[count]``, none of them twice.
+
+    Where ``exact``, these are what is read: zeros are none of them, nor are they left out. The message may take
+    ``bitmap_bytes(numel)`` more.
+    """
+    count, kind = len(places), _kind(len(places), numel, exact)
+    if kind == "dense":
+        return _dense(count, values.new_zeros(numel).index_copy_(0, places, values), message)
+    message[:4].view(torch.int32)[0] = count
+    used = int(used_bytes(count, numel, exact))
+    body = message[HEADER:used]
+    if kind == "list":
+        body[: 4 * count].view(torch.int32).copy_(places)
+    else:
+        bitmap = bitmap_bytes(numel)
+        bits = torch.zeros(8 * bitmap, dtype=torch.bool, device=values.device)
+        bits[places] = True
+        packed = np.packbits(bits.cpu().numpy(), bitorder="little")
+        body[:bitmap].copy_(torch.from_numpy(packed))
+    body[len(body) - 4 * count :].view(torch.float32).copy_(values)
+    return used
+
+
+def write_all(values: Tensor, message: Tensor) -> int:
+    """The same for all numbers, zeros too."""
+    return _dense(len(values), values, message)
+
+
+def read(message: Tensor, out: Tensor) -> int:
+    """Write all numbers, zeros too; returns bytes of the message.
+
+    Args:
+        message: uint8, as long as ``write`` said or longer.
+        out: float32 ``[numel]``, contiguous.
+
+    Raises:
+        ValueError: the message is damaged.
+    """
+    numel, count = len(out), int(message[:4].view(torch.int32)[0])
+    fast = kernels.backend(__name__, message.device)
+    if fast and 0 <= count <= numel and _kind(count, numel) == "bitmap":
+        bitmap, values = _bitmap(message, count, numel, exact=False)
+        fast.spread(bitmap, values.numpy(), out.numpy())
+        return int(used_bytes(count, numel))
+    places, values = read_entries(message, numel)
+    if places is None:
+        out.copy_(values)
+    else:
+        out.zero_()
+        out[places] = values
+    return int(used_bytes(count, numel))
+
+
+def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tensor | None, Tensor]:
+    """Places, int64 ``[count]``, and the numbers there; no places and all ``numel`` numbers where these were written.
+
+    Raises:
+        ValueError: the message is damaged.
+    """
+    count = int(message[:4].view(torch.int32)[0])
+    if not 0 <= count <= numel or used_bytes(count, numel, exact) > len(message):
+        raise ValueError(f"a message says that it has {count} of {numel} numbers; it is damaged")
+    body, kind = message[HEADER : int(used_bytes(count, numel, exact))], _kind(count, numel, exact)
+    if kind == "dense":
+        return None, body.view(torch.float32)
+    if kind == "list":
+        places = body[: 4 * count].view(torch.int32).long()
+    elif fast := kernels.backend(__name__, message.device):
+        bitmap, values = _bitmap(message, count, numel, exact)
+        places = torch.empty(count, dtype=torch.int64)
+        fast.places(bitmap, places.numpy())
+        return places, values
+    else:
+        bits = np.unpackbits(body[: bitmap_bytes(numel)].cpu().numpy(), bitorder="little")
+        places = torch.from_numpy(np.flatnonzero(bits)).to(message.device)
+    if len(places) != count or (count and not 0 <= int(places.min()) <= int(places.max()) < numel):
+        raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
+    return places, body[len(body) - 4 * count :].view(torch.float32)
+
+
+def _bitmap(message: Tensor, count: int, numel: int, exact: bool) -> tuple[npt.NDArray[np.uint32], Tensor]:
+    """The words and the numbers of a message on the CPU whose words say ``count``.
+
+    Raises:
+        ValueError: they say something else, or the message is truncated.
+    """
+    used, middle = int(used_bytes(count, numel, exact)), HEADER + bitmap_bytes(numel)
+    bitmap = message[HEADER:middle].numpy().view(np.uint32)
+    fast = kernels.backend(__name__, message.device)
+    if used > len(message) or fast is None or fast.count(bitmap, numel) != count:
+        raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
+    return bitmap, message[middle:used].view(torch.float32)
+
+
+def check_ascending(places: Tensor | None, numel: int) -> None:
+    """Refuse places that are not in order, or named twice; None: all of them.
+
+    Raises:
+        ValueError: the message that they came from is damaged.
+    """
+    if places is not None and bool((places.diff() <= 0).any()):
+        raise ValueError(f"a message names places out of order among its {numel} numbers; it is damaged")
+
+
+def places_of(values: Tensor) -> Tensor:
+    """Where numbers are not 0, int64, ascending."""
+    if fast := kernels.backend(__name__, values.device):
+        bitmap = np.empty(bitmap_bytes(len(values)) // 4, np.uint32)
+        places = torch.empty(int(fast.mark(values.numpy(), bitmap)), dtype=torch.int64)
+        fast.places(bitmap, places.numpy())
+        return places
+    if values.device.type == "cpu":  # several times as fast as torch's
+        return torch.from_numpy(np.flatnonzero(values.numpy()))
+    return values.nonzero().flatten()
+
+
+def _kind(count: int, numel: int, exact: bool = False) -> Literal["list", "bitmap", "dense"]:
+    """In the order in which they are preferred where they take as many bytes."""
+    used = used_bytes(count, numel, exact) - HEADER
+    if used == 4 * numel and not (exact and count < numel):
+        return "dense"
+    return "list" if used == 8 * count else "bitmap"
+
+
+def _dense(count: int, values: Tensor, message: Tensor) -> int:
+    message[:4].view(torch.int32)[0] = count
+    used = HEADER + 4 * len(values)
+    message[HEADER:used].view(torch.float32).copy_(values)
+    return used
+
+
+def bitmap_bytes(numel: int) -> int:
+    """Bytes of one bit for each number, in whole words."""
+    return -(-numel // 32) * 4

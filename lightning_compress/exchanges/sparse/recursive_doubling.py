@@ -1,0 +1,151 @@
+"""Sparse sums in as many rounds as the logarithm of the ranks.
+
+``SSAR_Recursive_Double`` of SparCML (Renggli, Ashkboos, Aghagolzadeh, Alistarh, Hoefler, "SparCML: High-Performance
+Sparse Communication for Machine Learning", SC 2019, arXiv 1802.08021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec
+from lightning_compress.codecs.base import aligned
+from lightning_compress.collectives import World
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.sparse import coding
+from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
+from lightning_compress.exchanges.sparse.selection import Compact, check_selective, expected_count
+from lightning_compress.exchanges.sparse.sums import Coding, SparseSum
+
+
+@dataclass(frozen=True)
+class RecursiveDoubling(Exchange):
+    """In round i every rank swaps sums with the one ``2^i`` away; sums grow denser, and dense once that is less.
+
+    For ``k`` of ``n`` elements a rank sends between ``2 k log2 W`` words of four bytes, where all ranks select the same
+    ones, and ``2 k (W - 1)``, where no two do: for few ranks, small messages and slow starts. Where W is no power of
+    two, the ranks beyond one hand their messages over first, and get the sum in the end. Nothing is lost twice, and
+    all ranks add in the same tree.
+    """
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        check_selective("recursive_doubling", codec)
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``."""
+        numel = sum(section.layout.numel for section in sections)
+
+        def used(ranks: int) -> float:
+            return coding.used_bytes(expected_count(sections, ranks), numel)
+
+        return DoublingPlan("recursive_doubling", coding, used, sections, world)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What one rank does in a round: to whom it sends, and from whom it gets; ``whole``: the sum is finished."""
+
+    to: int | None = None
+    source: int | None = None
+    whole: bool = False
+
+
+def hops(rank: int, size: int) -> list[Hop]:
+    """The rounds of a rank; all ranks have as many."""
+    core = 1 << size.bit_length() - 1
+    inner = [1 << bit for bit in range(core.bit_length() - 1)]
+    extra, partner = size - core, rank - core
+    if rank >= core:
+        return [Hop(to=partner), *(Hop() for _ in inner), Hop(source=partner, whole=True)]
+    doubling = [Hop(rank ^ distance, rank ^ distance) for distance in inner]
+    if rank < extra:
+        return [Hop(source=rank + core), *doubling, Hop(to=rank + core, whole=True)]
+    return [Hop(), *doubling, Hop(whole=True)] if extra else doubling
+
+
+class DoublingPlan(ExchangePlan):
+    """The rounds of recursive doubling.
+
+    Args:
+        description: which exchange this is, for the log.
+        coding: how sums are written.
+        used: bytes of a sum over so many ranks, as expected.
+        sections: what the vectors consist of.
+        world: the ranks.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        coding: Coding,
+        used: Callable[[int], float],
+        sections: Sequence[Section],
+        world: World,
+    ) -> None:
+        self.description = description
+        self._coding = coding
+        collective, device, meter = world
+        self._collective = collective
+        self._meter = meter
+        self._plan = MessagePlan(sections, device, meter)
+        self._compact = Compact(sections, device)
+        self._hops = hops(collective.rank, collective.size)
+        self._rounds = Rounds(world, 1)
+        self._own = new_messages(1, self._plan.size, device)
+        most = HEADER + aligned(coding.most_bytes(self._compact.numel))
+        self._send, self._receive = new_messages(2, most, device)
+        self.rounds = 2 * len(self._hops) + 1 if self._hops else 0
+        self.decodes = float(collective.size)
+        self.bytes_sent = self._expected(used)
+
+    def _expected(self, used: Callable[[int], float]) -> int:
+        """If the ranks select independently."""
+        rank, size = self._collective.rank, self._collective.size
+        core, members, total = 1 << size.bit_length() - 1, {rank}, 0
+        for hop in self._hops:
+            if hop.to is not None:
+                summed = size if hop.whole else sum(1 + (each < size - core) for each in members)
+                summed = summed if rank < core else 1
+                total += HEADER + aligned(int(used(summed)))
+            if hop.to == hop.source and hop.to is not None:
+                members |= {each ^ rank ^ hop.to for each in members}
+        return total + (len(self._hops) + 1) * self._rounds.table_bytes if self._hops else 0
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.mean``."""
+        rank, size = self._collective.rank, self._collective.size
+        self._plan.share(key)
+        self._plan.encode(vector, self._own[0], mix(key, rank), flag)
+        self._plan.decode(self._own, out, 1.0, accumulate=False)
+        room = self._compact.take(out)
+        with self._meter.span("encode"):
+            total = SparseSum(room, self._coding)
+        self._rounds.begin()
+        for number, hop in enumerate(self._hops):
+            rows = self._agree(total, hop, int(flag.isnan()) if number == 0 else 0)
+            if number == 0:
+                flag.fill_(torch.nan if any(row[0] for row in rows) else 0.0)
+            sends = {} if hop.to is None else {hop.to: self._send[: rows[rank][1]]}
+            receives = {} if hop.source is None else {hop.source: self._receive[: rows[hop.source][1]]}
+            use = total.load if hop.whole else total.add
+            self._rounds.swap(sends, receives, lambda _, body, use=use: use(body))  # type: ignore[misc]
+        if self._hops:
+            self._rounds.finish()
+        total.spread()
+        room.mul_(1 / size)
+        self._compact.put(room, out)
+
+    def _agree(self, total: SparseSum, hop: Hop, word: int) -> list[list[int]]:
+        used = 0
+        if hop.to is not None:
+            with self._meter.span("encode"):
+                used = seal(self._send, total.write(self._send[HEADER:]))
+        return self._rounds.agree([used], len(self._send), word)

@@ -1,0 +1,229 @@
+"""Every rank owns a shard: it adds up what the ranks selected in it, and sends the sum to all, with nothing lost.
+
+The split all-gather of SparCML (Renggli, Ashkboos, Aghagolzadeh, Alistarh, Hoefler, "SparCML: High-Performance Sparse
+Communication for Machine Learning", SC 2019, arXiv 1802.08021): sums are sparse as long as that is less, then dense.
+Shards are cut where the ranks selected equally much, as those of Ok-Topk (Li, Hoefler, "Near-Optimal Sparse Allreduce
+for Distributed Deep Learning", PPoPP 2022, arXiv 2201.07598).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from lightning_compress import kernels
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs.base import aligned
+from lightning_compress.collectives import World
+from lightning_compress.collectives.counting import (
+    all_gather_rounds,
+    all_reduce_bytes,
+    all_reduce_rounds,
+    all_to_all_rounds,
+)
+from lightning_compress.core.buffers import Growing, Messages
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest
+from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
+from lightning_compress.exchanges.sparse import coding
+from lightning_compress.exchanges.sparse.lists import Listed
+from lightning_compress.exchanges.sparse.selection import expected_count
+
+WRITES, READS = (8.0, 4.0), (7.0, 4.5)
+"""Times that copying takes, to write and to read numbers of which many are 0: by tensor operations, by a kernel."""
+FLAG = 16
+"""Bytes in front of sums: the flag, infinite where an owner could not read its lists, and padding."""
+
+
+@dataclass(frozen=True)
+class SplitGather(Exchange):
+    """All-to-all of what was selected in each shard, then all-gather of the shards' sums, exact.
+
+    Both are lists, bitmaps or dense, whichever is least. For ``k`` of ``n`` elements a rank sends between
+    ``4 k (W - 1) / W`` and ``2 k (W - 1) (1 + 1 / W)`` words of four bytes, and never more than half a dense all-reduce
+    beyond its own ``2 k``: where many ranks select, all-gather goes on growing. Each rank selects from its whole vector
+    as it does for ``all_gather``, so that the same elements are applied whatever the number of ranks, and what is
+    selected arrives whole, so that nothing is lost twice. Of each section a shard has the stretch that ends where equal
+    parts of the ranks' selections do on average: so hot rows of an embedding are shared out, too.
+
+        to an owner: a list of each section | ...
+        to all:      flag | padding to 16 bytes | sums of each section | ...
+    """
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        if not codec.sparse and not isinstance(codec, Dense):
+            raise ValueError(
+                "exchange='split_gather' sends sums as they are, which pays where few elements are sent; "
+                f"{codec} sends all of them: use exchange='auto' or 'two_shot'"
+            )
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``."""
+        return _Plan(sections, world)
+
+
+class _Plan(ExchangePlan):
+    description = "split_gather"
+
+    def __init__(self, sections: Sequence[Section], world: World) -> None:
+        collective, device, meter = world
+        size = collective.size
+        self._collective = collective
+        self._meter = meter
+        self._plan = MessagePlan(sections, device, meter)
+        self._own = Messages(1, self._plan.size, device)
+        self._send, self._receive = Growing(device), Growing(device)
+        numels = [stretch.stop - stretch.start for stretch in self._plan.stretches]
+        self._most = sum(aligned(coding.most_bytes(numel) + coding.bitmap_bytes(numel)) for numel in numels)
+        first, second = _expected(sections, size)
+        agreeing = all_reduce_bytes(8 * (len(numels) * (size - 1) + 1), size) + 2 * all_reduce_bytes(LENGTH, size)
+        self.bytes_sent = (size - 1) * (first + second) + agreeing
+        self.rounds = all_to_all_rounds(size) + 3 * all_reduce_rounds(size) + all_gather_rounds(size)
+        fast = kernels.compiler(device) == "numba"
+        self.copies = WRITES[fast] * (1 + 1 / size) + READS[fast]  # what was selected, the own shard's sum, all sums
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        rank, size = self._collective.rank, self._collective.size
+        self._plan.share(key)
+        self._plan.encode(vector, self._own.all[0], mix(key, rank), flag)
+        self._plan.decode(self._own.all, out, 1.0, accumulate=False)
+        rooms = [out[stretch] for stretch in self._plan.stretches]
+        with self._meter.span("encode"):
+            held = [Listed.of(room) for room in rooms]
+        bounds = self._bounds(held, flag)
+        parts = zip(*(_cut(each, edges) for each, edges in zip(held, bounds, strict=True)), strict=True)
+        received = self._to_owners([list(part) for part in parts] or [[]] * size)
+        shards = [
+            [room[edges[peer] : edges[peer + 1]] for room, edges in zip(rooms, bounds, strict=True)]
+            for peer in range(size)
+        ]
+        problem = None
+        try:
+            with self._meter.span("decode"):
+                _add(received, shards[rank])
+        except ValueError as error:  # the other ranks wait for a sum
+            problem = error
+        for message, shard in zip(self._to_all(shards, problem), shards, strict=True):
+            with self._meter.span("decode"):
+                _read(message, shard)
+        for room in rooms:
+            room.mul_(1 / size)
+
+    def _bounds(self, held: Sequence[Listed], flag: Tensor) -> list[list[int]]:
+        """Where shards begin and end in each section, the same on all ranks; the flags are added up on the way."""
+        size, numels = self._collective.size, [each.numel for each in held]
+        bad = flag.isnan().long().view(1)
+        table = torch.cat([*(_quantiles(each, size) for each in held), bad])
+        self._collective.all_reduce(table)
+        *sums, found = table.tolist()
+        flag.fill_(torch.nan if found else 0.0)
+        bounds = []
+        for number, numel in enumerate(numels):
+            cuts = (min(max(0, each // size), numel) for each in sums[number * (size - 1) : (number + 1) * (size - 1)])
+            bounds.append([0, *accumulate(cuts, max), numel])  # in order, whatever was sent
+        return bounds
+
+    def _to_owners(self, parts: Sequence[Sequence[Listed]]) -> Tensor:
+        """What the ranks selected in this one's shard, a row of each.
+
+        Args:
+            parts: of each shard, of each section.
+        """
+        size, used = self._collective.size, max(sum(aligned(part.used_bytes) for part in each) for each in parts)
+        width = longest(used, self._most, self._collective, self._own.device)
+        send, received = self._send.rows(size, max(width, used)), self._receive.rows(size, width)
+        with self._meter.span("encode"):
+            for row, each in zip(send, parts, strict=True):
+                end = 0
+                for part in each:
+                    end += aligned(part.write(row[end:]))
+        self._collective.all_to_all(send[:, :width].contiguous(), received)
+        return received
+
+    def _to_all(self, shards: Sequence[Sequence[Tensor]], problem: ValueError | None) -> Tensor:
+        """The sums of all shards, a row of each.
+
+        Raises:
+            ValueError: an owner cannot read what it was sent; on every rank.
+        """
+        size = self._collective.size
+        most = FLAG + max(sum(aligned(coding.most_bytes(len(part))) for part in shard) for shard in shards)
+        message, end = self._send.rows(1, most)[0], FLAG
+        with self._meter.span("encode"):
+            message[:4].view(torch.float32)[0] = torch.inf if problem else 0.0
+            for sums in shards[self._collective.rank]:
+                end += aligned(coding.write(sums, message[end:]))
+        width = longest(end, most, self._collective, message.device)
+        messages = self._receive.rows(size, width)
+        self._collective.all_gather(message[:width], messages)
+        for peer, failed in enumerate(messages[:, :4].contiguous().view(torch.float32)[:, 0].isinf().tolist()):
+            if failed:
+                raise problem or ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
+        return messages[:, FLAG:]
+
+
+def _quantiles(held: Listed, parts: int) -> Tensor:
+    """Places that cut a list into equal parts, int64 ``[parts - 1]``, nearest to equal lengths."""
+    count, numbers = len(held.values), torch.arange(1, parts, device=held.values.device)
+    even = numbers * held.numel // parts
+    if held.places is None or not count:
+        return even
+    before = (numbers * count + parts - 1) // parts  # numbers of the list in front of each cut
+    ends = torch.cat([held.places, held.places.new_tensor([held.numel])])
+    return torch.minimum(torch.maximum(even, ends[before - 1] + 1), ends[before])
+
+
+def _cut(held: Listed, bounds: Sequence[int]) -> list[Listed]:
+    """The parts of a list between borders."""
+    edges = zip(pairwise(bounds), pairwise(held.cuts(bounds)), strict=True)
+    return [held.part(start, stop, first, last) for (start, stop), (first, last) in edges]
+
+
+def _add(received: Tensor, sums: Sequence[Tensor]) -> None:
+    """Add up lists in the order of the ranks.
+
+    Raises:
+        ValueError: a message is damaged.
+    """
+    for section in sums:
+        section.zero_()
+    for row in received:
+        end = 0
+        for section in sums:
+            part = Listed.read(row[end:], len(section))
+            part.add_to(section)
+            end += aligned(part.used_bytes)
+
+
+def _read(message: Tensor, sums: Sequence[Tensor]) -> None:
+    """Write all sums of a shard, zeros too.
+
+    Raises:
+        ValueError: the message is damaged.
+    """
+    end = 0
+    for section in sums:
+        end += aligned(coding.read(message[end:], section))
+
+
+def _expected(sections: Sequence[Section], ranks: int) -> tuple[int, int]:
+    """Bytes of the longest list and of the longest sum, if the ranks select independently."""
+    # Averages of the ranks' cuts balance the sums of shards, and leave a rank's own lists to chance.
+    spread = NormalDist().inv_cdf((ranks**2 - 0.375) / (ranks**2 + 0.25)) * (1 - 1 / ranks)
+    first, second = 0, FLAG
+    for section in sections:
+        numel = -(-section.layout.numel // ranks)
+        selected, summed = (min(numel, expected_count([section], each) / ranks) for each in (1, ranks))
+        most = min(selected + spread * math.sqrt(selected), numel)
+        if numel:
+            first += aligned(int(coding.used_bytes(most, numel, exact=True)))
+            second += aligned(int(coding.used_bytes(summed, numel)))
+    return first, second

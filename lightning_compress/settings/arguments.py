@@ -1,0 +1,103 @@
+"""What a user writes, made into what it means; ``ValueError`` where it means nothing.
+
+The message names the value, what is allowed, and the fix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from lightning_compress.codecs import CODECS, Codec
+from lightning_compress.core.registry import build
+from lightning_compress.corrections import CORRECTED, Corrected
+from lightning_compress.exchanges import EXCHANGES, Exchange
+from lightning_compress.reducers import REDUCERS, Reducer
+from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.rules import KINDS, Compressor, Rule
+from lightning_compress.settings.schedule import Schedule
+
+COMPRESSORS: dict[str, type[Compressor] | type[Automatic]] = {"auto": Automatic, **CODECS, **REDUCERS, **CORRECTED}
+"""What ``compressor=`` takes by name."""
+
+CompressorLike = str | Mapping[str, object] | Compressor | Automatic
+ExchangeLike = str | Mapping[str, object] | Exchange
+ScheduleLike = str | Mapping[str, object] | Schedule | None
+
+
+def build_compressor(compressor: CompressorLike) -> Compressor | Automatic:
+    """A compressor by name, by ``{"name": ..., **settings}``, or as it is.
+
+    Raises:
+        ValueError: there is no such compressor or setting, or a value is out of range.
+    """
+    built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected, Automatic))
+    assert isinstance(built, Codec | Reducer | Corrected | Automatic)
+    return built
+
+
+def build_exchange(exchange: ExchangeLike) -> Exchange:
+    """An exchange by name, by ``{"name": ..., **settings}``, or as it is.
+
+    Raises:
+        ValueError: there is no such exchange or setting.
+    """
+    built = build("exchange", exchange, EXCHANGES, (Exchange,))
+    assert isinstance(built, Exchange)
+    return built
+
+
+def read_rules(given: object) -> tuple[Rule, ...]:
+    """Rules as a user writes them: ``[{match: pattern(s), kind: kind, compressor: ...}, ...]``."""
+    if given is not None and (not isinstance(given, Iterable) or isinstance(given, str | Mapping)):
+        raise ValueError(f"rules={given!r} must be a list, such as [{{kind: embedding, compressor: bf16}}]")
+    made = []
+    for each in given or ():
+        if not isinstance(each, Mapping) or not {"compressor"} <= each.keys() <= {"match", "kind", "compressor"}:
+            raise ValueError(f"the rule {each!r} must be a mapping with compressor, and match or kind or both")
+        match, kind, method = each.get("match"), each.get("kind"), build_compressor(each["compressor"])
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"the rule {each!r}: kind={kind!r} must be one of {', '.join(KINDS)}")
+        if isinstance(method, Automatic):
+            raise ValueError(f"the rule {each!r}: a rule names its compressor; 'auto' is for what no rule takes")
+        if isinstance(method, Corrected):
+            raise ValueError(
+                f"the rule {each!r}: {method} takes a part of the optimizer's work for all parameters; "
+                "give it as compressor= and put the others into rules"
+            )
+        patterns = read_patterns("match", [match] if isinstance(match, str) else match)
+        if not patterns and kind is None:
+            raise ValueError(f"the rule {each!r} must say which parameters: match, kind, or both")
+        made.append(Rule(method, patterns, None if kind is None else str(kind)))
+    return tuple(made)
+
+
+def read_dtype(given: object) -> torch.dtype:
+    """The dtype of a residual."""
+    for dtype in (torch.float32, torch.bfloat16):
+        if given in (dtype, str(dtype).removeprefix("torch.")):
+            return dtype
+    raise ValueError(f"residual_dtype={given!r} must be 'float32' or 'bfloat16'")
+
+
+def read_norm(given: object, compressor: object) -> float | None:
+    """The norm to which a rank clips, for a compressor that does not clip by itself."""
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise ValueError(f"local_clip_norm={given!r} must be a norm above 0, or null for no clipping")
+    if getattr(compressor, "clip", None) is not None:
+        raise ValueError(f"local_clip_norm={given!r}: {compressor} clips by itself; set one of the two to null")
+    return float(given)
+
+
+def read_patterns(what: str, given: object) -> tuple[str, ...]:
+    """Shell-style patterns of names."""
+    if isinstance(given, str):
+        raise ValueError(f"{what}={given!r} must be a list of patterns; write {what}=[{given!r}]")
+    patterns = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{what}={given!r} must be a list of name patterns, such as ['head.*', '*.bias']")
+    return tuple(map(str, patterns))

@@ -1,0 +1,377 @@
+"""What a user chooses, checked as soon as it is given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.registry import describe, rebuild
+from lightning_compress.corrections import Corrected, Correction
+from lightning_compress.corrections.clipping import ClipBy, check_by
+from lightning_compress.exchanges import Auto, Exchange, Hierarchical
+from lightning_compress.reducers import Reducer
+from lightning_compress.settings.arguments import (
+    COMPRESSORS,
+    CompressorLike,
+    ExchangeLike,
+    ScheduleLike,
+    build_compressor,
+    build_exchange,
+    read_dtype,
+    read_norm,
+    read_patterns,
+    read_rules,
+)
+from lightning_compress.settings.automatic import Automatic, Chosen
+from lightning_compress.settings.rules import Compressor, Method, Rules
+from lightning_compress.settings.schedule import Schedule, changed
+
+ON_NONFINITE = ("pass", "skip", "raise")
+ON_DRIFT = ("error", "resync")
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The arguments of that name of ``CompressedDDPStrategy``.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+
+    on_nonfinite: str = "pass"
+    on_drift: str = "error"
+    check_drift_every: int = 100
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("on_nonfinite", self.on_nonfinite, ON_NONFINITE),
+            ("on_drift", self.on_drift, ON_DRIFT),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+        every = self.check_drift_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"check_drift_every={every!r} must be a number of steps, or 0 for never")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what travels; must be equal on all ranks.
+
+    Attributes:
+        chosen: what ``compressor="auto"`` became, which ``compressor`` is then; else None.
+    """
+
+    compressor: Compressor | Automatic
+    rules: Rules
+    exchange: Exchange
+    correction: Correction | None
+    error_feedback: bool
+    as_needed: bool
+    warmup_steps: int
+    seed: int
+    schedule: Schedule
+    residual_decay: float
+    residual_follows_lr: bool
+    residual_dtype: torch.dtype
+    local_clip_norm: float | None
+    local_clip_by: ClipBy
+    deterministic: bool
+    guards: Guards
+    chosen: Chosen | None = None
+
+    @property
+    def method(self) -> Method:
+        """What compresses."""
+        return self.rules.method
+
+    @property
+    def family(self) -> str:
+        """What state is of: it is good for any settings of the same method."""
+        if self.chosen or isinstance(self.compressor, Automatic):
+            return _AUTO
+        parts = (self.correction, self.method)
+        return " ".join(type(part).__name__ for part in parts if part is not None)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Of which state a run can go on: what is chosen, and may be chosen, has the same."""
+        candidates = tuple(type(each).__name__ for each in Automatic.candidates)
+        if self.family == _AUTO:
+            return (_AUTO, *candidates)
+        return (self.family, _AUTO) if self.family in candidates else (self.family,)
+
+    @property
+    def works_alone(self) -> bool:
+        """Whether there is something to do on one rank, too."""
+        return self.local_clip_norm is not None or self.correction is not None or self.exchange.optimizes
+
+    @property
+    def plain(self) -> bool:
+        """Whether DistributedDataParallel does all of it by itself."""
+        dense = all(isinstance(method, Dense) for method in self.methods)
+        return dense and not self.deterministic and not self.works_alone
+
+    @property
+    def dense_steps(self) -> int:
+        """Steps before compression begins."""
+        own = self.compressor.dense_steps if isinstance(self.compressor, Corrected) else 0
+        return max(self.warmup_steps, own)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether anything is lost if compression begins anew."""
+        kept = self.exchange.state(Layout(()))
+        declares = isinstance(self.method, Reducer) or self.correction is not None or bool(kept)
+        return self.error_feedback or declares or self.dense_steps > 0 or bool(self.schedule.courses)
+
+    @property
+    def averages(self) -> bool:
+        """Whether what the optimizer is given is the mean of the gradients themselves, to which others may be added."""
+        return self.steps_by is None and self.local_clip_norm is None
+
+    @property
+    def _scheduled(self) -> list[Compressor]:
+        """What a schedule makes of the compressor in turn."""
+        return [] if isinstance(self.compressor, Automatic) else self.schedule.compressors(self.compressor)
+
+    @property
+    def methods(self) -> list[Method]:
+        """All that will compress at some time, or may be chosen to."""
+        if isinstance(self.compressor, Automatic):
+            return [*self.rules.methods, *self.candidates]
+        return [*self.rules.methods, *(_parts(each)[0] for each in self._scheduled)]
+
+    @property
+    def steps_by(self) -> Compressor | Automatic | Exchange | None:
+        """What gives the optimizer anything else than a mean of gradients: a velocity, a step of Adam, a vote."""
+        if self.correction is not None:
+            return self.compressor
+        votes = [each for each in self.methods if not conserves(each)]
+        return votes[0] if votes else self.exchange if self.exchange.optimizes else None
+
+    @property
+    def candidates(self) -> list[Codec]:
+        """What ``compressor="auto"`` can become with this exchange, from safe to coarse."""
+        first, *others = Automatic.candidates
+        carried: list[Codec] = [first]  # which needs no exchange
+        for each in others:
+            with contextlib.suppress(ValueError):
+                self.exchange.check(each)
+                carried.append(each)
+        return carried
+
+    def become(self, chosen: Chosen) -> Settings:
+        """The same with what was chosen."""
+        rules = dataclasses.replace(self.rules, method=chosen.codec)
+        return dataclasses.replace(self, compressor=chosen.codec, rules=rules, chosen=chosen)._checked()
+
+    def _checked(self) -> Settings:
+        """With error feedback on if the rules' methods ask for it.
+
+        Raises:
+            ValueError: methods, exchange and error feedback do not go together.
+        """
+        for method in self.methods:
+            if isinstance(method, Codec):
+                self.exchange.check(method)
+            elif not isinstance(self.exchange, Auto):
+                raise ValueError(
+                    f"exchange={self.exchange} cannot carry {method}, which exchanges by itself; use exchange='auto'"
+                )
+            elif self.feeds_back(method) and not method.conserves:
+                raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
+        for given in (self.compressor, *self._scheduled):
+            _, correction = _parts(given)
+            if correction and self.exchange.hands_over and correction.masks:
+                raise ValueError(
+                    f"exchange={self.exchange} leaves what ranks sent in the residuals of others, and {given} takes "
+                    "what has left its own for applied; use exchange='auto', or masking=False"
+                )
+        needed = any(self.feeds_back(method) for method in self.rules.methods)
+        return dataclasses.replace(self, error_feedback=self.error_feedback or needed)
+
+    @classmethod
+    def of(
+        cls,
+        compressor: CompressorLike,
+        exchange: ExchangeLike = "auto",
+        error_feedback: bool | None = None,
+        warmup_steps: int = 0,
+        min_numel: int = 1024,
+        exclude: Sequence[str] | None = (),
+        seed: int = 0,
+        schedule: ScheduleLike = None,
+        rules: Sequence[Mapping[str, object]] | None = (),
+        residual_decay: float = 1.0,
+        residual_follows_lr: bool = False,
+        residual_dtype: str | torch.dtype = "float32",
+        local_clip_norm: float | None = None,
+        deterministic: bool = False,
+        on_nonfinite: str = "pass",
+        on_drift: str = "error",
+        check_drift_every: int = 100,
+        local_clip_by: ClipBy = "parameter",
+    ) -> Settings:
+        """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
+
+        Raises:
+            ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
+        """
+        given, pattern = build_compressor(compressor), build_exchange(exchange)
+        if isinstance(given, Automatic):
+            _check_automatic(given, error_feedback, schedule)
+        method, correction = _parts(given)
+        if correction and isinstance(pattern, Hierarchical):
+            raise ValueError(
+                f"exchange={pattern} adds up the gradients of a node before they are compressed, and {given} needs to "
+                "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
+            )
+        pattern = pattern.flat() if correction else pattern
+        if correction and pattern.optimizes:
+            raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
+        for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
+        if error_feedback not in (None, True, False):
+            raise ValueError(
+                f"error_feedback={error_feedback!r} must be true, false, or null (on for methods that need it)"
+            )
+        if not isinstance(residual_decay, (int, float)) or not 0 <= residual_decay <= 1:
+            raise ValueError(f"residual_decay={residual_decay!r} must be in [0, 1]; 1 keeps all of it")
+        for name, value in (("residual_follows_lr", residual_follows_lr), ("deterministic", deterministic)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be true or false")
+        check_by("local_clip_by", local_clip_by)
+        made = cls(
+            compressor=given,
+            rules=Rules(method, min_numel, read_patterns("exclude", exclude), read_rules(rules)),
+            exchange=pattern.fixed() if deterministic else pattern,
+            correction=correction,
+            error_feedback=bool(error_feedback),
+            as_needed=error_feedback is None,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
+            residual_decay=float(residual_decay),
+            residual_follows_lr=residual_follows_lr,
+            residual_dtype=read_dtype(residual_dtype),
+            local_clip_norm=read_norm(local_clip_norm, given),
+            local_clip_by=local_clip_by,
+            deterministic=deterministic,
+            guards=Guards(on_nonfinite, on_drift, check_drift_every),
+        )
+        if isinstance(given, Automatic) and len(made.candidates) == 1:
+            raise ValueError(
+                f"exchange={pattern} carries none of what compressor='auto' chooses among "
+                f"({', '.join(map(str, Automatic.candidates))}); name a compressor, or use exchange='auto'"
+            )
+        return made._checked()
+
+    def bound(self, kinds: Mapping[str, str]) -> Settings:
+        """The same for a model whose parameters are of these kinds."""
+        return dataclasses.replace(self, rules=self.rules.bound(kinds))
+
+    def feeds_back(self, method: Method) -> bool:
+        """Whether what the method does not send is added to the next gradient."""
+        return method.contractive if self.as_needed else self.error_feedback
+
+    def retuned(self, compressor: CompressorLike | None, changes: Mapping[str, object]) -> Settings:
+        """The same with another compressor (None: this one), or other settings of it; see ``Compression.retune``.
+
+        A residual that is kept once is kept for good, so that nothing is lost in between.
+
+        Raises:
+            ValueError: see ``Compression.retune``.
+        """
+        built = self.compressor if compressor is None else build_compressor(compressor)
+        if isinstance(built, Automatic):
+            raise ValueError(f"{built} is chosen once, when a run begins, and has no settings after that; name another")
+        given = changed(built, changes)
+        method, correction = _parts(given)
+        if type(correction) is not type(self.correction):
+            raise ValueError(
+                f"{given} cannot follow {self.compressor} within a run: each takes another part of the optimizer's work"
+            )
+        rules = dataclasses.replace(self.rules, method=method)
+        return dataclasses.replace(self, compressor=given, rules=rules, correction=correction)._checked()
+
+    def running(self) -> dict[str, object]:
+        """What may have changed since the run began, as primitives."""
+        return {
+            "compressor": describe(self.compressor, COMPRESSORS),
+            "error_feedback": self.error_feedback,
+            "measured": self.exchange.measured(),
+            "chosen": self.chosen and self.chosen.as_primitives(),
+        }
+
+    def resumed(self, running: Mapping[str, object]) -> Settings:
+        """The same with what ``running`` gave in an earlier run.
+
+        What the user names is what runs, and what was chosen goes on where it was chosen. A compressor that somebody
+        changed in the middle of the run goes on, too.
+
+        Raises:
+            ValueError: see ``retuned``.
+        """
+        compressor, feedback, before = running["compressor"], bool(running["error_feedback"]), running.get("chosen")
+        if not isinstance(before, Mapping | None):
+            raise ValueError(f"the state has no mapping of what was chosen, but {type(before).__name__}")
+        goes_on = (before is None) == (self.chosen is None)
+        if goes_on and before is not None and self.chosen is not None:
+            goes_on = self.chosen.was_here(before) or compressor != before.get("compressor")
+        settings = self if compressor is None or not goes_on else self.retuned(self._rebuilt(compressor), {})
+        measured = running.get("measured")
+        if not isinstance(measured, Mapping | None):
+            raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
+        exchange = settings.exchange.given(measured or {})
+        return dataclasses.replace(settings, error_feedback=settings.error_feedback or feedback, exchange=exchange)
+
+    def _rebuilt(self, described: object) -> Compressor:
+        """The compressor of an earlier run; one from outside is of a class that this run was given, or refused."""
+        if not isinstance(described, Mapping):
+            raise ValueError(f"the state has no mapping of the compressor, but {type(described).__name__}")
+        given = [self.compressor, *self.rules.methods, *self._scheduled]
+        try:
+            built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
+        except RecursionError as error:
+            raise ValueError("the state's compressor has too many others inside") from error
+        if not isinstance(built, Codec | Reducer | Corrected):
+            raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
+        return built
+
+    def digest(self) -> bytes:
+        """32 bytes that are equal where the settings are."""
+        return hashlib.sha256(repr(self).encode()).digest()
+
+
+def conserves(method: Method) -> bool:
+    """Whether what the method does not send stays behind; else its output is no mean."""
+    return isinstance(method, Codec) or method.conserves
+
+
+_AUTO = "auto"
+"""The family of runs whose compressor is chosen."""
+
+
+def _check_automatic(given: Automatic, error_feedback: object, schedule: object) -> None:
+    if error_feedback:
+        raise ValueError(
+            f"error_feedback={error_feedback!r}: {given} chooses among methods that need none; set it to null, or name "
+            "a compressor"
+        )
+    if schedule is not None:
+        raise ValueError(f"schedule={schedule!r}: {given} has no settings that could change; name a compressor")
+
+
+def _parts(compressor: Compressor | Automatic) -> tuple[Method, Correction | None]:
+    if isinstance(compressor, Automatic):
+        return Automatic.candidates[0], None  # until it is chosen
+    return (compressor.codec, compressor.correction) if isinstance(compressor, Corrected) else (compressor, None)

@@ -1,0 +1,1 @@
+"""What ``Trainer(strategy=...)`` takes, and what it keeps beside a checkpoint."""

@@ -1,0 +1,344 @@
+"""Lightning glue and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_compress.codecs import Codec
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.core import failures
+from lightning_compress.corrections import Corrected
+from lightning_compress.engine import checks
+from lightning_compress.engine.attach import check_setup, compress
+from lightning_compress.engine.compression import Compression
+from lightning_compress.exchanges import Exchange
+from lightning_compress.reducers import Reducer
+from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.settings import Settings
+from lightning_compress.strategies.resume import Resume
+from lightning_compress.strategies.sidecar import CHOSEN, SavedState
+
+_VARIANTS: dict[str, dict[str, object]] = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
+}
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+
+class CompressedDDPMixin(_Base):
+    """Turns a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
+
+    def __init__(
+        self,
+        compressor: Codec | Reducer | Corrected | Automatic | str | dict[str, Any] = "auto",
+        exchange: Exchange | str | dict[str, Any] = "auto",
+        error_feedback: bool | None = None,
+        warmup_steps: int = 0,
+        min_numel: int = 1024,
+        exclude: Sequence[str] | None = (),
+        seed: int = 0,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
+        schedule: str | dict[str, Any] | None = None,
+        rules: Sequence[dict[str, Any]] | None = (),
+        residual_decay: float = 1.0,
+        residual_follows_lr: bool = False,
+        residual_dtype: Literal["float32", "bfloat16"] = "float32",
+        local_clip_norm: float | None = None,
+        deterministic: bool = False,
+        on_nonfinite: Literal["pass", "skip", "raise"] = "pass",
+        on_drift: Literal["error", "resync"] = "error",
+        check_drift_every: int = 100,
+        local_clip_by: Literal["parameter", "bucket"] = "parameter",
+        **kwargs: Any,
+    ) -> None:
+        checks.check_known(kwargs, type(self), _OURS)
+        checks.check_ddp_arguments(kwargs)
+        super().__init__(**kwargs)
+        self._settings = Settings.of(
+            compressor,
+            exchange,
+            error_feedback,
+            warmup_steps,
+            min_numel,
+            exclude,
+            seed,
+            schedule,
+            rules,
+            residual_decay,
+            residual_follows_lr,
+            residual_dtype,
+            local_clip_norm,
+            deterministic,
+            on_nonfinite,
+            on_drift,
+            check_drift_every,
+            local_clip_by,
+        )
+        self._compression: Compression | None = None
+        self._resume = Resume(state, strict_state)
+        self._kept: object = None
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot work, on every rank, before DistributedDataParallel is built."""
+        assert self.lightning_module is not None
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), _accumulation(trainer))
+            checks.check_clipping(self._settings, trainer.gradient_clip_val)
+            check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
+            self._resume.begin(TorchCollective(), self.root_device)
+        super().setup(trainer)
+        self._kept = None
+        if fitting:
+            self._check_optimizers()
+            self._watch_clipping()
+            self._log_hyperparameters(trainer)
+
+    def _log_hyperparameters(self, trainer: Any) -> None:
+        """Tell all loggers what runs, with the module's own: where a logger keeps one call of several, it has all."""
+        made = self.compression.forecast
+        holders = [each for each in (self.lightning_module, trainer.datamodule) if each is not None]
+        theirs = {
+            name: value
+            for each in holders
+            if each._log_hyperparams
+            for name, value in each.hparams_initial.items()
+            if name != "_class_path"  # LightningCLI's own
+        }
+        for logger in trainer.loggers if made and self.is_global_zero else ():
+            logger.log_hyperparams(theirs | made.hyperparameters())
+
+    def on_train_start(self) -> None:
+        """Say what runs, once everything is restored."""
+        super().on_train_start()
+        if self._compression is not None and self._compression.forecast:
+            rank_zero_info(self._compression.forecast.line)
+            if self._compression.forecast.warning:
+                rank_zero_warn(self._compression.forecast.warning)
+
+    def _check_optimizers(self) -> None:
+        assert self._compression is not None
+        for optimizer in self.optimizers:
+            self._compression.take_over(optimizer)
+        adaptive = [type(each).__name__ for each in self.optimizers if "Adam" in type(each).__name__]
+        coarse = [each for each in self._settings.methods if not each.safe_with_adam]
+        if adaptive and self.world_size > 1 and coarse:
+            rank_zero_warn(
+                f"{coarse[0]} with {adaptive[0]} trains worse than without compression: adaptive learning rates do not "
+                "go with so coarse a method. Use compressor='rotated', which costs nothing; or 'onebit_adam', which is "
+                "Adam itself; or SGD with momentum."
+            )
+
+    def _watch_clipping(self) -> None:
+        """Check what a module clips by itself too, in manual optimization or in ``configure_gradient_clipping``."""
+        plugin = self.precision_plugin
+        clip = type(plugin).clip_gradients.__get__(plugin)
+
+        @wraps(clip)
+        def checked(optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+            checks.check_clipping(self.compression.settings, clip_val)
+            clip(optimizer, clip_val, *args, **kwargs)
+
+        plugin.clip_gradients = checked  # type: ignore[method-assign]
+
+    def _register_ddp_hooks(self) -> None:
+        # The base class registers hooks on CUDA only, and silently none on CPU.
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.lightning_module is not None
+        manual = not self.lightning_module.automatic_optimization  # else every average is for one step
+        self._compression = compress(self.model, self._settings, self._loss_scale, self._kept, accumulates=manual)
+
+    def _loss_scale(self) -> torch.Tensor | None:
+        return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the schedule which epoch it is; a step that the module's ``optimizer_step`` left out is forgotten."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._compression is not None and self.lightning_module is not None:
+            self._compression.epoch = self.lightning_module.current_epoch
+            if self.lightning_module.automatic_optimization:  # in which every average is for one step
+                self._compression.roll_back()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step; if no optimizer did (a GradScaler skips steps), the residuals stay as they were."""
+        output = super().optimizer_step(*args, **kwargs)
+        if self._compression is not None:
+            self._compression.roll_back()
+        return output
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
+        if self._compression is not None:
+            ranks, alone = TorchCollective(), self._gives_up()
+            self._resume.save(self.checkpoint_io, str(filepath), checkpoint, self._compression, ranks, alone)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the checkpoint; what is beside it is restored with the optimizers."""
+        self._resume.remember(str(checkpoint_path))
+        content = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._kept = content.get(CHOSEN)
+        return content
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers and the state of the compression."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._compression is not None:
+            ranks, device = TorchCollective(), self.root_device
+            if problem := self._resume.restore(self.checkpoint_io, checkpoint, self._compression, ranks, device):
+                rank_zero_warn(problem)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint and what is beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self._resume.remove(str(filepath))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other ranks; for nobody after an error, so that this process ends and the others hear of it."""
+        if not self._gives_up():
+            with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
+                super().barrier(name)
+
+    def _gives_up(self) -> bool:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
+
+    def comm_stats(self) -> dict[str, Any]:
+        """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.
+
+        Raises:
+            RuntimeError: there is no fit under way.
+        """
+        return self.compression.stats() | {"summary": self.compression.summary}
+
+    @property
+    def compression(self) -> Compression:
+        """The compression of the fit under way.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._compression is None:
+            raise RuntimeError(
+                "there is no compression in this process: it begins with trainer.fit(), and with start_method='spawn' "
+                "it lives in the spawned processes; use CommunicationMonitor to see their figures"
+            )
+        return self._compression
+
+    def teardown(self) -> None:
+        """Stop watching the optimizers; the figures stay readable."""
+        if self._compression is not None:
+            self._compression.close()
+            vars(self.precision_plugin).pop("clip_gradients", None)
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``compressed_ddp``, one name per compressor, and the variants of each."""
+        named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
+        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS}
+        for name, arguments in named.items():
+            for suffix, more in _VARIANTS.items():
+                if name + suffix not in strategy_registry:
+                    description = f"Compressed DDP: {arguments | more or 'defaults'}"
+                    strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+
+
+_OURS = [name for name in inspect.signature(CompressedDDPMixin.__init__).parameters if name not in ("self", "kwargs")]
+
+
+def _accumulation(trainer: Any) -> int:
+    """The most batches that are accumulated at any time of the training."""
+    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
+    scheduled = [max(each.values()) for each in schedules if isinstance(each, dict) and each]
+    return int(max([trainer.accumulate_grad_batches, *scheduled]))
+
+
+class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
+    """DistributedDataParallel whose gradient averaging is compressed.
+
+    Args:
+        compressor: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``), or a codec; what is named
+            always compresses. The default, ``auto``, measures the link and chooses among float32, ``bf16`` and
+            ``rotated`` at 8 or 4 bits, which are safe with any optimizer and in a short run: see ``Automatic``.
+            Everything stronger is a choice that depends on the optimizer and on the length of the run.
+        exchange: the pattern in which messages travel, by name, mapping or object. ``auto`` measures the
+            link once and takes what a cost model says: see ``Auto``.
+        error_feedback: add what was not sent to the next gradient. None: on exactly for methods that are biased
+            (topk, onebit), whose theory needs it, and off for casts, where it would gain little for 8 bytes a
+            parameter.
+        warmup_steps: optimizer steps with dense averaging before compression begins; 0, since not every method
+            needs them.
+        min_numel: parameters with fewer elements, and 1-D ones (biases, norms), travel as float32 in the same
+            message: together they are a percent of the bytes and the most sensitive. Casts take them too.
+        exclude: shell-style patterns of parameter names that travel as float32, e.g. ``["head.*"]``.
+        seed: of all randomness; equal seeds give equal messages.
+        state: how checkpoints hold residuals and other state of the ranks: "sidecar", a file a rank in a folder beside
+            the checkpoint (``epoch=3.ckpt.lc``), from which a run goes on bit for bit; "mean", their mean inside the
+            checkpoint; or "none". At another world size every rank goes on from the mean. A rank's file takes 4 bytes a
+            parameter for the residual (2 in bfloat16), and what else the method keeps: ``dgc`` 8, ``onebit_adam`` 12.
+        strict_state: state that cannot be restored stops the run, instead of a warning and a start from zero.
+        schedule: settings of the compressor that change while training, one or several:
+            ``{"density": {0: 0.25, 100: 0.0625}}`` from an optimizer step on (the compressor's own value before the
+            first); ``{"density": {"unit": "epoch", "values": {0: 0.25, 4: 0.01}}}``;
+            ``{"theta": {"kind": "linear", "to": 0.0, "steps": 1000}}`` or ``exponential``, from the compressor's own
+            value (or ``"from"``), in 8 ``"stages"``, over steps or epochs; ``{"theta": {"kind": "lr", "factor": 5}}``:
+            the dropped share is ``factor`` times the learning rate (the largest of a parameter group), at most the
+            compressor's own. Or a preset: ``"dgc"``, density 0.25, 0.0625, 0.0156, 0.004, 0.001, an epoch each;
+            ``{"preset": "dgc", "steps": 100}``. Steps count from 0, ``warmup_steps`` included. The compressor ``dgc``
+            brings that preset along; ``{"name": "dgc", "warmup": False}`` does without.
+        rules: what takes another compressor, in order; the first rule that takes a parameter has it, and ``compressor``
+            has the rest: ``[{"kind": "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor":
+            {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns
+            the parameter) embedding, conv, linear, norm or other; both may be given. ``exclude`` and ``min_numel``
+            come first. Error feedback is for those methods that need it, if it is None.
+        residual_decay: the residual is multiplied by it before it is added to the gradient; 1 forgets nothing, 0 all.
+        residual_follows_lr: when an optimizer's learning rate changes from a to b, multiply the residual of its
+            parameters by a / b, so that late gradients move the parameters as far as they would have in time: what is
+            sent and what is kept then add up in units of updates (Stich et al., NeurIPS 2018), not of gradients. Where
+            a learning rate is 0, the residual waits. For SGD, with which updates are in proportion to the rate.
+        residual_dtype: "bfloat16" halves what the residual costs, from 8 to 4 bytes a parameter, for some time: it is
+            rounded at random, so that small gradients still add up.
+        local_clip_norm: clip gradients on each rank before they are compressed, to this norm times the square root of
+            the number of ranks, so that the mean of independent gradients is clipped to about this norm. The Trainer's
+            ``gradient_clip_val`` clips the mean, after; it is refused where the optimizer is given steps and no mean of
+            gradients (dgc, onebit_adam, signsgd, AdaGrad), and this is what to use there.
+        deterministic: add floating-point numbers up in the order of the ranks, whatever DistributedDataParallel's
+            buckets are: then ``none`` too resumes bit for bit. As many bytes, in two rounds.
+        on_nonfinite: what to do, in a run without a GradScaler, when a rank's gradient is NaN or infinite: "pass" it
+            on, as DistributedDataParallel does, but to the whole group of parameters that it travels with; "skip" the
+            step, on all ranks; or "raise" a ``FloatingPointError`` that names the parameters. Residuals of what the
+            optimizer owns stay as they were in each case. On CUDA the last two wait for the device in every step.
+        on_drift: what to do when parameters or averaged gradients are not the same on all ranks any more: an "error"
+            that names step, parameters and ranks, or "resync": copy parameters and optimizer state from rank 0.
+        check_drift_every: steps between these checks, of a checksum; 0: never.
+        local_clip_by: whose norm ``local_clip_norm`` is: that of each "parameter", or that of a "bucket" of
+            DistributedDataParallel. The norm of the whole gradient is not known when the first bucket is sent: "bucket"
+            is that where ``bucket_cap_mb`` is no less than the model.
+        **kwargs: of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``, ``start_method``, ...
+
+    Raises:
+        ValueError: unknown names or settings, values out of range, or arguments that compression cannot work with.
+    """
+
+
+CompressedDDPStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,179 @@
+"""The compression's part in a trainer's checkpoints: what it adds to them, and how it goes on from them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import torch
+
+from lightning_compress.collectives import Collective
+from lightning_compress.core import failures, snapshot
+from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.forecast import keep
+from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.sidecar import Files, Save, SavedState
+
+log = logging.getLogger(__name__)
+
+
+class Resume:
+    """Saves and restores the state of a run's compression.
+
+    Args:
+        state: "sidecar": every rank writes a file of its own beside the checkpoint, from which the run goes on exactly;
+            "mean": the mean over the ranks goes into the checkpoint itself, one file as without compression, from which
+            the run goes on nearly; "none": nothing is saved, and error feedback begins again from zero.
+        strict: a state that cannot be restored is an error instead of a warning.
+
+    Raises:
+        ValueError: ``state`` is none of these.
+    """
+
+    def __init__(self, state: SavedState, strict: bool) -> None:
+        if state not in get_args(SavedState):
+            raise ValueError(f"state={state!r} must be one of {', '.join(map(repr, get_args(SavedState)))}")
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict_state={strict!r} must be true or false")
+        self.state = state
+        self.strict = strict
+        self._path = ""
+        self._run = 0
+        self._saves = 0
+
+    def begin(self, ranks: Collective, device: torch.device) -> None:
+        """A fit begins; all ranks come, and agree on a number for it."""
+        own = torch.zeros((), dtype=torch.int64, device=device)
+        if ranks.rank == 0:
+            own.fill_(random.SystemRandom().getrandbits(62))
+        ranks.all_reduce(own)
+        self._run, self._saves = int(own), 0
+
+    def save(
+        self,
+        files: Files,
+        path: str,
+        content: dict[str, Any],
+        compression: Compression,
+        ranks: Collective,
+        alone: bool = False,
+    ) -> None:
+        """Add to a checkpoint that is about to be written; every rank comes.
+
+        No rank goes on before all have written their part, so that no checkpoint is without one, and none is written
+        over before its successor is whole.
+
+        Args:
+            files: writes.
+            path: of the checkpoint.
+            content: of the checkpoint.
+            compression: what is saved.
+            ranks: wait for each other.
+            alone: wait for nobody: the training is being given up, and the others may never come.
+
+        Raises:
+            Exception: this rank's part cannot be written.
+            ExchangeError: another rank's part cannot, or it died.
+        """
+        if "optimizer_states" in content and (chosen := keep(compression.settings)):
+            content[sidecar.CHOSEN] = chosen
+        if not compression.active or "optimizer_states" not in content:
+            return
+        if correction := compression.settings.correction:
+            for each in content["optimizer_states"]:
+                correction.give_back(each)
+        if self.state == "none":
+            return
+        state = compression.state_dict()
+        own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
+        alone = alone or os.path.basename(path).startswith("hpc_ckpt")  # an answer to a signal, at any moment
+        if self.state == "sidecar" and own:
+            save = Save(self._run, self._saves, compression.step)
+            with contextlib.nullcontext() if alone else _together(path, ranks, compression.device):
+                sidecar.write(files, path, content, save, state, ranks)
+            if not self._saves and ranks.rank == 0:
+                each = sum(one["numbers"].nbytes for group in state["groups"] for one in group["states"].values())
+                log.info("beside %s: %d bytes a rank, %d of %d ranks", path, each, each * ranks.size, ranks.size)
+        elif not (own and alone):  # the mean takes all ranks
+            sidecar.write_inside(content, state, ranks)
+        self._saves += 1
+
+    def remember(self, path: str) -> None:
+        """A checkpoint was read; what belongs to it will be asked for when the model is ready."""
+        self._path = path
+
+    def restore(
+        self,
+        files: Files,
+        content: Mapping[str, Any],
+        compression: Compression,
+        ranks: Collective,
+        device: torch.device,
+    ) -> str:
+        """Go on from the checkpoint that was read last; every rank comes.
+
+        Returns:
+            why the compression begins anew instead, or an empty text.
+
+        Raises:
+            ValueError: it cannot go on, and ``strict`` was asked for; on every rank.
+        """
+        compression.reset()
+        manifest = content.get(sidecar.KEY)
+        if manifest is None and not (compression.active and compression.settings.keeps_state):
+            return ""
+        problem, state, common = "", None, 0
+        try:
+            if not compression.active and compression.settings.chosen is None:
+                raise ValueError("this run does not compress, on one rank or with 'none': what was not sent is dropped")
+            state = sidecar.read(files, self._path, manifest, compression.settings.families, ranks, device)
+            common = snapshot.checksum(state, ["shared"])
+        except Exception as error:  # the other ranks wait for word
+            problem = str(error) or type(error).__name__
+        said = torch.tensor([bool(problem), common, -common], dtype=torch.int64, device=device)
+        ranks.all_reduce_max(said)
+        failed, most, least = said.tolist()
+        if not failed and most != -least:  # each file is whole, and they would not go on alike
+            problem = "the ranks' files are of different steps, groups or settings"
+        elif not failed:
+            assert state is not None
+            try:
+                compression.load_state_dict(sidecar.redistribute(state, ranks))
+                return ""
+            except ValueError as error:  # on all ranks alike
+                compression.reset()
+                problem = str(error)
+        problem = problem or "another rank cannot restore its state, and says why"
+        if self.strict:
+            raise ValueError(f"{problem}; set strict_state=False to begin error feedback again from zero")
+        return f"{problem}. Error feedback begins again from zero, and warm-up and schedules at their first step"
+
+    def remove(self, path: str) -> None:
+        """A checkpoint was removed; only rank 0 comes."""
+        sidecar.remove(path)
+
+
+@contextlib.contextmanager
+def _together(path: str, ranks: Collective, device: torch.device) -> Iterator[None]:
+    """Wait until every rank has done what is inside; what failed on one of them stops all."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # the others wait for word
+        problem = error
+    failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+    try:
+        with failures.explained(f"saving {path}", ranks.rank):
+            ranks.all_reduce_max(failed)
+    finally:
+        if problem is not None:
+            raise problem
+    if failed:
+        raise failures.ExchangeError(
+            f"rank {ranks.rank}, saving {path}: another rank could not write its part, and says why; the checkpoint "
+            "was not written"
+        )

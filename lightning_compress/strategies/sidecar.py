@@ -1,0 +1,247 @@
+"""Files beside a checkpoint: every rank's own state, which the checkpoint itself, written by rank 0, cannot hold.
+
+    epoch=3.ckpt                          the checkpoint; a manifest in it names the files that belong to it
+    epoch=3.ckpt.lc/<save>.rank0.pt       one file a rank and save, tensors and primitives only
+    hpc.lc/<save>.rank0.pt                the same for hpc_ckpt_1.ckpt and the others that a cluster's signal makes
+
+A file is written under a temporary name and renamed, and belongs to one save: a checkpoint that is written again keeps
+the files of the save before until the one after, so that at any moment some checkpoint is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from fsspec.core import url_to_fs
+
+from lightning_compress.collectives import Collective
+from lightning_compress.core import snapshot
+from lightning_compress.core.snapshot import Snapshot
+
+KEY = "lightning_compress"
+"""Where a checkpoint has the manifest."""
+CHOSEN = "lightning_compress_chosen"
+"""Where it has what ``compressor="auto"`` became."""
+FORMAT = 1
+MOST_RANKS = 1 << 20
+NAME = re.compile(r"[0-9a-f]{16}-\d{1,18}-\d{1,18}")
+"""Of a save."""
+SavedState = Literal["sidecar", "mean", "none"]
+
+
+class Files(Protocol):
+    """What is needed of a Lightning ``CheckpointIO``."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
+        """Write."""
+
+    def load_checkpoint(self, path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read; tensors and primitives only."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of one run.
+
+    Args:
+        run: a number that the ranks of a run have in common.
+        count: how many saves were before it.
+        step: optimizer steps that it holds.
+    """
+
+    run: int
+    count: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.run:016x}-{self.count}-{self.step}"
+
+
+def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state: Snapshot, ranks: Collective) -> None:
+    """Write this rank's file, put the manifest into the checkpoint, and drop files that no checkpoint needs.
+
+    Args:
+        files: writes.
+        path: of the checkpoint.
+        checkpoint: gets the manifest.
+        save: which one, the same on all ranks.
+        state: of this rank.
+        ranks: are not talked to: a save may be an answer to an exception or a signal.
+    """
+    folder = _beside(path)
+    content = {"save": str(save), "state": state, "checksum": snapshot.checksum(state)}
+    files.save_checkpoint(content, f"{folder}/{save}.rank{ranks.rank}.pt")
+    checkpoint[KEY] = {
+        "format": FORMAT,
+        "kind": "sidecar",
+        "method": state["method"],
+        "save": str(save),
+        "folder": os.path.basename(folder),
+        "world_size": ranks.size,
+    }
+    _drop_older(folder, f".rank{ranks.rank}.pt", save)
+
+
+def _beside(path: str) -> str:
+    """The folder of the ranks' files.
+
+    When a cluster's signal arrives, every rank counts the ``hpc_ckpt_<n>`` that are there to name its own: one that is
+    late sees what the others wrote, and folders too. So those have one folder, which is not counted.
+    """
+    parent, name = os.path.split(path)
+    return os.path.join(parent, "hpc.lc") if name.startswith("hpc_ckpt_") else f"{path}.lc"
+
+
+def _drop_older(folder: str, ending: str, save: Save) -> None:
+    """Keep the files of this save and of the one before it: the checkpoint on disk may still be the earlier one."""
+    fs, place = url_to_fs(folder)
+    try:
+        paths = [path for path in fs.ls(place, detail=False) if path.endswith(ending)]
+    except FileNotFoundError:  # it is being written in the background
+        return
+    ours = {path: _count(path, save.run) for path in paths}
+    previous = max((count for count in ours.values() if count is not None and count < save.count), default=-1)
+    others = [path for path, count in ours.items() if count is None]
+    for path, count in ours.items():
+        if count is not None and count < previous:
+            fs.rm(path)
+    if previous >= 0:  # two saves of this run are whole: what an earlier run left is not needed
+        for path in others:
+            fs.rm(path)
+
+
+def _count(path: str, run: int) -> int | None:
+    parts = os.path.basename(path).split(".")[0].split("-")
+    return int(parts[1]) if parts[0] == f"{run:016x}" else None
+
+
+def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective) -> None:
+    """Put the mean over the ranks into the checkpoint itself; where ranks differ, all of them must save."""
+    _average(state, ranks, ranks.size)
+    checkpoint[KEY] = {
+        "format": FORMAT,
+        "kind": "inside",
+        "method": state["method"],
+        "world_size": ranks.size,
+        "state": state,
+    }
+
+
+def remove(path: str) -> None:
+    """Remove the files beside a checkpoint."""
+    fs, place = url_to_fs(f"{path}.lc")
+    if fs.exists(place):
+        fs.rm(place, recursive=True)
+
+
+def read(
+    files: Files, path: str, manifest: object, methods: Sequence[str], ranks: Collective, device: torch.device
+) -> Snapshot:
+    """This rank's state of a checkpoint: its own, or at another world size the mean over those that were.
+
+    Args:
+        files: reads.
+        path: of the checkpoint.
+        manifest: what the checkpoint has under ``KEY``.
+        methods: whose state this run can go on from, its own first.
+        ranks: at another world size they sum up what they read; all of them must come.
+        device: on which the ranks talk.
+
+    Raises:
+        ValueError: a part is missing, damaged, of another save or of another method.
+    """
+    if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
+        raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
+    theirs, before = manifest.get("method"), manifest.get("world_size")
+    if not isinstance(theirs, str) or type(before) is not int or not 0 < before <= MOST_RANKS:
+        raise ValueError("the checkpoint's manifest is damaged")
+    if theirs not in methods:
+        raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {methods[0]}")
+    if manifest.get("kind") == "inside":
+        return snapshot.scaled(snapshot.check(manifest.get("state")), "owner", before / ranks.size)
+    folder, save = manifest.get("folder"), manifest.get("save")
+    if not isinstance(folder, str) or not isinstance(save, str):
+        raise ValueError("the checkpoint's manifest is damaged")
+    plain = os.path.basename(folder) == folder and folder.endswith(".lc") and "::" not in folder
+    if not plain or not NAME.fullmatch(save):
+        raise ValueError("the checkpoint's manifest names files elsewhere")
+    place = f"{_folder(path, folder, save)}/{save}.rank"
+    if before == ranks.size:
+        return _read_one(files, f"{place}{ranks.rank}.pt", save, device)
+    numbers = range(ranks.rank, before, ranks.size)
+    parts = [_read_one(files, f"{place}{number}.pt", save, device) for number in numbers]
+    own = snapshot.total(parts) if parts else snapshot.zeroed(_read_one(files, f"{place}0.pt", save, device))
+    return own | {"summands": before}
+
+
+def redistribute(state: Snapshot, ranks: Collective) -> Snapshot:
+    """Finish ``read`` at another world size, where all ranks read well: every rank goes on from the mean."""
+    if "summands" in state:
+        _average(state, ranks, state.pop("summands"))
+    return state
+
+
+def _average(state: Snapshot, ranks: Collective, summands: int) -> None:
+    for group in state["groups"]:
+        for _, one in sorted(group["states"].items()):
+            if one["holder"] != "shared":
+                one["numbers"] = one["numbers"].to(torch.float32, copy=True)
+                ranks.all_reduce(one["numbers"])
+                one["numbers"] /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
+
+
+def _folder(path: str, named: str, save: str) -> str:
+    """Where the files are: beside the checkpoint, under its name now or then; ``last.ckpt`` may be a link to it."""
+    real = path if "://" in path else os.path.realpath(path)
+    places = [f"{real}.lc", f"{os.path.dirname(real)}/{named}"]
+    for place in places:
+        fs, folder = url_to_fs(place)
+        if fs.exists(folder) and any(os.path.basename(each).startswith(f"{save}.") for each in fs.ls(folder, False)):
+            return place
+    return places[0]
+
+
+def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snapshot:
+    fs, place = url_to_fs(path)
+    if not fs.exists(place):
+        raise ValueError(f"{path} is missing: the ranks' own state was not copied along, or not written to its end")
+    try:
+        content = _load(files, path)
+    except Exception as error:
+        said = [*str(error).splitlines(), type(error).__name__]  # torch goes on to advise what would run any code
+        raise ValueError(f"{path} cannot be read: {said[0]}") from error
+    if not isinstance(content, Mapping) or content.get("save") != save:
+        raise ValueError(f"{path} is of another save than the checkpoint")
+    state = snapshot.check(content.get("state"))
+    if content.get("checksum") != snapshot.checksum(state):  # torch.load does not notice
+        raise ValueError(f"{path} is damaged: its checksum is wrong")
+    for group in state["groups"]:
+        for one in group["states"].values():
+            one["numbers"] = one["numbers"].to(device)
+    return state
+
+
+def _load(files: Files, path: str) -> object:
+    """Read tensors and primitives, so that no code in a file runs, and no more of them than there are bytes.
+
+    What torch.save wrote is read here, since a CheckpointIO of the user's own, or of an older Lightning, need not take
+    ``weights_only``. One that writes another format must.
+    """
+    fs, place = url_to_fs(path)
+    with fs.open(place, "rb") as file:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+            size = file.seek(0, os.SEEK_END)
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            if not stored or sum(record.file_size for record in records) > size:
+                raise ValueError("it is no file that torch.save writes")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    return files.load_checkpoint(path, weights_only=True)

@@ -1,0 +1,125 @@
+"""What the monitor tells the loggers."""
+
+import warnings
+from functools import partial
+
+import pytest
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_compress import CommunicationMonitor, CompressedDDPStrategy
+from tests.engine.test_modes import TwoOptimizers
+from tests.helpers.training import Net, fit
+
+TIMES = {"encode_ms", "exchange_ms", "decode_ms"}
+SAMPLED = TIMES | {"relative_error", "residual_norm"}
+COUNTED = {"bytes_sent", "bytes_dense", "ratio", "steps", "nonfinite_steps", "total_bytes_sent", "total_bytes_dense"}
+
+
+class Memory(Logger):
+    """Keeps what it is given."""
+
+    name, version = "memory", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def _logged(compressor, steps=7, every=3):
+    memory = Memory()
+    strategy = CompressedDDPStrategy(compressor)
+    trainer, _ = fit(strategy, steps, callbacks=[CommunicationMonitor()], loggers=memory, log_every_n_steps=every)
+    return memory.rows, {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "topk", "bf16"])
+def test_traffic_time_and_error_reach_the_loggers(pools, compressor):
+    rows, bar = pools[2].run(_logged, compressor)[0]
+    assert sorted(rows) == [2, 5]  # counted from 0, as Lightning does
+    for step, row in rows.items():
+        figures = {name.removeprefix("comm/"): value for name, value in row.items()}
+        assert set(figures) == COUNTED | SAMPLED
+        assert figures["steps"] == step + 1
+        assert figures["total_bytes_sent"] == (step + 1) * figures["bytes_sent"]
+        assert figures["ratio"] == figures["bytes_dense"] / figures["bytes_sent"] > 1.9
+        assert all(figures[name] > 0 for name in TIMES)
+        assert 0 < figures["relative_error"] < 1
+        assert (figures["residual_norm"] > 0) == (compressor != "bf16")
+    assert bar["comm/ratio"] == pytest.approx(rows[5]["comm/ratio"])
+
+
+def test_a_dense_baseline_is_logged_too(pools):
+    rows, _ = pools[2].run(_logged, "none")[0]
+    assert rows[5]["comm/ratio"] == 1.0
+    assert rows[5]["comm/bytes_sent"] == rows[5]["comm/bytes_dense"] > 0
+
+
+def _one_process():
+    strategy = CompressedDDPStrategy("topk")
+    fit(strategy, 3)
+    return strategy.comm_stats()
+
+
+def test_one_process_sends_nothing(pools):
+    (stats,) = pools[1].run(_one_process)
+    assert stats["bytes_sent"] == 0
+    assert stats["ratio"] == 1.0
+
+
+class Logs(Net):
+    """A figure of its own, by Lightning."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class LogsTwo(TwoOptimizers):
+    """The same with two optimizers, each with a backward of its own."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.log("loss", 1.0)
+
+
+def _rows(make, **trainer):
+    memory = Memory()
+    callbacks = [CommunicationMonitor(), LearningRateMonitor("step")]
+    fit(CompressedDDPStrategy("topk"), 9, make, callbacks=callbacks, loggers=memory, log_every_n_steps=2, **trainer)
+    named = {name: [step for step, row in memory.rows.items() if name in row] for name in ("loss", "comm/ratio")}
+    return named, [step for step, row in memory.rows.items() if any(name.startswith("lr-") for name in row)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_row_is_that_of_lightnings_own_figures(pools, accumulate):
+    for named, rates in pools[2].run(partial(_rows, accumulate_grad_batches=accumulate), Logs):
+        assert named["comm/ratio"] == named["loss"] == [1, 3, 5, 7]
+        assert set(named["loss"]) <= set(rates) or accumulate > 1
+
+
+def test_the_row_is_that_of_two_optimizers_too(pools):
+    for named, _ in pools[2].run(_rows, LogsTwo):
+        assert named["comm/ratio"] == named["loss"] == [1, 3]
+
+
+def _plain():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, _ = fit(DDPStrategy(), 2, callbacks=[CommunicationMonitor()], log_every_n_steps=1, quiet=False)
+    return [str(each.message) for each in caught if "CommunicationMonitor" in str(each.message)], trainer.global_step
+
+
+def test_another_strategy_is_told(pools):
+    ((said,), steps), (others, _) = pools[2].run(_plain)
+    assert "not DDPStrategy; for an uncompressed baseline use compressor='none'" in said
+    assert steps == 2
+    assert not others

@@ -1,0 +1,90 @@
+"""Point-to-point messages of every transport."""
+
+import pytest
+import torch
+
+from lightning_compress.collectives import (
+    CountingCollective,
+    LocalCollective,
+    OrderedCollective,
+    TorchCollective,
+    run_threads,
+)
+from lightning_compress.core.meter import Meter
+
+CPU = torch.device("cpu")
+
+
+def letter(sender, receiver, numel):
+    """Different content for every pair."""
+    return torch.arange(numel) * 1000 + 10 * sender + receiver
+
+
+def swaps(collective, shifts, numel):
+    """Rings in either direction, a round of nothing, one of two ranks, and one of all pairs."""
+    rank, size = collective.rank, collective.size
+    good = []
+    for shift in shifts:
+        to, source = (rank + shift) % size, (rank - shift) % size
+        if to == rank:
+            continue
+        out = torch.zeros(numel, dtype=torch.int64)
+        collective.swap({to: letter(rank, to, numel)}, {source: out})
+        good.append(out.equal(letter(source, rank, numel)))
+    collective.swap({}, {})
+    out = torch.zeros(3, dtype=torch.int64)
+    sends = {1: letter(0, 1, 3)} if rank == 0 else {}
+    collective.swap(sends, {0: out} if rank == 1 else {})
+    good.append(rank != 1 or out.equal(letter(0, 1, 3)))
+    others = [peer for peer in range(size) if peer != rank]
+    outs = {peer: torch.zeros(1 + peer, dtype=torch.int64) for peer in others}  # as long as the sender says
+    collective.swap({peer: letter(rank, peer, 1 + rank) for peer in others}, outs)
+    return good + [outs[peer].equal(letter(peer, rank, 1 + peer)) for peer in others]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_threads(size):
+    assert all(all(good) for good in run_threads(size, lambda each: swaps(OrderedCollective(each), (1, -1, 2), 7)))
+
+
+def _over_sockets(numel):
+    return swaps(TorchCollective(), (1, -1, 2), numel)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sockets(pools, size):
+    """Large messages too: a send that waited for its receive would lock the ring."""
+    assert all(all(good) for good in pools[size].run(_over_sockets, 300_000))
+
+
+def _in_parts():
+    part = TorchCollective().part([[3, 1], [0, 2]])  # ranks of the part are not those of the world
+    return swaps(part, (1,), 5)
+
+
+def test_inside_a_part(pools):
+    assert all(all(good) for good in pools[4].run(_in_parts))
+
+
+def test_what_goes_out_is_counted():
+    def count(collective):
+        meter = Meter(CPU)
+        swaps(CountingCollective(collective, meter), (), 0)
+        return meter.bytes_sent
+
+    assert run_threads(3, count) == [8 * 3 + 2 * 8, 2 * 2 * 8, 2 * 3 * 8]
+
+
+def test_one_rank_alone():
+    LocalCollective().swap({}, {})
+
+
+def test_a_message_of_another_length_is_an_error():
+    def program(collective):
+        if collective.rank == 0:
+            collective.swap({1: torch.zeros(1)}, {})
+        else:
+            collective.swap({}, {0: torch.zeros(4)})
+
+    with pytest.raises(RuntimeError, match=r"rank 0 sends \(1,\), not \(4,\)"):
+        run_threads(2, program)

@@ -1,0 +1,61 @@
+"""Bytes reported are bytes sent: the loopback interface's own counters say so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_compress.collectives import CountingCollective, TorchCollective
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.reducers import PowerSGD
+from tests.cases import CASES
+from tests.test_laws import PATTERNS, can_travel, group_plan
+
+COUNTERS = Path("/proc/net/dev")
+REPEATS = 5
+# Every collective, in every dtype, of fixed and variable length; what a codec writes is counted elsewhere.
+NAMES = ("none", "bf16", "topk", "onebit", "threshold", "randomk", "terngrad_shared", "signsgd", "powersgd", "sketch")
+# Where a message of the case's own is so small that the transport's headers would count.
+LARGER = {"powersgd": PowerSGD(rank=128)}
+
+pytestmark = pytest.mark.alone
+
+
+def _loopback_bytes():
+    line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def _send(codec, exchange):
+    """Bytes by the interface (all ranks together) and by this rank's meter."""
+    device = torch.device("cpu")
+    meter = Meter(device)
+    dense, large = Layout.of([("bias", (1000,))]), Layout.of([("weight", (1 << 10, 1 << 10))])
+    plan = group_plan(codec, exchange, CountingCollective(TorchCollective(), meter), meter, dense, large)
+    gradient = torch.randn(dense.numel + large.numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    out = torch.empty_like(gradient)
+    plan.mean(gradient.clone(), out, 0, torch.tensor(0.0))  # opens the connections
+    dist.barrier()
+    before, counted = _loopback_bytes(), meter.bytes_sent
+    dist.barrier()
+    for step in range(REPEATS):
+        plan.mean(gradient.clone(), out, step, torch.tensor(0.0))
+    dist.barrier()
+    return _loopback_bytes() - before, meter.bytes_sent - counted
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="needs Linux's interface counters")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("exchange", PATTERNS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
+def test_interface_counters_agree(pools, case, exchange, size):
+    if not can_travel(case, exchange, size):
+        pytest.skip("these messages cannot be summed")
+    for attempt in range(3):  # the interface is everybody's on this machine
+        ranks = pools[size].run(_send, LARGER.get(case.name, case.codec), exchange)
+        counted = sum(mine for _, mine in ranks)
+        if attempt == 2 or abs(ranks[0][0] / counted - 1) < 0.05:
+            break
+    assert ranks[0][0] == pytest.approx(counted, rel=0.05)

@@ -1,0 +1,112 @@
+"""On an accelerator nothing waits for the device: tensors of the device "meta" have no numbers to look at."""
+
+import pytest
+import torch
+
+from lightning_compress.collectives import World
+from lightning_compress.collectives.base import Collective
+from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine.group import Group
+from lightning_compress.reducers import Reducer
+from lightning_compress.settings.settings import Settings
+from tests.cases import CASES
+
+META = torch.device("meta")
+PARAMETERS = [("weight", (60, 101)), ("bias", (37,)), ("other", (67, 83))]
+WAITS = {"topk_2bit", "topk_1bit", "topk_rice", "threshold", "threshold_words", "adaptive", "adaptive_int16", "wangni"}
+WAITS |= {"qsgd_elias", "atomo"}
+"""Methods whose messages are made on the host, as their docstrings say."""
+
+
+class Echo(Collective):
+    """A world whose other ranks send what this one does."""
+
+    rank, size = 1, 4
+
+    def all_reduce(self, tensor):
+        tensor.mul_(4)
+
+    def all_reduce_max(self, tensor):
+        pass
+
+    def all_gather(self, tensor, out):
+        out.copy_(tensor.expand_as(out))
+
+    def all_to_all(self, send, receive):
+        receive.copy_(send)
+
+    def swap(self, sends, receives):
+        for tensor in receives.values():
+            tensor.zero_()
+
+    def part(self, ranks):
+        return self
+
+
+@pytest.fixture
+def no_numbers_from_the_host(monkeypatch):
+    """``torch.tensor(3, device="cuda")`` copies from memory that the device cannot read by itself, and waits."""
+
+    def watch():
+        for name in ("tensor", "as_tensor"):
+            real = getattr(torch, name)
+
+            def watched(*given, real=real, device=None, **options):
+                there = isinstance(given[0], torch.Tensor) and not given[0].is_cpu
+                assert device is None or torch.device(device).type == "cpu" or there, f"{real.__name__}({given})"
+                return real(*given, device=device, **options)
+
+            monkeypatch.setattr(torch, name, watched)
+
+    return watch
+
+
+def steps(settings, watch, scale=None):
+    meter = Meter(META)
+    group = Group(PARAMETERS, settings, World(Echo(), META, meter), Scratch(META), unused=False)
+    for step in range(3):
+        if step == 1:
+            watch()
+        rejected = group.reduce([torch.empty(shape, device=META) for _, shape in PARAMETERS], step, scale).isnan()
+        for state in group.states.values():
+            state.commit(rejected, group.names)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot", "all_reduce"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_step(case, exchange, no_numbers_from_the_host):
+    try:
+        settings = Settings.of(case.codec, "auto" if isinstance(case.codec, Reducer) else exchange)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if case.name in WAITS:
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            steps(settings, no_numbers_from_the_host)
+    else:
+        steps(settings, no_numbers_from_the_host)
+
+
+@pytest.mark.parametrize("corrected", ["dgc", {"name": "dgc", "clip": 0.5, "nesterov": True}, "onebit_adam"])
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
+def test_a_step_of_a_correction(corrected, exchange, no_numbers_from_the_host):
+    if exchange == "two_shot" and corrected != "onebit_adam":
+        pytest.skip("two_shot is another algorithm for sparsifiers")
+    steps(Settings.of(corrected, exchange), no_numbers_from_the_host)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"residual_dtype": "bfloat16"},
+        {"local_clip_norm": 1.0},
+        {"residual_decay": 0.9},
+        {"warmup_steps": 9},
+        {"error_feedback": False},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_a_step_of_other_settings(changes, no_numbers_from_the_host):
+    scale = torch.ones((), device=META)
+    steps(Settings.of("onebit", "all_gather", **changes), no_numbers_from_the_host, scale)

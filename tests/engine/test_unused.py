@@ -1,0 +1,161 @@
+"""What no rank has a gradient for does not move, whatever stands beside it, and loses nothing."""
+
+import pytest
+import torch
+
+from lightning_compress.codecs import Codec
+from lightning_compress.collectives import World, run_threads
+from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.corrections import DGC, OneBitAdam
+from lightning_compress.engine.group import Group
+from lightning_compress.exchanges import TwoShot
+from lightning_compress.settings.settings import Settings
+from tests.cases import CASES
+
+CPU = torch.device("cpu")
+PARAMETERS = [("body", (37, 61)), ("bias", (37,)), ("unused", (29, 43)), ("words", (61, 33)), ("last", (23, 47))]
+"""No size is a multiple of any block."""
+ROWS = torch.arange(61) % 7 != 3
+"""Those of the embedding that no rank uses."""
+KINDS = {"words": "embedding"}
+
+METHODS = {case.name: case.codec for case in CASES} | {
+    "dgc": DGC(density=0.05),
+    "onebit_adam": OneBitAdam(freeze_steps=1),
+}
+
+
+def gradients(rank, step, unused=True):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    made = [torch.randn(shape, generator=generator) for _, shape in PARAMETERS]
+    if unused:
+        made[2].zero_()
+    made[3][ROWS] = 0.0
+    return made
+
+
+def steps(collective, settings, count, find_unused, make=gradients):
+    """Groups of some steps: what each made of the gradients, and the group."""
+    meter = Meter(CPU)
+    bound = settings.bound(KINDS)
+    group = Group(PARAMETERS, bound, World(collective, CPU, meter), Scratch(CPU), find_unused)
+    found = []
+    for step in range(count):
+        parts = make(collective.rank, step)
+        rejected = group.reduce(parts, step, None).isnan()
+        found.append([each.clone() for each in parts])
+        for state in group.states.values():
+            state.commit(rejected, group.names)
+    return found, group
+
+
+def residual_of(group, name):
+    segment = next(each for each in group.layout.segments if each.name == name)
+    return group.residual.committed[segment.offset : segment.end].clone()
+
+
+def settings_of(method, exchange="auto", **more):
+    given = {"name": "auto", "fallback": "never", "link": {"latency_s": 1e-4, "bytes_per_s": 1e7}}
+    return Settings.of(method, given if exchange == "auto" else exchange, min_numel=1, **more)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_what_no_rank_uses_does_not_move(name, size, find_unused):
+    settings = settings_of(METHODS[name])
+    for found, group in run_threads(size, lambda collective: steps(collective, settings, 4, find_unused)):
+        assert not any(parts[2].any() for parts in found)
+        assert not any(parts[3][ROWS].any() for parts in found)
+        assert all(parts[4].any() for parts in found)
+        if group.residual:
+            assert not residual_of(group, "unused").any()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adagrad_does_not_move_it(size):
+    settings = settings_of("onebit", TwoShot(adagrad=1e-8))
+    for found, group in run_threads(size, lambda collective: steps(collective, settings, 4, False)):
+        assert not any(parts[2].any() or parts[3][ROWS].any() for parts in found)
+        for state in group.states.values():
+            assert not state.committed[slice(*unused_range(group))].any()
+
+
+def unused_range(group):
+    segment = next(each for each in group.layout.segments if each.name == "unused")
+    return segment.offset, segment.end
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_who_says_so_keeps_zeros(case):
+    if not isinstance(case.codec, Codec) or not case.codec.keeps_zeros:
+        pytest.skip("zeros are looked for")
+    layout = Layout.of(PARAMETERS)
+    plan = case.codec.plan(layout, CPU)
+    for seed in range(4):
+        vector = torch.cat([each.flatten() for each in gradients(0, seed)])
+        zeros, message = vector == 0, torch.zeros(plan.message_size, dtype=torch.uint8)
+        plan.share(seed)
+        plan.encode(vector, message, seed)
+        out = torch.empty_like(vector)
+        plan.decode(message[None, : plan.used], out, 0.5, accumulate=False)
+        assert not vector[zeros].any()
+        assert not out[zeros].any()
+
+
+def alternating(rank, step):
+    """The parameter is used in the first steps only."""
+    return gradients(rank, step, unused=step >= 2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", [*(name for name in METHODS if name not in ("none", "bf16", "fp16"))])
+def test_an_unused_parameter_keeps_its_state(name, size):
+    """DistributedDataParallel throws its mean away, and what was sent of the residual would be lost with it."""
+    settings = settings_of(METHODS[name])
+
+    def program(collective):
+        _, before = steps(collective, settings, 2, True, alternating)
+        found, after = steps(collective, settings, 5, True, alternating)
+        return found, before, after
+
+    for found, before, after in run_threads(size, program):
+        assert not any(parts[2].any() for parts in found[2:])
+        for kind, state in before.states.items():
+            for segment in state.layout.segments:
+                if segment.name == "unused":
+                    place = slice(segment.offset, segment.end)
+                    assert torch.equal(state.committed[place], after.states[kind].committed[place]), kind
+
+
+def partly(rank, step):
+    """Only rank 1 has a gradient for the parameter, which others own and merge."""
+    made = gradients(rank, step, unused=False)
+    if rank != 1:
+        made[2].zero_()
+    return made
+
+
+@pytest.mark.parametrize("exchange", ["auto", "two_shot", "gtopk", "binomial"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["onebit", "efsign", "fft", "topk"])
+def test_a_gradient_that_one_rank_has_arrives(name, size, exchange):
+    """Residuals of sums are fed back by whoever holds them, with a gradient of its own or without."""
+    if exchange == "gtopk" and name != "topk":
+        pytest.skip("for sparse methods")
+    settings = settings_of({"name": "topk", "density": 0.1} if name == "topk" else name, exchange)
+
+    def program(collective):
+        found, group = steps(collective, settings, 24, True, partly)
+        return [parts[2] for parts in found], residual_of(group, "unused")
+
+    ranks = run_threads(size, program)
+    applied = size * sum(each.double() for each in ranks[0][0]).flatten()
+    given = sum(partly(1, step)[2].double() for step in range(24)).flatten()
+    kept = sum(residual.double() for _, residual in ranks)
+    assert float((applied + kept - given).norm() / given.norm()) < 1e-4
+    late = sum(each.double() for each in ranks[0][0][12:]).flatten()
+    assert float(kept.norm() / given.norm()) < 1.5  # bounded, where it grew with every step
+    assert late.norm() > 0

@@ -1,0 +1,79 @@
+"""Sums of messages are encoded by a codec of their own."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, TernGrad
+from lightning_compress.collectives import CountingCollective, World, run_threads
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.exchanges import Auto, Binomial, Hierarchical, TwoShot
+from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.nodes import Cluster
+from lightning_compress.exchanges.probe import kind_of
+from tests.exchanges.test_exchanges import check
+
+CPU = torch.device("cpu")
+
+SUMS = {  # qsgd with 4 bits, its sums at 4 and 8 ranks with 5 and 6
+    TwoShot(): lambda ranks: (ranks - 1) / ranks * (4 + {4: 5, 8: 6}[ranks]),
+    TwoShot(sums="same"): lambda ranks: (ranks - 1) / ranks * (4 + 4),
+    Binomial(): lambda ranks: (ranks - 1).bit_length() * {4: 5, 8: 6}[ranks],  # the root, down
+    Binomial(sums="same"): lambda ranks: (ranks - 1).bit_length() * 4,
+}
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("exchange", SUMS, ids=repr)
+def test_how_many_bits_sums_take_is_an_option(exchange, size):
+    numel = 1 << 16
+    sections = [Section(QSGD(bucket=1024), Layout.of([("matrix", (256, 256))]), 0)]
+
+    def sent(collective):
+        meter = Meter(CPU)
+        plan = exchange.plan(sections, World(CountingCollective(collective, meter), CPU, meter))
+        vector = torch.randn(numel, generator=torch.Generator().manual_seed(collective.rank))
+        plan.mean(vector, torch.empty(numel), 5, torch.tensor(0.0))
+        assert meter.bytes_sent == plan.bytes_sent
+        return plan.bytes_sent
+
+    assert 8 * run_threads(size, sent)[0] / numel == pytest.approx(SUMS[exchange](size), rel=0.03)
+
+
+@pytest.mark.parametrize("codec", [QSGD(), TernGrad(), FFT(), OneBit()], ids=repr)
+@pytest.mark.parametrize("exchange", [TwoShot(), Binomial(), Hierarchical("two_shot", 2)], ids=repr)
+def test_one_message_of_several_methods(exchange, codec):
+    first, second = Layout.of([("embedding", (70, 30))]), Layout.of([("linear", (101, 67))])
+    sections = [Section(RandomK(0.3), first, 0), Section(codec, second, first.numel)]
+
+    def mean(collective):
+        plan = exchange.plan(sections, World(collective, CPU, Meter(CPU)))
+        before = torch.randn(sections[-1].stop, generator=torch.Generator().manual_seed(collective.rank))
+        after, out = before.clone(), torch.full_like(before, 7.0)
+        plan.mean(after, out, 5, torch.tensor(0.0))
+        return before, after, out
+
+    ranks = run_threads(4, mean)
+    check(ranks)
+    assert ((ranks[0][2][: first.numel] != 0).float().mean() - 0.3).abs() < 0.01  # the same elements in either stage
+
+
+def test_auto_knows_what_encoding_sums_costs():
+    """TernGrad's are encoded by QSGD, which is pretended to be slow."""
+    usual = [2e-9, 1e-9, 0.0]
+    first, sums = kind_of(TernGrad()), kind_of(TernGrad().refined(8))
+    speeds = {"Dense": [4e-10, 4e-10, 0.0], first: usual, sums: usual}
+    cluster = run_threads(8, lambda collective: asdict(Cluster.of(collective, CPU)))[0]
+    measured = {"cluster": cluster, "links": {"ranks": [1e-4, 1e8]}, "speeds": speeds, "node_size": 1}
+    sections = [Section(TernGrad(), Layout.of([("matrix", (1024, 1024))]), 0)]
+
+    def chosen(speed):
+        exchange = Auto("never").given(measured | {"speeds": speeds | {sums: speed}})
+        plans = run_threads(8, lambda collective: exchange.plan(sections, World(collective, CPU, Meter(CPU))))
+        assert len({plan.description for plan in plans}) == 1
+        return plans[0].description
+
+    assert chosen(usual) == "two_shot"
+    assert chosen([2e-7, 1e-7, 0.0]) == "all_gather"

@@ -1,0 +1,197 @@
+"""Kernels do what tensor operations do, bit by bit; and what was chosen is the same on all ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_compress import kernels
+from lightning_compress.codecs import CODECS
+from lightning_compress.collectives import World, run_threads
+from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
+from lightning_compress.engine.gradients import add_gradients, copy_gradients
+from lightning_compress.engine.group import Group
+from lightning_compress.exchanges.sparse import coding
+from lightning_compress.settings.settings import Settings
+
+CPU = torch.device("cpu")
+LAYOUT = Layout.of([("weight", (300, 1900)), ("bias", (37,))])  # more than a piece, and a rest
+METHODS = [
+    {"name": "onebit"},
+    {"name": "onebit", "block": 96},
+    {"name": "efsign"},
+    {"name": "rotated"},
+    {"name": "rotated", "bits": 5},
+    {"name": "rotated", "block": 64},
+    {"name": "qsgd"},
+    {"name": "qsgd", "bucket": 72},
+    {"name": "qsgd", "bits": 2, "bucket": 1024},
+    {"name": "qsgd", "bits": 8, "bucket": 64},
+    {"name": "qsgd", "norm": "l2"},
+    {"name": "topk", "density": 0.02},
+    {"name": "topk", "density": 0.02, "selection": "exact"},
+]
+
+
+@pytest.fixture
+def both():
+    """Run something with kernels and without."""
+    if kernels.compiler(CPU) is None:
+        pytest.skip("numba is not installed")
+
+    def run(program):
+        fast = program()
+        with kernels.using("torch"):
+            return fast, program()
+
+    return run
+
+
+def _messages(given):
+    settings = dict(given)
+    plan = CODECS[settings.pop("name")](**settings).plan(LAYOUT, CPU)
+    sent, left = [], []
+    for rank in range(3):
+        vector = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(rank)) ** 3
+        vector[1000:3000] = -0.0 if rank else 1e-30
+        message = torch.zeros(plan.message_size, dtype=torch.uint8)
+        plan.send(vector.clone(), message, 7 + rank)
+        again = message.clone()
+        plan.encode(vector, message, 7 + rank)
+        assert message.equal(again)
+        sent.append(message)
+        left.append(vector)
+    return plan, torch.stack(sent), left
+
+
+@pytest.mark.parametrize("given", METHODS, ids=str)
+def test_same_messages_and_same_rest(given, both):
+    (_, fast, left), (_, slow, wanted) = both(lambda: _messages(given))
+    assert fast.equal(slow)
+    for one, other in zip(left, wanted, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("given", METHODS, ids=str)
+def test_same_sums(given, accumulate, both):
+    def program():
+        plan, messages, _ = _messages(given)
+        out = torch.ones(LAYOUT.numel)
+        plan.decode(messages, out, 1 / 3, accumulate)
+        return out
+
+    fast, slow = both(program)
+    torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6 * float(slow.abs().max()))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", ["topk", "none"])
+def test_sums_in_pieces(name, damaged, both):
+    """Also of messages whose places are out of order."""
+
+    def program():
+        plan, messages, _ = _messages({"name": name} | ({"density": 0.02} if name == "topk" else {}))
+        if damaged:
+            messages = messages.roll(4, 1)
+            messages.view(torch.int32)[:, 0] = 5
+        whole, pieces = torch.ones(LAYOUT.numel), [torch.ones(each.numel) for each in LAYOUT.segments]
+        plan.decode(messages, whole, 1 / 4, accumulate=False)
+        plan.decode_pieces(messages, pieces, 1 / 4)
+        return whole, torch.cat(pieces)
+
+    (whole, pieces), (wanted, same) = both(program)
+    for each in (whole, pieces, same):
+        assert torch.equal(each.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan, 0.0])
+def test_adding_gradients(bad, both):
+    def program():
+        generator = torch.Generator().manual_seed(1)
+        state = State(LAYOUT, CPU)
+        state.committed.copy_(torch.randn(LAYOUT.numel, generator=generator))
+        gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
+        if bad is not None:
+            gradients[1][3 if bad else slice(None)] = bad
+        return add_gradients(gradients, state, 1.0), state.pending, torch.cat(gradients) + state.committed
+
+    (sound, pending, wanted), (same, _, _) = both(program)
+    assert sound == same == (bad is None)
+    if sound:
+        assert pending.equal(wanted)
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_velocities(nesterov, clip, both):
+    """Nothing goes the long way but a gradient that is not finite."""
+
+    def rank(collective):
+        settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
+        shapes = [(each.name, each.shape) for each in LAYOUT.segments]
+        group = Group(shapes, settings, World(collective, CPU, Meter(CPU)), Scratch(CPU))
+        generator, found, long_way = torch.Generator().manual_seed(collective.rank), [], group._long_way
+        for step in range(4):
+            gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
+            gradients[0][17] = torch.inf if step == 2 else 1.0
+            group._long_way = None if kernels.compiler(CPU) and step != 2 else long_way
+            rejected = group.reduce(gradients, step, None).isnan()
+            found += gradients
+            for state in group.states.values():
+                state.commit(rejected, group.names)
+        return found + [state.committed for state in group.states.values()]
+
+    fast, slow = both(lambda: [each for found in run_threads(2, rank) for each in found])
+    for one, other in zip(fast, slow, strict=True):
+        assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("numel", [31, 64, 9001])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.45, 1.0])
+def test_numbers_of_which_many_are_zero(numel, share, both):
+    def program():
+        generator = torch.Generator().manual_seed(numel)
+        values = torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < share)
+        values[3:7] = torch.tensor([torch.nan, -0.0, torch.inf, 1e-45])
+        message, out = torch.zeros(16 + 4 * numel, dtype=torch.uint8), torch.full((numel,), 7.0)
+        used = coding.write(values, message)
+        coding.read(message[:used], out)
+        places, found = coding.read_entries(message[:used], numel)
+        refused = []
+        for count in (int(message[0]), int(message[0]) ^ 1):
+            message[16:20] ^= 255
+            message[0] = count
+            try:
+                coding.read(message[:used], torch.empty(numel))
+            except ValueError:
+                refused.append(count)
+        return used, refused, message, out, found, coding.places_of(values), values[:0] if places is None else places
+
+    (*fast, last), (*slow, other) = both(program)
+    assert fast[:2] == slow[:2]
+    for one, wanted in zip([*fast[2:], last], [*slow[2:], other], strict=True):
+        assert np.array_equal(one.numpy(), wanted.numpy(), equal_nan=True)
+        assert one.dtype == wanted.dtype
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_copying_gradients(bad):
+    if kernels.compiler(CPU) is None:
+        pytest.skip("numba is not installed")
+    gradients = [torch.randn(numel) for numel in (1000, 0, 37)]
+    if bad is not None:
+        gradients[0][3] = bad
+    out = torch.full((1037,), 7.0)
+    assert copy_gradients(gradients, out) == (bad is None)
+    assert bad is not None or out.equal(torch.cat(gradients))
+    assert not copy_gradients([each.half() for each in gradients], out)
+
+
+def test_random_bits_of_a_tile_are_those_of_the_stream(both):
+    """A key whose state wraps around, and a piece that does not begin at 0."""
+    given = {"name": "rotated", "bits": 8}
+    (_, fast, _), (_, slow, _) = both(lambda: _messages(given))
+    assert np.array_equal(fast.numpy(), slow.numpy())

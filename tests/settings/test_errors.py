@@ -1,0 +1,210 @@
+"""Bad input is a clear error before training, on every rank, and nothing hangs."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress import CompressedDDPStrategy, attach
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs.cast import Narrow
+from lightning_compress.corrections import Corrected
+from lightning_compress.reducers import Reducer
+from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.settings.automatic import Automatic
+from tests.helpers.training import Net, fit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"compressor": "nosuch"},
+            "unknown compressor 'nosuch'; there are: auto, none, fp16, bf16, topk, onebit, efsign, qsgd, rotated, ",
+        ),
+        ({"bucket_cap": 3}, "CompressedDDPStrategy has no argument 'bucket_cap'; did you mean 'bucket_cap_mb'?"),
+        ({"warm_up_steps": 3}, "has no argument 'warm_up_steps'; did you mean 'warmup_steps'?"),
+        ({"find_unused": True}, "did you mean 'find_unused_parameters'?"),
+        ({"device_ids": [0]}, "has no argument 'device_ids'"),
+        ({"zzz": 1}, "has no argument 'zzz'; there are compressor, exchange"),
+        ({"compressor": {"name": "topk", "ratio": 3}}, "no setting 'ratio'; it has: density, scope, selection"),
+        ({"compressor": {"density": 0.1}}, "a mapping with a 'name'"),
+        ({"compressor": 7}, "compressor=7"),
+        ({"compressor": {"name": "topk", "density": 0.0}}, "density"),
+        ({"compressor": {"name": "topk", "density": 1.5}}, "density"),
+        ({"compressor": {"name": "onebit", "block": 100}}, "multiple of 8"),
+        ({"compressor": {"name": "auto", "gain": 1.0}}, "gain=1.0"),
+        ({"error_feedback": True}, "chooses among methods that need none"),
+        ({"schedule": {"density": {0: 0.1}}}, "has no settings that could change"),
+        ({"exchange": "split_gather"}, "carries none of what compressor='auto' chooses among"),
+        ({"rules": [{"kind": "conv", "compressor": "auto"}]}, "a rule names its compressor"),
+        ({"exchange": "ring"}, "unknown exchange 'ring'; there are: auto, all_reduce, all_gather, two_shot"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"min_numel": 1.5}, "min_numel=1.5"),
+        ({"exclude": "head"}, "write exclude=['head']"),
+        ({"exclude": 5}, "exclude=5 must be a list"),
+        ({"compressor": "topk", "exchange": "all_reduce"}, "those of TopK"),
+        ({"error_feedback": "yes"}, "error_feedback='yes'"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook"),
+        ({"ddp_comm_state": object()}, "ddp_comm_state"),
+        ({"ddp_comm_wrapper": print}, "compressor='bf16' or 'fp16'"),
+        ({"mixed_precision": object()}, "Trainer(precision=...)"),
+        ({"delay_all_reduce_named_params": [("a", None)]}, "exclude=[...]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_at_construction(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CompressedDDPStrategy(**arguments)
+
+
+def test_every_compressor_has_a_name():
+    """But for what the gradients' dtype makes of ``none``."""
+    ours = {each for base in (Codec, Reducer, Corrected, Automatic) for each in (base, *_subclasses(base))}
+    ours = {each for each in ours if each.__module__.startswith("lightning_compress.")}
+    concrete = {each for each in ours if not ours & set(each.__subclasses__())}
+    assert concrete == {*COMPRESSORS.values(), Narrow} - {Dense}
+
+
+def _subclasses(cls):
+    return {each for child in cls.__subclasses__() for each in (child, *_subclasses(child))}
+
+
+def _refusal(strategy, trainer=None, make=Net):
+    """What a fit on this rank is refused with."""
+    try:
+        fit(CompressedDDPStrategy(**strategy), 2, make, **(trainer or {}))
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def _different_settings():
+    return _refusal({"compressor": "topk" if dist.get_rank() == 1 else "onebit"})
+
+
+class SparseNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(100, 20, sparse=True)
+
+
+class WiderNet(Net):
+    def __init__(self):
+        super().__init__()
+        if dist.get_rank() == 2:
+            self.head[0] = nn.Linear(144, 65)
+            self.head[2] = nn.Linear(65, 10)
+
+
+class BackwardStepped(Net):
+    def __init__(self):
+        super().__init__()
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        _apply_optimizer_in_backward(torch.optim.SGD, self.head.parameters(), {"lr": 0.1})
+
+
+def _static_graph():
+    return _refusal({"compressor": "topk", "static_graph": True}, {"accumulate_grad_batches": 2})
+
+
+def _pattern():
+    return _refusal({"compressor": "topk", "exclude": ["nosuch.*"]})
+
+
+def _sparse():
+    return _refusal({"compressor": "topk"}, make=SparseNet)
+
+
+def _wider():
+    return _refusal({"compressor": "topk"}, make=WiderNet)
+
+
+def _stepped():
+    return _refusal({"compressor": "topk"}, make=BackwardStepped)
+
+
+class ComplexNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(64, 64, dtype=torch.complex64))
+
+
+def _complex():
+    return _refusal({"compressor": "bf16"}, make=ComplexNet)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (_different_settings, "compression settings of rank 1 differ from those of rank 0"),
+        (_wider, "trained parameters (names, shapes, dtypes) of rank 2 differ from those of rank 0"),
+        (_static_graph, "static_graph=True with accumulate_grad_batches=2"),
+        (_pattern, "exclude='nosuch.*' matches no parameter"),
+        (_sparse, "words has sparse gradients; build it with sparse=False"),
+        (_stepped, "stepped inside backward"),
+        (_complex, "phase is torch.complex64"),
+    ],
+)
+def test_refused_before_training_on_every_rank(pools, job, message):
+    for answer in pools[3].run(job):
+        assert message in answer
+
+
+def _join():
+    from torch.distributed.algorithms import Join
+
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    attach(ddp, "onebit")
+    try:
+        with Join([ddp]):
+            ddp(torch.ones(1, 64)).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_join_is_refused(pools):
+    # Its context manager leaves collectives behind when it is left by an exception, so in a pool of its own.
+    from tests.helpers.processes import Pool
+
+    pool = Pool(2)
+    try:
+        assert all("Join (uneven inputs)" in answer for answer in pool.run(_join))
+    finally:
+        pool.close()
+
+
+def _one_rank_cannot():
+    try:
+        attach(DistributedDataParallel(nn.EmbeddingBag(64, 64, sparse=dist.get_rank() == 1)), "onebit")
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_problem_of_one_rank_stops_all(pools):
+    first, second, third = pools[3].run(_one_rank_cannot)
+    assert "has sparse gradients" in second
+    assert first == third == "rank 1 cannot train and says why in an error of its own"
+
+
+def _delayed():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    delayed = {
+        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+        "param_to_hook_all_reduce": model[1].weight,
+    }
+    try:
+        attach(DistributedDataParallel(model, **delayed), "onebit")
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_bare_model_with_delayed_parameters_is_refused(pools):
+    assert all("delay_all_reduce_named_params" in answer for answer in pools[2].run(_delayed))

@@ -1,0 +1,142 @@
+"""Every door a user comes in by: names, command line, YAML, both Lightning namespaces, spawned processes."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_compress import CompressedDDPStrategy
+from lightning_compress.codecs import OneBit, TopK
+from lightning_compress.settings.arguments import COMPRESSORS
+from tests.helpers.training import Net, digits, loader, parameters
+
+CLASS_PATH = "lightning_compress.CompressedDDPStrategy"
+
+
+@pytest.mark.parametrize("name", ["compressed_ddp", *(f"compressed_ddp_{name}" for name in COMPRESSORS)])
+@pytest.mark.parametrize("variant", ["", "_find_unused_parameters_true", "_spawn", "_fork", "_notebook"])
+def test_registered(name, variant):
+    strategy = StrategyRegistry.get(name + variant)
+    assert isinstance(strategy, CompressedDDPStrategy)
+    if variant.startswith("_find"):
+        assert strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+def test_attach_does_without_lightning_and_names_are_known_whichever_is_imported_first():
+    script = """
+import sys
+import lightning_compress
+assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & set(sys.modules)
+from lightning.pytorch import Trainer
+strategy = Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
+assert type(strategy) is lightning_compress.CompressedDDPStrategy
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
+
+
+def test_registering_twice_changes_nothing():
+    before = len(StrategyRegistry)
+    CompressedDDPStrategy.register_strategies(StrategyRegistry)
+    assert len(StrategyRegistry) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codec"),
+    [
+        ([f"--trainer.strategy={CLASS_PATH}", "--trainer.strategy.compressor=onebit"], OneBit()),
+        (
+            [f"--trainer.strategy={CLASS_PATH}", '--trainer.strategy.compressor={"name": "topk", "density": 0.2}'],
+            TopK(density=0.2),
+        ),
+        ([f"--trainer.strategy={CLASS_PATH}", "--trainer.strategy.find_unused_parameters=true"], None),
+        (["--trainer.strategy=compressed_ddp_topk"], TopK()),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_cli(arguments, codec):
+    cli = LightningCLI(Net, args=[*arguments, "--trainer.accelerator=cpu", "--trainer.logger=false"], run=False)
+    assert isinstance(cli.trainer.strategy, CompressedDDPStrategy)
+    assert codec is None or cli.trainer.strategy._settings.method == codec
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_cli_yaml(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "trainer:\n  accelerator: cpu\n  logger: false\n  strategy:\n"
+        f"    class_path: {CLASS_PATH}\n    init_args:\n"
+        "      compressor:\n        class_path: lightning_compress.codecs.TopK\n        init_args: {density: 0.3}\n"
+        "      exclude: ['head.*']\n"
+    )
+    cli = LightningCLI(Net, args=[f"--config={config}"], run=False)
+    assert cli.trainer.strategy._settings.method == TopK(density=0.3)
+    assert cli.trainer.strategy._settings.rules.exclude == ("head.*",)
+
+
+def test_an_unused_strategy_can_be_pickled():
+    strategy = CompressedDDPStrategy({"name": "topk", "density": 0.5}, exclude=["a"])
+    assert pickle.loads(pickle.dumps(strategy))._settings == strategy._settings
+
+
+def _other_namespace(strategy):
+    import warnings
+
+    import pytorch_lightning as pl
+    import torch
+
+    import lightning_compress.pytorch_lightning as ours
+
+    class Learner(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = Net()
+
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    learner = Learner()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=strategy if isinstance(strategy, str) else ours.CompressedDDPStrategy(**strategy),
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[ours.CommunicationMonitor()],
+        )
+        trainer.fit(learner, loader(digits()))
+    return trainer.strategy.comm_stats()["ratio"], parameters(learner).numpy()
+
+
+@pytest.mark.parametrize("strategy", ["compressed_ddp_onebit", {"compressor": "topk"}])
+def test_pytorch_lightning(pools, strategy):
+    (ratio, first), (_, second) = pools[2].run(_other_namespace, strategy)
+    assert ratio > 5
+    assert (first == second).all()
+
+
+def test_spawned_processes(tmp_path):
+    script = tmp_path / "spawned.py"
+    script.write_text(
+        "import lightning.pytorch as pl, lightning_compress\n"
+        "from tests.helpers.training import Net, digits, loader\n"
+        "if __name__ == '__main__':\n"
+        "    trainer = pl.Trainer(accelerator='cpu', devices=2, strategy='compressed_ddp_topk_spawn', max_steps=3,\n"
+        "        logger=False, enable_checkpointing=False, enable_progress_bar=False)\n"
+        "    trainer.fit(Net(), loader(digits()))\n"
+    )
+    environment = {"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=200)
+    assert "max_steps=3` reached" in run.stderr, run.stderr[-3000:]
