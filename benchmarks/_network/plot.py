@@ -1,8 +1,9 @@
-"""Step time against the links' rate, a panel for each number of ranks, and against ranks, a panel for each rate."""
+"""Step time against the links' rate and against ranks, a panel each."""
 
 from __future__ import annotations
 
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def draw(cells: list[Cell], path: Path) -> None:
     """Write the picture, a PNG of 128 colours.
 
     Args:
-        cells: each with ``model``, ``ranks``, ``rate`` and ``ms`` by method.
+        cells: each with ``model``, ``ranks``, ``rate`` and ``ms`` by method, and ``compressor`` where methods are
+            exchanges of one; those of the model and the compressor that most are of are drawn.
         path: file to write.
 
     Raises:
@@ -39,23 +41,28 @@ def draw(cells: list[Cell], path: Path) -> None:
     from matplotlib.figure import Figure
     from PIL import Image
 
+    cells, subject = _subject(cells)
     panels = _panels(cells)
     names = shown(list(dict.fromkeys(name for cell in cells for name in cell["ms"])))
-    wide = max(len(panels) // -(-len(panels) // 3), 1)
-    high = -(-len(panels) // wide)
+    others = [name for name in names if name not in FIRST]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(3.8 * wide + 1.8, 3.4 * high), layout="constrained", dpi=110)
-        axes = figure.subplots(high, wide, squeeze=False, sharey=True).flatten()
-        for place, (label, against, points) in zip(axes, panels, strict=False):
+        figure = Figure(figsize=(4.4 * len(panels) + 1.8, 3.8), layout="constrained", dpi=110)
+        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flatten()
+        for place, (label, against, points) in zip(axes, panels, strict=True):
             place.set_title(label)
-            for number, name in enumerate(names):
+            for name in names:
+                number = FIRST.index(name) if name in FIRST else len(FIRST) + others.index(name)
                 line = sorted((x, cell["ms"][name]) for x, cell in points if name in cell["ms"])
-                style = {"color": COLORS[number], "marker": MARKERS[number], "ls": "--" if number == 0 else "-"}
+                style = {
+                    "color": COLORS[number % len(COLORS)],
+                    "marker": MARKERS[number % len(MARKERS)],
+                    "ls": "--" if number == 0 else "-",
+                }
                 place.plot(*zip(*line, strict=True), ms=5, lw=1.4, label=name, **style) if line else None
             _frame(place, against, sorted({x for x, _ in points}))
-        for place in axes[len(panels) :]:
-            place.set_visible(False)
-        figure.supylabel("median step, milliseconds", fontsize=9)
+        axes[0].set_ylabel("median step, ms")
+        axes[0].yaxis.set_tick_params(labelleft=True)
+        figure.suptitle(subject, fontsize=10)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
         picture = io.BytesIO()
@@ -68,33 +75,48 @@ def shown(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))[:LINES]
 
 
+def _subject(cells: list[Cell]) -> tuple[list[Cell], str]:
+    """The cells of the model and the compressor that most are of, and what they are."""
+    (model, compressor), _ = Counter((cell["model"], cell.get("compressor")) for cell in cells).most_common(1)[0]
+    own = [cell for cell in cells if (cell["model"], cell.get("compressor")) == (model, compressor)]
+    return own, f"{model}, exchanges of {compressor}" if compressor else model
+
+
 def _panels(cells: list[Cell]) -> list[tuple[str, str, list[tuple[float, Cell]]]]:
-    """Title, what is against it, and points: those with at least two values of it."""
+    """Title, what is against it, and points: where there are most, one of rates and one of ranks."""
     limited = [cell for cell in cells if cell["rate"] != "none"]
-    panels = []
-    for model, ranks in dict.fromkeys((cell["model"], cell["ranks"]) for cell in limited):
-        points = [(bits_per_second(cell["rate"]), cell) for cell in limited if _is(cell, model, ranks=ranks)]
-        panels.append((f"{model}, {ranks} ranks", "rate", points))
-    for model, rate in dict.fromkeys((cell["model"], cell["rate"]) for cell in cells):
-        points = [(float(cell["ranks"]), cell) for cell in cells if _is(cell, model, rate=rate)]
-        panels.append((f"{model}, {rate}", "ranks", points))
-    panels = [panel for panel in panels if len({x for x, _ in panel[2]}) > 1]
+    panels: list[tuple[str, str, list[tuple[float, Cell]]]] = []
+    ranks = _most([cell["ranks"] for cell in limited])
+    if ranks is not None:
+        points = [(bits_per_second(cell["rate"]), cell) for cell in limited if cell["ranks"] == ranks]
+        panels.append((f"{ranks} ranks", "rate", points))
+    rate = _most([cell["rate"] for cell in limited])
+    if rate is not None:
+        points = [(float(cell["ranks"]), cell) for cell in limited if cell["rate"] == rate]
+        panels.append((_speed(bits_per_second(rate)), "ranks", points))
     if not panels:
         raise ValueError("a plot needs two rates or two numbers of ranks: --rates 100mbit,1gbit or --ranks 2,4")
     return panels
 
 
-def _is(cell: Cell, model: str, **wanted: Any) -> bool:
-    return cell["model"] == model and all(cell[key] == value for key, value in wanted.items())
+def _most(values: list[Any]) -> Any:
+    """Which value most cells have, the last of several; None where none has two."""
+    counts = Counter(reversed(values))
+    value, count = max(counts.items(), key=lambda item: item[1], default=(None, 0))
+    return value if count > 1 else None
 
 
 def _frame(place: Any, against: str, values: list[float]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     place.set_xscale("log", base=10 if against == "rate" else 2)
     place.set_yscale("log")
     place.set_xlabel("rate of each link" if against == "rate" else "ranks")
     place.set_xticks(values, [_speed(each) if against == "rate" else f"{each:g}" for each in values])
-    place.minorticks_off()
-    place.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    place.xaxis.set_minor_locator(NullLocator())
+    place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    place.yaxis.set_minor_locator(NullLocator())
+    place.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     place.grid(True, which="both", color="#e5e5e5", lw=0.6)
 
 
