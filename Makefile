@@ -1,8 +1,9 @@
-# make demo: the whole plugin on real images, in a table.   make test: lint, types and every test.
+# make demo: the whole plugin on real images, in a table.   make test: lint, types and tests, one of each kind of what
+# takes long.   make thorough: all tests, an hour or more.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint types unit clean
+.PHONY: install demo test thorough lint types unit clean
 
 install: .venv/.installed
 
@@ -26,6 +27,10 @@ unit: install
 	$(BIN)/python -m pytest -m "alone and not thorough"
 
 test: lint types unit
+
+thorough: test
+	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "alone and thorough"
 
 clean:
 	rm -rf .venv build dist *.egg-info outputs multirun

@@ -102,6 +102,7 @@ def test_killed(training):
 
 
 @root
+@pytest.mark.thorough  # the lab's ranks are started once more
 def test_a_rank_dies(training):
     process, ranks = training
     os.kill(ranks[1], signal.SIGKILL)

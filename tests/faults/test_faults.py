@@ -34,7 +34,22 @@ FAULTS = list(INJECTIONS)
 WORLDS = [("topk", 2), ("powersgd", 2), ("onebit", 2), ("dgc", 3)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# One of each kind in every run, the others with the thorough tests.
+KINDS = {
+    "killed in forward",
+    "killed while sending",
+    "killed while writing its part",
+    "stopped",
+    "error in the hook and a save",
+    "disk full",
+    "SIGTERM to one rank",
+    "part flipped",
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [each if each in KINDS else pytest.param(each, marks=pytest.mark.thorough) for each in FAULTS]
+)
 def test_nothing_is_lost(trials, fault):
     number = FAULTS.index(fault)
     check(trials, fault, *WORLDS[number % 4], seed=number // 4)
