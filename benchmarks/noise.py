@@ -53,7 +53,7 @@ def variance(codec: Codec, exchange: Exchange, ranks: int) -> str:
     def work(collective: Collective) -> tuple[float, float]:
         plan, mean = planned(codec, exchange, collective, layout), torch.empty_like(same)
         plan.mean(same.clone(), mean, 5, torch.tensor(0.0))
-        return float((mean - same).square().sum() / same.square().sum()), 8 * plan.bytes_sent / layout.numel
+        return float((mean - same).square().sum() / same.square().sum()), 8 * plan.cost.bytes_sent / layout.numel
 
     left, bits = run_threads(ranks, work)[0]
     return f"{left:.4f} ({bits:.1f})"
@@ -79,7 +79,7 @@ def errors(codec: Codec, exchange: Exchange, ranks: int) -> str:
         for step in range(STEPS):
             residual += gradient(collective.rank, step, numel)
             plan.mean(residual, mean, step, torch.tensor(0.0))
-        return first, residual, 8 * plan.bytes_sent / numel
+        return first, residual, 8 * plan.cost.bytes_sent / numel
 
     found = run_threads(ranks, work)
     first, last = (sum(gradient(rank, step, numel) for rank in range(ranks)) for step in (0, STEPS - 1))

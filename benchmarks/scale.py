@@ -149,7 +149,7 @@ def predict(way: Way, numel: int, ranks: int, cluster: Cluster, speeds: Speeds, 
     calls = longer(short, long, numel / least)
     wire = sum(call.seconds(cluster) for call in calls)
     return Figures(
-        seconds=wire + device_seconds(plan, [(numel, speeds)], copy_s),
+        seconds=wire + device_seconds(plan.cost, [(numel, speeds)], copy_s),
         wire_s=wire,
         bytes_sent=sum(call.sent for call in calls),
         card_bytes=sum(call.card_bytes(cluster) for call in calls if call.leaves),

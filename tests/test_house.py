@@ -16,7 +16,8 @@ ROOMS = [
     ("kernels",),
     ("core",),
     ("collectives", "codecs"),
-    ("exchanges", "reducers", "corrections"),
+    ("reducers", "corrections"),
+    ("exchanges",),
     ("settings",),
     ("engine",),
     ("strategies", "callbacks", "compare"),
@@ -60,6 +61,44 @@ def test_arrows_run_one_way(path):
         if top == "lightning_compress" and rest and rest.split(".")[0] != here:
             target = next(number for number, row in enumerate(ROOMS) if rest.split(".")[0] in row)
             assert target < level, f"{path.name} imports {module}"
+
+
+def dotted(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+BY_NAME = {dotted(path): path for path in MODULES}
+
+
+def names(path):
+    """Pairs of a module and what a file imports from it, also inside of functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def resolved(module, name):
+    """The module that defines a name, also where a package's ``__init__`` hands it on; None: none of ours."""
+    if f"{module}.{name}" in BY_NAME:
+        return f"{module}.{name}"
+    if module in BY_NAME and BY_NAME[module].name == "__init__.py":
+        for source, each in names(BY_NAME[module]):
+            if each == name:
+                return resolved(source, each)
+    return module if module in BY_NAME else None
+
+
+def test_no_imports_go_in_circles():
+    uses = {name: {resolved(*each) for each in names(path)} - {name, None} for name, path in BY_NAME.items()}
+    assert "lightning_compress.exchanges.base" in uses["lightning_compress.exchanges.auto"]
+    while uses:
+        free = [name for name, each in uses.items() if not each & uses.keys()]
+        assert free, f"in a circle, or behind one: {', '.join(sorted(uses))}"
+        for name in free:
+            del uses[name]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

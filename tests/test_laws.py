@@ -12,12 +12,10 @@ from lightning_compress.collectives import CountingCollective, LocalCollective, 
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
-from lightning_compress.engine import composite
-from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Exchange, Hierarchical, probe
+from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Exchange, Hierarchical, composite, probe
 from lightning_compress.exchanges.cost import Link
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import REDUCERS
-from lightning_compress.settings.rules import Stretch
 from tests.cases import CASES, unbiased_cases
 
 CPU = torch.device("cpu")
@@ -41,14 +39,14 @@ PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Hierarchical("b
 def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
     """The plan of a group as the rules make it, by an exchange or its name: a dense stretch, then the method's."""
     pattern = exchange if isinstance(exchange, Exchange) else PATTERNS[exchange]
-    stretches = [Stretch(Dense(), dense, 0), Stretch(method, large, dense.numel)]
+    sections = [Section(Dense(), dense, 0), Section(method, large, dense.numel)]
     layout = Layout.of((segment.name, segment.shape) for part in (dense, large) for segment in part.segments)
     kept = {f"exchange.{name}": each for name, each in pattern.state(layout).items()}
     states = {
         name: State(each.layout, CPU, each.initial, each.holder)
-        for name, each in {**composite.declared(stretches), **kept}.items()
+        for name, each in {**composite.declared(sections), **kept}.items()
     }
-    return composite.plan_group(stretches, pattern, World(collective, CPU, meter), states)
+    return composite.plan_group(sections, pattern, World(collective, CPU, meter), states)
 
 
 def vector(rank, seed=0):
@@ -86,7 +84,7 @@ def one_mean(collective, codec, exchange, flag_rank=None):
     after, mean = before.clone(), torch.full_like(before, 7.0)
     flag = torch.tensor(math.nan if collective.rank == flag_rank else 0.0)
     plan.mean(after, mean, 5, flag)
-    return before, after, mean, flag, meter.bytes_sent, plan.bytes_sent
+    return before, after, mean, flag, meter.bytes_sent, plan.cost.bytes_sent
 
 
 def average(codec, exchange, size, flag_rank=None):

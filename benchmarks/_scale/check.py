@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
-from lightning_compress.engine.composite import sections_of
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.auto import THROUGH
+from lightning_compress.exchanges.composite import encoded
 from lightning_compress.exchanges.cost import Link, Speeds, backward_seconds, device_seconds, wire_seconds
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.settings import Settings
@@ -94,15 +95,15 @@ def predict(
         backward_s = computing_s * BACKWARD * numel / total
         if settings is None or choice is None:
             plan = AllReduce().plan([Section(Dense(), Layout.of(part), 0)], World(collective, cpu, Meter(cpu)))
-            costs.append((backward_s, 0.0, wire_seconds(plan, link)))  # it sends its buckets as they are
+            costs.append((backward_s, 0.0, wire_seconds(plan.cost, link)))  # it sends its buckets as they are
             continue
-        _, stretches = settings.rules.stretches(part)
-        sections = sections_of(stretches, settings.feeds_back)
+        chosen = encoded(settings.rules.sections(part)[1])
+        sections = [replace(each, fed_back=settings.feeds_back(each.method)) for each in chosen]
         plan = settings.exchange.plan(sections, World(collective, cpu, Meter(cpu)))
         given = str(choice["compressor"])
         work = [(each.layout.numel, speeds["none" if isinstance(each.codec, Dense) else given]) for each in sections]
-        device_s = device_seconds(plan, work, copy_s) + (0 if plan.straight else THROUGH * copy_s * numel)
-        costs.append((backward_s, device_s, wire_seconds(plan, link)))
+        device_s = device_seconds(plan.cost, work, copy_s) + (0 if plan.straight else THROUGH * copy_s * numel)
+        costs.append((backward_s, device_s, wire_seconds(plan.cost, link)))
     return computing_s * (1 - BACKWARD) + backward_seconds(costs, overlaps=settings is None)
 
 

@@ -16,13 +16,13 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
-from lightning_compress.engine import composite
-from lightning_compress.exchanges import AllReduce, Auto
+from lightning_compress.exchanges import AllReduce, Auto, composite
 from lightning_compress.exchanges.base import META, ExchangePlan
+from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import Cluster
 from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
 from lightning_compress.settings.automatic import Automatic, Chosen
-from lightning_compress.settings.rules import Shape, Stretch
+from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings
 
 MOST = 1 << 28
@@ -132,7 +132,7 @@ def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: Wo
         way = AllReduce()
     total = 0.0
     for part in _parts(parameters):
-        sections = composite.sections_of(rules.stretches(part)[1])
+        sections = composite.encoded(rules.sections(part)[1])
         total += pricing.seconds(sections, world, way)
     return total
 
@@ -159,7 +159,7 @@ def forecast(settings: Settings, parameters: Parameters, world: World) -> Foreca
     if not coarse:
         small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or all are excluded"
         return _off("compressor='none' has nothing to compress" if isinstance(settings.method, Dense) else small, why)
-    if all(plan.is_dense(stretch.place) for stretch, plan in coarse):
+    if all(plan.is_dense(stretch.span) for stretch, plan in coarse):
         return _off(f"exchange='auto' falls back to {coarse[0][1].description}", why)
     return _on(settings, [plan for _, plan in plans], parameters, collective.size, why)
 
@@ -170,8 +170,8 @@ def _off(reason: str, why: str = "") -> Forecast:
 
 def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str) -> Forecast:
     """Compression is on; where some of the bytes stay within a node, those that leave it count."""
-    inner = sum(plan.inner_bytes for plan in plans)
-    sent = sum(plan.bytes_sent for plan in plans) - inner
+    inner = sum(plan.cost.inner_bytes for plan in plans)
+    sent = sum(plan.cost.bytes_sent for plan in plans) - inner
     dense = all_reduce_bytes(sum(parameter.nbytes for _, parameter in parameters), ranks)
     name = label(settings.compressor)
     rules = len(settings.rules.rules)
@@ -225,19 +225,19 @@ def _parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
 
 def _stretches(
     settings: Settings, parameters: Parameters
-) -> Iterator[tuple[list[tuple[str, Shape]], Sequence[Stretch]]]:
+) -> Iterator[tuple[list[tuple[str, Shape]], Sequence[Section]]]:
     for part in _parts(parameters):
-        order, stretches = settings.rules.stretches(part)
+        order, stretches = settings.rules.sections(part)
         yield [part[place] for place in order], stretches
 
 
 def _plan(
-    settings: Settings, part: Sequence[tuple[str, Shape]], stretches: Sequence[Stretch], world: World
+    settings: Settings, part: Sequence[tuple[str, Shape]], stretches: Sequence[Section], world: World
 ) -> ExchangePlan:
     """What a group of them will be, without its memory."""
     collective, device, _ = world
     exchange, layout = settings.exchange, Layout.of(part)
-    sections = composite.sections_of(stretches)
+    sections = composite.encoded(stretches)
     if sections:
         exchange.measure([section.codec for section in sections], collective, collective, device)
     dry = device if exchange.talks else META

@@ -17,15 +17,14 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import Declared, State, States, place_of
 from lightning_compress.corrections.clipping import clip_each
-from lightning_compress.engine import composite
 from lightning_compress.engine.gradients import add_gradients, clean, copy_gradients, spoil
 from lightning_compress.engine.unused import Unused, plan_unused
-from lightning_compress.exchanges import AllReduce
+from lightning_compress.exchanges import AllReduce, composite
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.straight import average_in_place
 from lightning_compress.kernels import Summands
-from lightning_compress.settings.rules import Shape, Stretch
+from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings, conserves
 
 RESIDUAL = "residual"
@@ -67,7 +66,7 @@ class Group:
     ) -> None:
         collective, device, meter = world
         self.given = tuple(name for name, _ in parameters)
-        self.order, stretches = settings.rules.stretches(parameters)
+        self.order, stretches = settings.rules.sections(parameters)
         self.layout = Layout.of(parameters[place] for place in self.order)
         self.names = self.layout.names
         self._segments = [segment for segment in self.layout.segments if segment.numel]
@@ -79,7 +78,7 @@ class Group:
         self._drawn: tuple[int, ...] = ()  # what this pass draws its random numbers from
         self.averages = settings.averages
         coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
-        self._compressed = [each.place for each in coarse if not isinstance(each.method, Dense)]
+        self._compressed = [each.span for each in coarse if not isinstance(each.method, Dense)]
         self._plain_method = dense_of(dtype)
         stretches = tuple(
             replace(each, method=self._plain_method) if isinstance(each.method, Dense) else each for each in stretches
@@ -94,14 +93,14 @@ class Group:
         )
         if self._correction and self._correction.idle:
             self._correction = None
-        fed_back = composite.everything if self._correction else settings.feeds_back
-        self._exchange = composite.plan_group(stretches, settings.exchange, self._world, self.states, fed_back)
+        fed = [replace(each, fed_back=bool(self._correction) or settings.feeds_back(each.method)) for each in stretches]
+        self._exchange = composite.plan_group(fed, settings.exchange, self._world, self.states)
         self._dense: ExchangePlan | None = None
-        self._unfed = [each.place for each in stretches if not settings.feeds_back(each.method)]
+        self._unfed = [each.span for each in stretches if not settings.feeds_back(each.method)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
         means = all(conserves(each.method) for each in stretches)
         self._unscales = bool(self.states) or settings.local_clip_norm is not None or not means
-        self._sections = composite.sections_of(stretches)
+        self._sections = composite.encoded(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
         self._plain = self.residual is not None and not special and device.type == "cpu" and not self._fused
@@ -109,7 +108,7 @@ class Group:
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
-    def _make_states(self, stretches: Sequence[Stretch], fed_back: bool) -> States:
+    def _make_states(self, stretches: Sequence[Section], fed_back: bool) -> States:
         """Make all that is kept; returns what the correction declares."""
         settings, corrected = self.settings, {}
         kept = {RESIDUAL: Declared(self.layout, dtype=settings.residual_dtype)} if fed_back else {}

@@ -20,8 +20,8 @@ from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
 from lightning_compress.core.state import State, place_of
-from lightning_compress.engine.composite import EXCHANGE
-from lightning_compress.settings.rules import Stretch
+from lightning_compress.exchanges.composite import EXCHANGE
+from lightning_compress.exchanges.message import Section
 
 Means = Tensor | Sequence[Tensor]
 """A mean of the whole vector, or one of each segment that is not empty."""
@@ -218,7 +218,7 @@ class FusedUnused(Unused):
 
 
 def plan_unused(
-    stretches: Sequence[Stretch],
+    stretches: Sequence[Section],
     segments: Sequence[Segment],
     embeddings: Collection[str],
     states: Mapping[str, State],

@@ -14,6 +14,7 @@ from lightning_compress.core.buffers import Messages
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, agree_length, length_bytes, length_rounds, rows
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.kernels import Summands
 
@@ -39,10 +40,13 @@ class _Plan(ExchangePlan):
         self._own = Messages(1, plan.size, device)
         self._messages = Messages(collective.size, plan.size, device)
         size = collective.size
-        self.bytes_sent = (size - 1) * plan.expected_size + length_bytes(plan, size)
-        self.rounds = length_rounds(plan, size) + all_gather_rounds(size)
-        self.decodes = float(size)
-
+        self.cost = Cost(
+            bytes_sent=(size - 1) * plan.expected_size + length_bytes(plan, size),
+            rounds=length_rounds(plan, size) + all_gather_rounds(size),
+            encodes=1.0,
+            decodes=float(size),
+            calls=2,
+        )
         self.in_pieces = plan.in_pieces
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:

@@ -16,6 +16,7 @@ from lightning_compress.core.buffers import Messages
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.straight import Straight
 
@@ -47,7 +48,7 @@ class AllReduce(Exchange):
         parts = _parts(sections, device, collective.size)
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)
-        plan.dense_places = [slice(each.start, each.stop) for each in sections if isinstance(each.codec, Dense)]
+        plan.dense_spans = [each.span for each in sections if isinstance(each.codec, Dense)]
         plan.straight = Straight.of(parts, plan.messages, world)
         return plan
 
@@ -71,9 +72,13 @@ class _Plan(ExchangePlan):
         self._plans = [(plan, plan.sum_runs or ()) for plan in plans]
         self.messages = [Messages(1, plan.size, device) for plan in plans]
         runs = [run for _, each in self._plans for run in each]
-        self.bytes_sent = sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in runs)
-        self.rounds = len(self._plans[0][1]) * all_reduce_rounds(collective.size)  # parts wait for the wire, not again
-        self.calls = len(plans)
+        self.cost = Cost(
+            bytes_sent=sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in runs),
+            rounds=len(self._plans[0][1]) * all_reduce_rounds(collective.size),  # parts wait for the wire, not again
+            encodes=1.0,
+            decodes=1.0,
+            calls=len(plans),
+        )
 
     @cached_property
     def _parts(self) -> list[tuple[MessagePlan, Tensor, list[Tensor]]]:

@@ -9,19 +9,19 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_rounds
-from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges import cost
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import META, Exchange, ExchangePlan
+from lightning_compress.exchanges.composite import CompositePlan
 from lightning_compress.exchanges.cost import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.nodes import nodes_of, plan_parts
 from lightning_compress.exchanges.probe import Measured, kind_of
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
@@ -152,7 +152,7 @@ class Auto(Exchange):
         self.measure([section.codec for section in sections], world.collective, world.collective, world.device)
         dry = world if way is not None and way.talks else world._replace(device=META)
         offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
-        spared = all_reduce_rounds(world.collective.size) - offer.plan.rounds
+        spared = all_reduce_rounds(world.collective.size) - offer.plan.cost.rounds
         link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]
         return offer.seconds + max(0, spared) * link.latency_s
 
@@ -165,7 +165,7 @@ class Auto(Exchange):
         if len(ways) > 1:
             numels = [sum(section.layout.numel for section in each) for each in ways.values()]
             apart = _Offer.apart([self._together(each, world) for each in ways.values()], numels)
-            if apart.seconds < GAIN * choice.seconds and apart.plan.bytes_sent < choice.plan.bytes_sent:
+            if apart.seconds < GAIN * choice.seconds and apart.plan.cost.bytes_sent < choice.plan.cost.bytes_sent:
                 choice = apart
         return choice
 
@@ -173,19 +173,18 @@ class Auto(Exchange):
         """One message for all of them, the best way; dense where that is less."""
         codecs, ranks = [section.codec for section in sections], world.collective.size
         offers = [self._offer(way, sections, world) for way in _ways(codecs, ranks)]
-        dense = self._price(_dense(sections, world), [replace(each, codec=Dense()) for each in sections], ranks)
+        dense = self._price(_dense(sections, world), [replace(each, method=Dense()) for each in sections], ranks)
         usual = min(offers, key=lambda offer: offer.outward)
         node = self._nodes(ranks)
         if node > 1:
-            from lightning_compress.exchanges.hierarchical import Hierarchical
-
-            between = _ways(codecs, ranks // node)
-            offers += [self._offer(Hierarchical(way, node), sections, world) for way in between]
+            nodes = nodes_of(world.collective, node, world.device)
+            between = [plan_parts(way, nodes, sections, world) for way in _ways(codecs, ranks // node)]
+            offers += [self._price(plan, sections, ranks) for plan in between]
         allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
         dense.name, dense.others = "float32 all_reduce", [str(offer) for offer in offers]
         if not allowed:
             dense.plan.description += (
-                f" of float32, since {usual.plan.description} would send {usual.plan.bytes_sent:,} bytes"
+                f" of float32, since {usual.plan.description} would send {usual.plan.cost.bytes_sent:,} bytes"
             )
             dense.fell_back = True
             return dense
@@ -209,11 +208,11 @@ class Auto(Exchange):
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
-            price = cost.step_seconds(plan, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
+            price = cost.step_seconds(plan.cost, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
         else:
             links = self._measured.links
-            link = links.get("between", links["ranks"]) if plan.inner_rounds else links["ranks"]
-            price = cost.step_seconds(plan, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
+            link = links.get("between", links["ranks"]) if plan.cost.inner_rounds else links["ranks"]
+            price = cost.step_seconds(plan.cost, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
         through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
         return _Offer(plan, price + through)
 
@@ -231,7 +230,7 @@ class Auto(Exchange):
         numel = sum(section.layout.numel for section in sections)
         others = ", ".join(choice.others)
         link = self.link or self._measured.links["ranks"]
-        said = f"{choice.plan.description}: {choice.plan.bytes_sent:,} bytes a rank for {numel} elements"
+        said = f"{choice.plan.description}: {choice.plan.cost.bytes_sent:,} bytes a rank for {numel} elements"
         said += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
         if choice.fell_back and "fell back" not in self._told:
             self._told.add("fell back")
@@ -257,7 +256,7 @@ class _Offer:
     @property
     def outward(self) -> int:
         """Bytes that leave the node."""
-        return self.plan.bytes_sent - self.plan.inner_bytes
+        return self.plan.cost.bytes_sent - self.plan.cost.inner_bytes
 
     @classmethod
     def apart(cls, offers: Sequence[_Offer], numels: Sequence[int]) -> _Offer:
@@ -265,7 +264,7 @@ class _Offer:
         shares = [numel / max(1, sum(numels)) for numel in numels]
         others = [other for offer in offers for other in offer.others]
         seconds, fell_back = sum(offer.seconds for offer in offers), any(offer.fell_back for offer in offers)
-        return cls(_Apart([offer.plan for offer in offers], shares), seconds, "", others, fell_back)
+        return cls(CompositePlan([offer.plan for offer in offers], shares), seconds, "", others, fell_back)
 
 
 def _kind(codec: Codec, ranks: int) -> str:
@@ -288,18 +287,4 @@ def _ways(codecs: Sequence[Codec], ranks: int) -> tuple[Exchange, ...]:
 
 
 def _dense(sections: Sequence[Section], world: World) -> ExchangePlan:
-    return AllReduce().plan([replace(each, codec=Dense()) for each in sections], world)
-
-
-class _Apart(ExchangePlan):
-    """Several messages, one after the other."""
-
-    def __init__(self, plans: Sequence[ExchangePlan], shares: Sequence[float]) -> None:
-        self._plans = plans
-        self.priced_as(plans, shares)
-        self.description = ", ".join(plan.description for plan in plans)
-        self.dense_places = [place for plan in plans for place in plan.dense_places]
-
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        for number, plan in enumerate(self._plans):
-            plan.mean(vector, out, mix(key, number), flag)
+    return AllReduce().plan([replace(each, method=Dense()) for each in sections], world)

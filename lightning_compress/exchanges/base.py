@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import Declared, States
-from lightning_compress.exchanges.cost import Priced
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.straight import Straight
 
@@ -46,66 +46,31 @@ def check_sums(exchange: str, sums: object) -> None:
 
 def of_sums(sections: Sequence[Section], ranks: int, sums: Sums) -> list[Section]:
     """The sections by the codecs that encode sums of so many ranks."""
-    return [replace(each, codec=each.codec.refined(ranks)) if sums == "refined" else each for each in sections]
+    return [replace(each, method=each.codec.refined(ranks)) if sums == "refined" else each for each in sections]
 
 
 class ExchangePlan(ABC):
     """An exchange made ready for the vectors of one group; holds the message buffers, from the first ``mean`` on.
 
     Attributes:
-        bytes_sent: what ``mean`` hands to the transport on this rank, by the method's formula; what it is expected to
-            be where messages vary in length.
+        cost: what ``mean`` takes.
         description: which exchange this is, for the log.
-        rounds: messages that wait for one another: how often a step pays the latency of the link.
-        encodes: how many times over a rank encodes the vector.
-        decodes: how many times over it decodes it.
         sum_ranks: sums are encoded by ``Codec.refined`` of so many.
-        sum_encodes: of ``encodes``, those of sums.
-        sum_decodes: of ``decodes``, those of sums.
-        copies: how many times over it copies float32 or adds it up beside that.
-        calls: how often it calls the codec to encode or to decode.
-        inner_bytes: of ``bytes_sent``, those that stay within a node.
-        inner_rounds: of ``rounds``, those within a node.
-        waited_bytes: beside ``bytes_sent``, those of other ranks for which this one waits with nothing to send, as on
-            the way up a tree.
-        inner_waited_bytes: of ``waited_bytes``, those that stay within a node.
-        dense_places: stretches of the vector that are sent as they are.
+        dense_spans: slices of the vector that are sent as they are.
         straight: the same without a vector, where all of it is sent as it is; or None.
         in_pieces: ``mean_pieces`` may be called.
     """
 
-    in_pieces: bool = False
-    bytes_sent: int
+    cost: Cost
     description: str
-    rounds: int = 0
-    encodes: float = 1.0
-    decodes: float = 1.0
     sum_ranks: int = 1
-    sum_encodes: float = 0.0
-    sum_decodes: float = 0.0
-    copies: float = 0.0
-    calls: int = 2
-    inner_bytes: int = 0
-    inner_rounds: int = 0
-    waited_bytes: int = 0
-    inner_waited_bytes: int = 0
-    dense_places: Sequence[slice] = ()
+    dense_spans: Sequence[slice] = ()
     straight: Straight | None = None
+    in_pieces: bool = False
 
-    def priced_as(self, plans: Sequence[ExchangePlan], shares: Sequence[float]) -> None:
-        """Cost what several plans cost, one after the other.
-
-        Args:
-            plans: of parts of the vector.
-            shares: of the vector, which each of them is for.
-        """
-        for name, kind in get_type_hints(Priced).items():
-            weights = shares if kind is float else [1] * len(plans)  # times over the vector, or a number
-            setattr(self, name, sum(weight * getattr(plan, name) for plan, weight in zip(plans, weights, strict=True)))
-
-    def is_dense(self, place: slice) -> bool:
-        """Whether this stretch of the vector is sent as it is."""
-        return any(dense.start <= place.start and place.stop <= dense.stop for dense in self.dense_places)
+    def is_dense(self, span: slice) -> bool:
+        """Whether this slice of the vector is sent as it is."""
+        return any(dense.start <= span.start and span.stop <= dense.stop for dense in self.dense_spans)
 
     @abstractmethod
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
@@ -251,17 +216,17 @@ def new_messages(count: int, size: int, device: torch.device) -> Tensor:
     return torch.zeros(count, size, dtype=torch.uint8, device=device)
 
 
-def gather(vector: Tensor, places: Sequence[slice], row: Tensor) -> None:
-    """Copy stretches of ``vector`` side by side to the beginning of ``row``."""
+def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:
+    """Copy slices of ``vector`` side by side to the beginning of ``row``."""
     start = 0
-    for place in places:
-        row[start : start + place.stop - place.start] = vector[place]
-        start += place.stop - place.start
+    for span in spans:
+        row[start : start + span.stop - span.start] = vector[span]
+        start += span.stop - span.start
 
 
-def scatter(row: Tensor, places: Sequence[slice], out: Tensor) -> None:
-    """Copy what stands side by side in ``row`` to stretches of ``out``."""
+def scatter(row: Tensor, spans: Sequence[slice], out: Tensor) -> None:
+    """Copy what stands side by side in ``row`` to slices of ``out``."""
     start = 0
-    for place in places:
-        out[place] = row[start : start + place.stop - place.start]
-        start += place.stop - place.start
+    for span in spans:
+        out[span] = row[start : start + span.stop - span.start]
+        start += span.stop - span.start

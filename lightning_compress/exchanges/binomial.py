@@ -18,6 +18,7 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, Sums, check_sums, new_messages, of_sums
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
 
@@ -116,21 +117,25 @@ class _Plan(ExchangePlan):
         rank, size = world.collective.rank, world.collective.size
         self._levels = levels_of(rank, size)
         self._rounds = Rounds(world, 1)
-        self._lengths, expected = (
-            [HEADER + plan.size for plan in plans],
-            [HEADER + plan.expected_size for plan in plans],
-        )
+        self._lengths = [HEADER + plan.size for plan in plans]
+        expected = [HEADER + plan.expected_size for plan in plans]
         self._most, self._variable = max(self._lengths), any(plan.variable for plan in plans)
         self._send, self._receive = new_messages(2, self._most, world.device)
         levels = len(self._levels)
         tables = (levels + 2 if self._variable else 1) if levels else 0
         sent = sum(each.child is not None for each in self._levels) * expected[0] + (expected[rank] if rank else 0)
-        self.bytes_sent = sent + tables * self._rounds.table_bytes
         way = sum(expected[1 << level] + expected[0] for level in range(levels))
-        self.waited_bytes = max(0, way - sent)  # while a rank has nothing to send, others do
-        self.rounds = 2 * levels + tables * all_gather_rounds(size)
-        self.encodes, self.decodes, self.calls = 1.0 + levels, 1.0 + levels, 2 * (1 + levels)  # one after the other
-        self.sum_encodes, self.sum_decodes, self.sum_ranks = 1.0 * levels, 1.0 * levels, sum_ranks
+        self.cost = Cost(
+            bytes_sent=sent + tables * self._rounds.table_bytes,
+            rounds=2 * levels + tables * all_gather_rounds(size),
+            encodes=1.0 + levels,  # one after the other
+            decodes=1.0 + levels,
+            sum_encodes=1.0 * levels,
+            sum_decodes=1.0 * levels,
+            calls=2 * (1 + levels),
+            waited_bytes=max(0, way - sent),  # while a rank has nothing to send, others do
+        )
+        self.sum_ranks = sum_ranks
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size

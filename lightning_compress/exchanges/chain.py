@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.exchanges.base import ExchangePlan, gather, scatter
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.refusal import UNREADABLE, Refusal
 
 CHUNK = 1 << 18
 """Elements that are worth a message of their own: at 10 GB/s they travel for a tenth of a millisecond."""
@@ -26,9 +29,7 @@ class Chain:
 
     Attributes:
         row: float32 ``[numel]``: what is summed, then what is shared.
-        rounds: messages that wait for one another.
-        bytes_sent: by this rank.
-        waited_bytes: by others, while this rank has nothing to send.
+        cost: of this rank, all of it within the node.
     """
 
     def __init__(self, inside: Collective, numel: int, device: torch.device) -> None:
@@ -41,10 +42,18 @@ class Chain:
         self._chunks, self._parts = room[: count * chunk].view(count, chunk), room[: size * part].view(size, part)
         self._received, self._own = torch.empty(chunk, device=device), torch.empty(part, device=device)
         self._steps = count + size - 2 if size > 1 else 0
-        self.rounds = self._steps + 1 + all_gather_rounds(size) if size > 1 else 0
+        rounds = self._steps + 1 + all_gather_rounds(size) if size > 1 else 0
         scattered, gathered = 4 * (size - 1) * part, 4 * (size - 1) * part
-        self.bytes_sent = gathered + (4 * count * chunk if inside.rank else scattered)
-        self.waited_bytes = 4 * self._steps * chunk + scattered + gathered - self.bytes_sent
+        sent = gathered + (4 * count * chunk if inside.rank else scattered)
+        waited = 4 * self._steps * chunk + scattered + gathered - sent
+        self.cost = Cost(
+            bytes_sent=sent,
+            rounds=rounds,
+            inner_bytes=sent,
+            inner_rounds=rounds,
+            waited_bytes=waited,
+            inner_waited_bytes=waited,
+        )
 
     def reduce(self) -> None:
         """Leave the sum over the ranks in the leader's row, added from the last rank on."""
@@ -77,15 +86,13 @@ def agreed(
     Raises:
         ValueError: a leader's plan does; on every rank.
     """
-    made, problem = None, None
-    try:
+    made, refusal = None, Refusal()
+    with refusal.kept():
         made = plan() if plan else None
-    except ValueError as error:  # the others would wait for this rank
-        problem = error
-    refused = torch.tensor([int(problem is not None)], dtype=torch.int32, device=device)
+    refused = torch.tensor([int(bool(refusal))], dtype=torch.int32, device=device)
     collective.all_reduce_max(refused)
     if int(refused):
-        raise problem or ValueError("the first rank of a node refuses the exchange between nodes, and says why")
+        refusal.stop("the first rank of a node refuses the exchange between nodes, and says why")
     return made
 
 
@@ -110,51 +117,42 @@ class LeadersPlan(ExchangePlan):
         share: float,
         device: torch.device,
     ) -> None:
-        self._places = [slice(each.start, each.stop) for each in sections]
+        self._spans = [each.span for each in sections]
         self._numel = sum(each.layout.numel for each in sections)
         self._outer = outer
         self._share = share
         self._chain = Chain(inside, self._numel + 1, device)  # with the flag
         self._mean = torch.empty(self._numel if outer else 0, device=device)
         self.description = f"{outer.description if outer else 'leaders'} between chains of {inside.size}"
-        self.inner_bytes, self.inner_rounds = self._chain.bytes_sent, self._chain.rounds
-        self.inner_waited_bytes = self._chain.waited_bytes
-        self.copies = 5.0  # into the row, its sum, what is left, the mean, out of the row
-        self.bytes_sent, self.rounds, self.waited_bytes = self.inner_bytes, self.inner_rounds, self.inner_waited_bytes
-        self.encodes, self.decodes, self.calls = 0.0, 0.0, 0
+        self.cost = self._chain.cost
         if outer:
-            self.bytes_sent += outer.bytes_sent
-            self.waited_bytes += outer.waited_bytes
-            self.rounds += outer.rounds
-            self.encodes, self.decodes, self.calls = outer.encodes, outer.decodes, outer.calls
-            self.sum_encodes, self.sum_decodes, self.sum_ranks = outer.sum_encodes, outer.sum_decodes, outer.sum_ranks
+            self.cost, self.sum_ranks = self.cost + outer.cost, outer.sum_ranks
+        self.cost = replace(self.cost, copies=5.0)  # into the row, its sum, what is left, the mean, out of the row
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.mean``."""
-        row, problem = self._chain.row, None
-        gather(vector, self._places, row)
+        row, refusal = self._chain.row, Refusal()
+        gather(vector, self._spans, row)
         row[-1] = flag
         self._chain.reduce()
-        for place in self._places:
-            vector[place] = 0.0
+        for span in self._spans:
+            vector[span] = 0.0
         if self._outer:
             own = row[:-1]
             torch.mul(row[-1], 0.0, out=flag)
             _settle(own, flag)
-            try:
+            with refusal.kept():  # the others of the node wait for this one
                 self._outer.mean(own, self._mean, key, flag)
-            except ValueError as error:  # the others of the node wait for this one
-                problem = error
-                flag.fill_(torch.inf)
-            scatter(own, self._places, vector)
+            refusal.mark(flag)
+            scatter(own, self._spans, vector)
             torch.mul(self._mean, self._share, out=own)
             row[-1] = flag
         self._chain.share()
         flag.copy_(row[-1])
         if flag.isinf():
-            raise problem or ValueError("the first rank of a node was sent a message that it cannot read, and says why")
+            refusal.stop(f"the first rank of a node {UNREADABLE}")
         flag.mul_(0.0)
-        scatter(row, self._places, out)
+        scatter(row, self._spans, out)
 
 
 def _settle(vector: Tensor, flag: Tensor) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
 
 
 def _check(given: object, zero: bool = False) -> None:
@@ -72,48 +71,74 @@ Work = Sequence[tuple[int, Speeds]]
 """Elements, and how fast they are encoded and decoded."""
 
 
-class Priced(Protocol):
-    """What of an exchange's plan its cost depends on, see ``ExchangePlan``; floats are times over the vector."""
+@dataclass(frozen=True)
+class Cost:
+    """What one exchange of a vector takes of a rank; nothing by default, and ``+`` is one exchange after the other.
 
-    bytes_sent: int
-    rounds: int
-    encodes: float
-    decodes: float
-    sum_encodes: float
-    sum_decodes: float
-    copies: float
-    calls: int
-    inner_bytes: int
-    inner_rounds: int
-    waited_bytes: int
-    inner_waited_bytes: int
+    Attributes:
+        bytes_sent: what it hands to the transport, by the method's formula; what that is expected to be where messages
+            vary in length.
+        rounds: messages that wait for one another: how often a step pays the latency of the link.
+        encodes: how many times over a rank encodes the vector.
+        decodes: how many times over it decodes it.
+        sum_encodes: of ``encodes``, those of sums.
+        sum_decodes: of ``decodes``, those of sums.
+        copies: how many times over it copies float32 or adds it up beside that.
+        calls: how often it calls the codec to encode or to decode.
+        inner_bytes: of ``bytes_sent``, those that stay within a node.
+        inner_rounds: of ``rounds``, those within a node.
+        waited_bytes: beside ``bytes_sent``, those of other ranks for which this one waits with nothing to send, as on
+            the way up a tree.
+        inner_waited_bytes: of ``waited_bytes``, those that stay within a node.
+    """
+
+    bytes_sent: int = 0
+    rounds: int = 0
+    encodes: float = 0.0
+    decodes: float = 0.0
+    sum_encodes: float = 0.0
+    sum_decodes: float = 0.0
+    copies: float = 0.0
+    calls: int = 0
+    inner_bytes: int = 0
+    inner_rounds: int = 0
+    waited_bytes: int = 0
+    inner_waited_bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Cost)))
+
+    def scaled(self, share: float) -> Cost:
+        """The same of a part of the vector, by its share: what is times over the vector; bytes and counts stay."""
+        times = ("encodes", "decodes", "sum_encodes", "sum_decodes", "copies")
+        return replace(self, **{name: share * getattr(self, name) for name in times})
 
 
-def wire_seconds(plan: Priced, link: Link, inside: Link | None = None, sharing: int = 1) -> float:
+def wire_seconds(cost: Cost, link: Link, inside: Link | None = None, sharing: int = 1) -> float:
     """Time that messages travel.
 
     Args:
-        plan: the exchange.
+        cost: of the exchange.
         link: between ranks, or between nodes if ``inside`` is given.
         inside: between the ranks of a node.
         sharing: ranks whose messages share one network card.
     """
     inside = inside or link
-    waits = (plan.rounds - plan.inner_rounds) * link.latency_s  # nobody sends what depends on what is not there yet
-    within = plan.inner_bytes + plan.inner_waited_bytes
-    beyond = plan.bytes_sent + plan.waited_bytes - within
+    waits = (cost.rounds - cost.inner_rounds) * link.latency_s  # nobody sends what depends on what is not there yet
+    within = cost.inner_bytes + cost.inner_waited_bytes
+    beyond = cost.bytes_sent + cost.waited_bytes - within
     outward = beyond * sharing / link.bytes_per_s  # the card sends for all of its ranks
-    inward = plan.inner_rounds * inside.latency_s + within / inside.bytes_per_s  # no card is in between
+    inward = cost.inner_rounds * inside.latency_s + within / inside.bytes_per_s  # no card is in between
     return waits + outward + inward
 
 
 def device_seconds(
-    plan: Priced, work: Work, copy_s: float = 0.0, crowding: float = 1.0, sums: Work | None = None
+    cost: Cost, work: Work, copy_s: float = 0.0, crowding: float = 1.0, sums: Work | None = None
 ) -> float:
     """Time that the rank's device encodes and decodes, and can do nothing else.
 
     Args:
-        plan: the exchange.
+        cost: of the exchange.
         work: elements and speeds, of each section.
         copy_s: seconds per element that is copied.
         crowding: ranks that share a core, 1 or more.
@@ -121,18 +146,18 @@ def device_seconds(
     """
     once = 0.0
     for numel, speeds in work if sums is None else sums:
-        once += numel * plan.sum_encodes * speeds.encode_s
-        once += numel * plan.sum_decodes * speeds.decode_s
+        once += numel * cost.sum_encodes * speeds.encode_s
+        once += numel * cost.sum_decodes * speeds.decode_s
     for numel, speeds in work:
-        once += numel * (plan.encodes - plan.sum_encodes) * speeds.encode_s  # as often as the pattern encodes it
-        once += numel * (plan.decodes - plan.sum_decodes) * speeds.decode_s  # grows with the messages that arrive
-        once += numel * plan.copies * copy_s  # what stays float32 passes through memory all the same
-        once += plan.calls * speeds.start_s  # a shard of its own is a call of its own
+        once += numel * (cost.encodes - cost.sum_encodes) * speeds.encode_s  # as often as the pattern encodes it
+        once += numel * (cost.decodes - cost.sum_decodes) * speeds.decode_s  # grows with the messages that arrive
+        once += numel * cost.copies * copy_s  # what stays float32 passes through memory all the same
+        once += cost.calls * speeds.start_s  # a shard of its own is a call of its own
     return once * max(1.0, crowding)
 
 
 def step_seconds(
-    plan: Priced,
+    cost: Cost,
     work: Work,
     link: Link,
     inside: Link | None = None,
@@ -145,7 +170,7 @@ def step_seconds(
     """What one exchange adds to a step.
 
     Args:
-        plan: the exchange.
+        cost: of the exchange.
         work: see ``device_seconds``.
         link: see ``wire_seconds``.
         inside: likewise.
@@ -155,9 +180,9 @@ def step_seconds(
         hidden_s: seconds of backward that are left while messages travel; 0 for the last bucket.
         sums: see ``device_seconds``.
     """
-    exposed = max(0.0, wire_seconds(plan, link, inside, sharing) - hidden_s)
+    exposed = max(0.0, wire_seconds(cost, link, inside, sharing) - hidden_s)
     # Encoding takes the device from backward: nothing of it is hidden.
-    return device_seconds(plan, work, copy_s, crowding, sums) + exposed
+    return device_seconds(cost, work, copy_s, crowding, sums) + exposed
 
 
 def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:

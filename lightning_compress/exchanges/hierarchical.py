@@ -10,27 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
-from torch import Tensor
-
 from lightning_compress.codecs import Codec
-from lightning_compress.collectives import Collective, World
-from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
+from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import mix
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.base import Exchange, ExchangePlan
 from lightning_compress.exchanges.binomial import Binomial
 from lightning_compress.exchanges.chain import LeadersPlan, agreed
 from lightning_compress.exchanges.message import Section
-from lightning_compress.exchanges.nodes import nodes_of
+from lightning_compress.exchanges.nodes import nodes_of, plan_parts, side_by_side
 from lightning_compress.exchanges.sparse.butterfly import Butterfly
 from lightning_compress.exchanges.sparse.gtopk import GTopK
 from lightning_compress.exchanges.sparse.recursive_doubling import RecursiveDoubling
@@ -132,81 +126,10 @@ class Hierarchical(Exchange):
         nodes = nodes_of(collective.uncounted, self.node_size, device, one_size=not chain)
         if len(nodes) == 1 or len(nodes) == collective.size:
             return self._outer.plan(sections, world)
+        if not chain:
+            return plan_parts(self._outer, nodes, sections, world)
         inside = collective.part(nodes)
-        if chain:
-            leading = collective.part([[node[0] for node in nodes], [rank for node in nodes for rank in node[1:]]])
-            led = None if inside.rank else lambda: self._outer.plan(_moved(sections), world.among(leading))
-            outer = agreed(led, collective.uncounted, device)
-            return LeadersPlan(sections, outer, inside, len(nodes) / collective.size, device)
-        between = collective.part(list(zip(*nodes, strict=True)))
-        parts = [[section.shard(place, inside.size) for section in sections] for place in range(inside.size)]
-        self._outer.measure([section.codec for section in sections], between, collective, device)
-        outer = self._outer.plan(_moved(parts[inside.rank]), world.among(between))
-        return _Plan(parts, outer, inside, device)
-
-
-def _moved(sections: Sequence[Section]) -> list[Section]:
-    """The same in a vector that has nothing else."""
-    moved, start = [], 0
-    for section in sections:
-        moved.append(Section(section.codec, section.layout, start))
-        start += section.layout.numel
-    return moved
-
-
-class _Plan(ExchangePlan):
-    def __init__(
-        self, parts: list[list[Section]], outer: ExchangePlan, inside: Collective, device: torch.device
-    ) -> None:
-        self._places = [[slice(each.start, each.stop) for each in part] for part in parts]
-        self._numels = [sum(each.layout.numel for each in part) for part in parts]
-        self._outer = outer
-        self._inside = inside
-        width = max(self._numels) + 1  # with the flag
-        self._width, self._device = width, device
-        self.description = f"{outer.description} between nodes of {inside.size}"
-        self.inner_bytes = 2 * (inside.size - 1) * 4 * width
-        self.inner_rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
-        self.bytes_sent = self.inner_bytes + outer.bytes_sent
-        self.rounds = self.inner_rounds + outer.rounds
-        self.waited_bytes = outer.waited_bytes
-        self.copies, self.calls = 4.0, outer.calls  # into rows, their sum, what is left, out of rows
-        self.encodes, self.decodes = outer.encodes / inside.size, outer.decodes / inside.size
-        self.sum_encodes, self.sum_decodes = outer.sum_encodes / inside.size, outer.sum_decodes / inside.size
-        self.sum_ranks = outer.sum_ranks
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return torch.zeros(self._inside.size, self._width, device=self._device)
-
-    @cached_property
-    def _received(self) -> Tensor:
-        return torch.empty_like(self._rows)
-
-    @cached_property
-    def _mean(self) -> Tensor:
-        return torch.empty(self._width, device=self._device)
-
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        rank, size = self._inside.rank, self._inside.size
-        rows, received = self._rows, self._received
-        for row, places in zip(rows, self._places, strict=True):
-            gather(vector, places, row)
-            row[-1] = flag
-            for place in places:  # what else there is others take care of
-                vector[place] = 0.0
-        self._inside.all_to_all(rows, received)
-        total = received[0]
-        for row in received[1:]:
-            total.add_(row)
-        flag.copy_(total[-1])
-        numel = self._numels[rank]
-        own, mean = total[:numel], self._mean[:numel]
-        self._outer.mean(own, mean, mix(key, rank), flag)
-        scatter(own, self._places[rank], vector)
-        torch.mul(mean, 1 / size, out=mean)
-        self._mean[-1] = flag
-        self._inside.all_gather(self._mean, rows)
-        for row, places in zip(rows, self._places, strict=True):
-            scatter(row, places, out)
-            flag.add_(row[-1])
+        leading = collective.part([[node[0] for node in nodes], [rank for node in nodes for rank in node[1:]]])
+        led = None if inside.rank else lambda: self._outer.plan(side_by_side(sections), world.among(leading))
+        outer = agreed(led, collective.uncounted, device)
+        return LeadersPlan(sections, outer, inside, len(nodes) / collective.size, device)

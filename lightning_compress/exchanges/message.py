@@ -20,6 +20,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.random import mix
 from lightning_compress.kernels import Summands
+from lightning_compress.reducers.base import Reducer
 
 LENGTHS, LENGTH = 8, 8
 """Where the lengths of the sections begin in a message, and the bytes of one."""
@@ -27,21 +28,34 @@ LENGTHS, LENGTH = 8, 8
 
 @dataclass(frozen=True)
 class Section:
-    """A stretch of a vector, beginning at ``start``, that one codec takes care of.
+    """The part of a vector, from ``start`` on, that one method compresses.
 
     Attributes:
-        fed_back: somebody asks for what encoding leaves in the stretch.
+        fed_back: what encoding leaves in the part is kept, as the local residual.
+        number: index of the method among those of the rules, which names what a reducer keeps.
     """
 
-    codec: Codec
+    method: Codec | Reducer
     layout: Layout
     start: int
     fed_back: bool = True
+    number: int = 0
+
+    @property
+    def codec(self) -> Codec:
+        """The method, of a section that is part of a message."""
+        assert isinstance(self.method, Codec)
+        return self.method
 
     @property
     def stop(self) -> int:
         """One past the section's last element in the vector."""
         return self.start + self.layout.numel
+
+    @property
+    def span(self) -> slice:
+        """Its elements of the vector."""
+        return slice(self.start, self.stop)
 
     def shard(self, index: int, count: int) -> Section:
         """One of ``count`` parts of nearly equal size, cut on the codec's block boundaries."""
@@ -62,10 +76,10 @@ class SumRun:
 
 
 class MessagePlan:
-    """Encodes stretches of a vector into one message, and back.
+    """Encodes sections of a vector into one message, and back.
 
     Args:
-        sections: the stretches, each with its codec; they need not cover the vector.
+        sections: those of codecs; they need not cover the vector.
         device: where vectors and messages are.
         meter: gets the time of encoding and decoding.
         summands: how many messages are summed in the message's own dtype.
@@ -81,9 +95,7 @@ class MessagePlan:
         self._meter = meter
         sections = [section for section in sections if section.layout.numel]
         plans = [section.codec.plan(section.layout, device, summands) for section in sections]
-        self._parts = [
-            (slice(section.start, section.stop), plan) for section, plan in zip(sections, plans, strict=True)
-        ]
+        self._parts = [(section.span, plan) for section, plan in zip(sections, plans, strict=True)]
         self._fed_back = [section.fed_back for section in sections]
         self.variable = any(plan.variable for plan in plans)
         self._header = aligned(LENGTHS + LENGTH * len(plans)) if self.variable else ALIGNMENT
@@ -107,9 +119,9 @@ class MessagePlan:
         return tuple(runs) or (SumRun(torch.float32, 0, ALIGNMENT),)
 
     @property
-    def stretches(self) -> list[slice]:
-        """Where in the vector its sections are."""
-        return [stretch for stretch, _ in self._parts]
+    def spans(self) -> list[slice]:
+        """Its sections' elements of the vector."""
+        return [span for span, _ in self._parts]
 
     def share(self, key: int) -> None:
         """Draw what all ranks must have in common; before ``encode`` and ``decode``, with the same key on all ranks."""
@@ -119,14 +131,14 @@ class MessagePlan:
     def encode(
         self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True, summands: Summands = None
     ) -> int:
-        """Move the stretches into ``message``, uint8 ``[size]``, whose padding the caller made zero once.
+        """Move the sections into ``message``, uint8 ``[size]``, whose padding the caller made zero once.
 
         Args:
             vector: float32, the whole group's; finite.
             message: uint8 ``[size]``.
             key: where randomness comes from; each section has a stream of its own.
             flag: float32 scalar, 0.0 or NaN.
-            keep: the exchange asks for what stays, also in stretches that are not fed back.
+            keep: the exchange uses what encoding leaves, also of sections that are not fed back.
             summands: gradient and residual, each as long as the vector, whose sum the vector becomes first.
 
         Returns:
@@ -137,12 +149,12 @@ class MessagePlan:
         starts, end = [], self._header
         with self._meter.span("encode"):
             message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
-            for number, (stretch, plan) in enumerate(self._parts):
+            for number, (span, plan) in enumerate(self._parts):
                 part, own = message[end : end + plan.message_size], _own(key, number)
                 if summands is not None:
-                    plan.encode_sum(summands[0][stretch], summands[1][stretch], vector[stretch], part, own)
+                    plan.encode_sum(summands[0][span], summands[1][span], vector[span], part, own)
                 else:
-                    (plan.encode if keeps[number] else plan.send)(vector[stretch], part, own)
+                    (plan.encode if keeps[number] else plan.send)(vector[span], part, own)
                 if self.variable:  # what an earlier, longer message left there
                     message[end + plan.used : end + aligned(plan.used)] = 0
                 starts.append(end)
@@ -157,14 +169,14 @@ class MessagePlan:
     def _subtract_sent(
         self, given: Tensor, vector: Tensor, message: Tensor, starts: list[int], keeps: list[bool]
     ) -> None:
-        """Leave in stretches that were only sent what encoding would have left: it is measured in this step."""
-        for (stretch, plan), start, kept in zip(self._parts, starts, keeps, strict=True):
+        """Leave in sections that were only sent what encoding would have left: it is measured in this step."""
+        for (span, plan), start, kept in zip(self._parts, starts, keeps, strict=True):
             if not kept:
-                vector[stretch] = given[stretch]
-                plan.decode(message[None, start : start + plan.used], vector[stretch], -1.0, accumulate=True)
+                vector[span] = given[span]
+                plan.decode(message[None, start : start + plan.used], vector[span], -1.0, accumulate=True)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """Write ``weight`` times the sum of ``messages``, uint8 ``[M, size]``, into the stretches of ``out``.
+        """Write ``weight`` times the sum of ``messages``, uint8 ``[M, size]``, into the sections of ``out``.
 
         Messages of variable length need be no longer than the longest of them.
 
@@ -175,9 +187,9 @@ class MessagePlan:
             raise ValueError(f"messages of {messages.shape[1]} bytes are truncated; their header has {self._header}")
         with self._meter.span("decode"):
             ends = self._ends(messages)
-            for number, (stretch, plan) in enumerate(self._parts):
+            for number, (span, plan) in enumerate(self._parts):
                 starts = [row[number] for row in ends]
-                part = out[stretch]
+                part = out[span]
                 if len(set(starts)) <= 1:  # as always where no earlier section varies
                     start = starts[0] if starts else 0
                     plan.decode(messages[:, start : start + plan.message_size], part, weight, accumulate)
@@ -230,9 +242,9 @@ class MessagePlan:
         return messages[:, :ALIGNMENT].contiguous().view(self._flag_dtype)[:, 0].float()
 
     def settle(self, vector: Tensor, flag: Tensor) -> None:
-        """Make stretches that are not finite, as sums of messages may be, a NaN in the flag and zeros in ``vector``."""
-        for stretch, _ in self._parts:
-            part = vector[stretch]
+        """Make sections that are not finite, as sums of messages may be, a NaN in the flag and zeros in ``vector``."""
+        for span, _ in self._parts:
+            part = vector[span]
             lowest, highest = torch.aminmax(part)
             sound = lowest * 0.0 + highest * 0.0
             flag.add_(sound)

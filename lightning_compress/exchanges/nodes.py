@@ -1,14 +1,22 @@
-"""Which ranks are on which node, and which cluster that is."""
+"""Which ranks are on which node, which cluster that is, and the exchange of parts of a node's sum between nodes."""
 
 from __future__ import annotations
 
 import hashlib
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, World
+from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
+from lightning_compress.core.random import mix
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.message import Section
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,86 @@ def nodes_of(collective: Collective, size: int | None, device: torch.device, one
             f"of {collective.size} ranks; set node_size to a divisor of it, or inner='chain', or use exchange='auto'"
         )
     return nodes
+
+
+def plan_parts(
+    outer: Exchange, nodes: Sequence[Sequence[int]], sections: Sequence[Section], world: World
+) -> ExchangePlan:
+    """Each rank takes one part of its node's sum to the ranks of the same index in the other nodes.
+
+    Args:
+        outer: by which these exchange it.
+        nodes: several, of one size above 1.
+        sections: what the vectors consist of.
+        world: the ranks.
+    """
+    collective, device, _ = world
+    inside, between = collective.part(nodes), collective.part(list(zip(*nodes, strict=True)))
+    parts = [[section.shard(index, inside.size) for section in sections] for index in range(inside.size)]
+    outer.measure([section.codec for section in sections], between, collective, device)
+    plan = outer.plan(side_by_side(parts[inside.rank]), world.among(between))
+    return _PartsPlan(parts, plan, inside, device)
+
+
+def side_by_side(sections: Sequence[Section]) -> list[Section]:
+    """The same in a vector that has nothing else."""
+    moved, start = [], 0
+    for section in sections:
+        moved.append(Section(section.codec, section.layout, start))
+        start += section.layout.numel
+    return moved
+
+
+class _PartsPlan(ExchangePlan):
+    def __init__(
+        self, parts: list[list[Section]], outer: ExchangePlan, inside: Collective, device: torch.device
+    ) -> None:
+        self._spans = [[each.span for each in part] for part in parts]
+        self._numels = [sum(each.layout.numel for each in part) for part in parts]
+        self._outer = outer
+        self._inside = inside
+        width = max(self._numels) + 1  # with the flag
+        self._width, self._device = width, device
+        self.description = f"{outer.description} between nodes of {inside.size}"
+        sent = 2 * (inside.size - 1) * 4 * width
+        rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
+        inner = Cost(bytes_sent=sent, rounds=rounds, inner_bytes=sent, inner_rounds=rounds)
+        cost = outer.cost.scaled(1 / inside.size) + inner
+        self.cost = replace(cost, copies=4.0)  # into rows, their sum, what is left, out of rows
+        self.sum_ranks = outer.sum_ranks
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.zeros(self._inside.size, self._width, device=self._device)
+
+    @cached_property
+    def _received(self) -> Tensor:
+        return torch.empty_like(self._rows)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        return torch.empty(self._width, device=self._device)
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        rank, size = self._inside.rank, self._inside.size
+        rows, received = self._rows, self._received
+        for row, spans in zip(rows, self._spans, strict=True):
+            gather(vector, spans, row)
+            row[-1] = flag
+            for span in spans:  # the rest of the vector is another plan's
+                vector[span] = 0.0
+        self._inside.all_to_all(rows, received)
+        total = received[0]
+        for row in received[1:]:
+            total.add_(row)
+        flag.copy_(total[-1])
+        numel = self._numels[rank]
+        own, mean = total[:numel], self._mean[:numel]
+        self._outer.mean(own, mean, mix(key, rank), flag)
+        scatter(own, self._spans[rank], vector)
+        torch.mul(mean, 1 / size, out=mean)
+        self._mean[-1] = flag
+        self._inside.all_gather(self._mean, rows)
+        for row, spans in zip(rows, self._spans, strict=True):
+            scatter(row, spans, out)
+            flag.add_(row[-1])

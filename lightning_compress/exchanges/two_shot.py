@@ -32,7 +32,9 @@ from lightning_compress.exchanges.base import (
     of_sums,
     rows,
 )
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.refusal import Refusal
 from lightning_compress.kernels import Summands
 
 
@@ -180,11 +182,10 @@ class TwoShot(Exchange):
         """With AdaGrad the same owners of the same shards, else None."""
         if self.adagrad is None:
             return None
-        shards = [
-            [replace(section, codec=Dense()) for section in shard] for shard in _shards(sections, world.collective.size)
-        ]
-        plan = self._plan(shards, world, states)
-        plan.dense_places = [slice(section.start, section.stop) for section in sections]
+        shards = _shards(sections, world.collective.size)  # cut where the codecs' blocks end
+        dense = [[replace(section, method=Dense()) for section in shard] for shard in shards]
+        plan = self._plan(dense, world, states)
+        plan.dense_spans = [section.span for section in sections]
         return plan
 
     def _plan(self, shards: list[list[Section]], world: World, states: States | None) -> ExchangePlan:
@@ -192,7 +193,7 @@ class TwoShot(Exchange):
         adagrad = None
         if self.adagrad is not None:
             assert states is not None
-            own = [slice(section.start, section.stop) for section in shards[collective.rank]]
+            own = [section.span for section in shards[collective.rank]]
             adagrad = OwnerAdaGrad(self.adagrad, own, collective, device, states)
         plans = [MessagePlan(shard, device, meter) for shard in shards]
         finer = [of_sums(shard, collective.size, self.sums) for shard in shards]
@@ -220,20 +221,26 @@ class _Plan(ExchangePlan):
         self._send = Messages(size, width, device)
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
-        self.bytes_sent, self.rounds = 0, all_to_all_rounds(size) + all_gather_rounds(size)
+        sent, rounds = 0, all_to_all_rounds(size) + all_gather_rounds(size)
         for plans, widest in ((shards, self._widest), (sums, self._widest_sum)):
-            self.bytes_sent += (size - 1) * max(plan.expected_size for plan in plans) + length_bytes(widest, size)
-            self.rounds += length_rounds(widest, size)
-        self.decodes = 2.0 - 1 / size  # the others' parts of the own shard, then all shards
-        self.sum_encodes, self.sum_decodes = 1 / size, 1.0
+            sent += (size - 1) * max(plan.expected_size for plan in plans) + length_bytes(widest, size)
+            rounds += length_rounds(widest, size)
+        self.cost = Cost(
+            bytes_sent=sent,
+            rounds=rounds,
+            encodes=1.0,
+            decodes=2.0 - 1 / size,  # the others' parts of the own shard, then all shards
+            sum_encodes=1 / size,
+            sum_decodes=1.0,
+            calls=2 * size + 2,
+        )
         self.sum_ranks = 1 if sums is shards else size
-        self.calls = 2 * size + 2
 
     def mean_of_sum(
         self, gradient: Tensor, residual: Tensor, vector: Tensor, out: Tensor, key: int, flag: Tensor
     ) -> None:
-        for place in self._shards[self._collective.rank].stretches:  # which is not encoded until the others' are added
-            torch.add(gradient[place], residual[place], out=vector[place])
+        for span in self._shards[self._collective.rank].spans:  # which is not encoded until the others' are added
+            torch.add(gradient[span], residual[span], out=vector[span])
         self._mean(vector, out, key, flag, (gradient, residual))
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
@@ -252,17 +259,14 @@ class _Plan(ExchangePlan):
         width = self._width(self._widest, used)
         received = rows(self._receive.all, size, width)
         self._collective.all_to_all(self._send.all[:, :width].contiguous(), received)
-        problem = None
+        refusal = Refusal()
         for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             if len(others):
-                try:
+                with refusal.kept():
                     own.decode(others, vector, 1.0, accumulate=True)
-                except ValueError as error:  # the other ranks wait for a message
-                    problem = error
                 flag.add_(own.flags(others))
         own.settle(vector, flag)
-        if problem:
-            flag.fill_(torch.inf)
+        refusal.mark(flag)
         if self._adagrad:
             self._adagrad.step(vector)
         total = self._sums[rank]
@@ -273,24 +277,18 @@ class _Plan(ExchangePlan):
             self._adagrad.keep(vector)
         received = rows(self._receive.all, size, width)
         self._collective.all_gather(self._sum.all[0, :width], received)
-        if problem:
-            raise problem
+        refusal.close()
         for peer, shard in enumerate(self._sums):
             message = received[peer : peer + 1, : shard.size]
             shard.decode(message, out, 1.0 if self._adagrad else 1 / size, accumulate=False)
             flag.add_(shard.flags(message))
-        self._check(received, flag)
+        # a device whose messages are never refused is not asked
+        if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
+            refusal.check(shard.refuses(received[peer]) for peer, shard in enumerate(self._sums))
 
     def adopted(self) -> None:
         if self._adagrad:
             self._adagrad.adopted()
-
-    def _check(self, received: Tensor, flag: Tensor) -> None:
-        """Stop on this rank too where another could not read its messages; a device that refuses none is not asked."""
-        if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
-            for peer, shard in enumerate(self._sums):
-                if shard.refuses(received[peer]):
-                    raise ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
 
     def _width(self, widest: MessagePlan, used: int) -> int:
         """Bytes of each rank's row."""

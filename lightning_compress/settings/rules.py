@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.core.layout import Layout
 from lightning_compress.corrections import Corrected
+from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer
 
 KINDS: dict[str, tuple[type[nn.Module], ...]] = {
@@ -49,21 +50,6 @@ def _kind(modules: dict[str, nn.Module], name: str) -> str:
 Shape = tuple[int, ...]
 Method = Codec | Reducer
 Compressor = Method | Corrected
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """The part of a vector, from ``start`` on, that one method takes care of; ``number`` is its place in ``Rules``."""
-
-    method: Method
-    layout: Layout
-    start: int
-    number: int = 0
-
-    @property
-    def place(self) -> slice:
-        """Where it stands in the vector."""
-        return slice(self.start, self.start + self.layout.numel)
 
 
 @dataclass(frozen=True)
@@ -130,27 +116,28 @@ class Rules:
     def _kind(self, name: str) -> str:
         return self.kinds.get(name, "other")
 
-    def stretches(self, parameters: Sequence[tuple[str, Shape]]) -> tuple[tuple[int, ...], tuple[Stretch, ...]]:
+    def sections(self, parameters: Sequence[tuple[str, Shape]]) -> tuple[tuple[int, ...], tuple[Section, ...]]:
         """Order a group's parameters by method.
 
         Args:
             parameters: name and shape, in the bucket's order.
 
         Returns:
-            the parameters' places in the bucket, in the vector's order; and the vector's stretches.
+            the parameters' indices in the bucket, in the vector's order; and the vector's sections.
         """
         chosen = [self.method_of(*parameter) for parameter in parameters]
         order: list[int] = []
-        stretches: list[Stretch] = []
+        sections: list[Section] = []
         dense, *others = self.methods
         for method in dict.fromkeys([*others, dense]):  # compressed ones begin where 16 bytes can be read at once
             number = self.methods.index(method)
-            places = [place for place, each in enumerate(chosen) if each == method]
-            if places:
-                start = stretches[-1].place.stop if stretches else 0
-                stretches.append(Stretch(method, Layout.of(parameters[place] for place in places), start, number))
-                order += places
-        return tuple(order), tuple(stretches)
+            indices = [index for index, each in enumerate(chosen) if each == method]
+            if indices:
+                start = sections[-1].stop if sections else 0
+                layout = Layout.of(parameters[index] for index in indices)
+                sections.append(Section(method, layout, start, number=number))
+                order += indices
+        return tuple(order), tuple(sections)
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse patterns and rules that match nothing.

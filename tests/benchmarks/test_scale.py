@@ -45,14 +45,14 @@ def test_bytes_and_rounds_are_those_of_real_ranks(name, ranks):
     numel = 1024 * ranks * 32
     calls, counted, plan = scale.send(way, numel, ranks, node_size)
     assert sum(call.sent for call in calls) == counted
-    assert sum(call.rounds for call in calls) == plan.rounds
+    assert sum(call.rounds for call in calls) == plan.cost.rounds
     real = really_sent(way, numel, ranks, node_size)
     if sparse:  # selections overlap by chance
         assert all(each == pytest.approx(counted, rel=0.05) for each in real)
-        assert plan.bytes_sent == pytest.approx(counted, rel=0.05)
+        assert plan.cost.bytes_sent == pytest.approx(counted, rel=0.05)
     else:
         assert real == [counted] * ranks
-        assert plan.bytes_sent == counted
+        assert plan.cost.bytes_sent == counted
 
 
 def test_a_longer_vector_is_on_the_line():

@@ -100,7 +100,7 @@ def test_no_momentum_is_lost(size, exchange):
 def test_a_frozen_step_travels_in_a_bit_an_element():
     def program(collective):
         walker = Walker(collective, OneBitAdam(freeze_steps=1), exchange="all_gather")
-        return [walker.group.plan(step).bytes_sent for step in (0, 1)]
+        return [walker.group.plan(step).cost.bytes_sent for step in (0, 1)]
 
     dense, frozen = on_ranks(2, program)[0]
     assert dense >= 4 * TOTAL

@@ -35,7 +35,7 @@ def counted(collective, exchange, codec, flag=0.0):
 def test_a_tree_at_many_ranks(size, codec):
     ranks = run_threads(size, lambda collective: counted(collective, Binomial(), codec))
     check(ranks)
-    assert all(sent == plan.bytes_sent for *_, plan, sent in ranks) or codec is VARIABLE
+    assert all(sent == plan.cost.bytes_sent for *_, plan, sent in ranks) or codec is VARIABLE
 
 
 @pytest.mark.parametrize("size", range(2, 10))
@@ -84,9 +84,9 @@ def test_all_ranks_have_one_price():
     for exchange, size in ((Binomial(), 5), (Binomial(), 8)):
         ranks = run_threads(size, lambda collective, way=exchange: mean(collective, way, OneBit())[-1])
         levels = (size - 1).bit_length()
-        message = (ranks[1].bytes_sent + ranks[1].waited_bytes - 16 * (size - 1)) / (2 * levels)
+        message = (ranks[1].cost.bytes_sent + ranks[1].cost.waited_bytes - 16 * (size - 1)) / (2 * levels)
         seconds = 1e-3 * 3 * levels + 1e-6 * (2 * levels * message + 16 * (size - 1))
-        assert [wire_seconds(plan, link) for plan in ranks] == pytest.approx([seconds] * size)
+        assert [wire_seconds(plan.cost, link) for plan in ranks] == pytest.approx([seconds] * size)
 
 
 @pytest.mark.parametrize(("node", "size"), CHAINS)
@@ -94,7 +94,7 @@ def test_all_ranks_have_one_price():
 def test_chains_and_a_tree_at_many_ranks(node, size, codec):
     ranks = run_threads(size, lambda collective: counted(collective, Hierarchical("binomial", node, "chain"), codec))
     check(ranks)
-    assert all(sent == plan.bytes_sent for *_, plan, sent in ranks) or codec is VARIABLE
+    assert all(sent == plan.cost.bytes_sent for *_, plan, sent in ranks) or codec is VARIABLE
     assert [bool(after.any()) for _, after, *_ in ranks] == [
         rank % node == 0 and not isinstance(codec, Dense) for rank in range(size)
     ]
@@ -122,12 +122,12 @@ def test_chunks_follow_one_another(monkeypatch, chunk, size):
         total = own + total
     assert ranks[0][1].equal(total)  # from the last rank on
     assert all(row.equal(total) for _, _, row, *_ in ranks)
-    assert all(sent == made.bytes_sent for *_, made, sent in ranks)
+    assert all(sent == made.cost.bytes_sent for *_, made, sent in ranks)
     count = min(64, numel // chunk) if size > 2 else 1
     path = 4 * ((count + size - 2) * -(-numel // count) + 2 * (size - 1) * -(-numel // size))
     for *_, made, sent in ranks:
-        assert sent + made.waited_bytes == path
-        assert made.rounds == count + size - 2 + 1 + (size - 1).bit_length()
+        assert sent + made.cost.waited_bytes == path
+        assert made.cost.rounds == count + size - 2 + 1 + (size - 1).bit_length()
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2, 4])

@@ -1,10 +1,9 @@
 """The cost model, by hand and by what must grow."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from lightning_compress.exchanges.cost import (
+    Cost,
     Link,
     Speeds,
     backward_seconds,
@@ -19,40 +18,38 @@ SPEEDS = Speeds(2e-6, 1e-6, 1e-4)
 WORK = [(1000, SPEEDS)]
 
 
-def plan(**numbers):
-    standard = {"bytes_sent": 5000, "rounds": 3, "encodes": 1.0, "decodes": 2.0, "copies": 0.0, "calls": 2}
-    standard |= dict.fromkeys(("inner_bytes", "inner_rounds", "waited_bytes", "inner_waited_bytes"), 0)
-    standard |= {"sum_encodes": 0.0, "sum_decodes": 0.0}
-    return SimpleNamespace(**standard | numbers)
+def cost(**numbers):
+    standard = {"bytes_sent": 5000, "rounds": 3, "encodes": 1.0, "decodes": 2.0, "calls": 2}
+    return Cost(**standard | numbers)
 
 
 def test_by_hand():
-    assert wire_seconds(plan(), LINK) == pytest.approx(3e-3 + 5e-3)
-    assert wire_seconds(plan(), LINK, sharing=4) == pytest.approx(3e-3 + 4 * 5e-3)
-    within = plan(inner_bytes=4000, inner_rounds=2)
+    assert wire_seconds(cost(), LINK) == pytest.approx(3e-3 + 5e-3)
+    assert wire_seconds(cost(), LINK, sharing=4) == pytest.approx(3e-3 + 4 * 5e-3)
+    within = cost(inner_bytes=4000, inner_rounds=2)
     assert wire_seconds(within, LINK, Link(1e-4, 1e8), sharing=2) == pytest.approx(1e-3 + 2e-3 + 2e-4 + 4e-5)
-    waiting = plan(inner_bytes=4000, inner_rounds=2, waited_bytes=9000, inner_waited_bytes=6000)
+    waiting = cost(inner_bytes=4000, inner_rounds=2, waited_bytes=9000, inner_waited_bytes=6000)
     assert wire_seconds(waiting, LINK, Link(1e-4, 1e8)) == pytest.approx(1e-3 + 4e-3 + 2e-4 + 1e-4)
-    assert device_seconds(plan(), WORK) == pytest.approx(2e-3 + 2e-3 + 2e-4)
-    assert device_seconds(plan(copies=3.0), WORK, copy_s=1e-7, crowding=2) == pytest.approx(2 * (4.2e-3 + 3e-4))
-    assert device_seconds(plan(), WORK, crowding=0.5) == device_seconds(plan(), WORK)  # a rank has no two cores
-    sums, finer = plan(sum_encodes=0.25, sum_decodes=1.0), [(1000, Speeds(4e-6, 3e-6, 1e-4))]
-    assert device_seconds(sums, WORK) == device_seconds(plan(), WORK)
+    assert device_seconds(cost(), WORK) == pytest.approx(2e-3 + 2e-3 + 2e-4)
+    assert device_seconds(cost(copies=3.0), WORK, copy_s=1e-7, crowding=2) == pytest.approx(2 * (4.2e-3 + 3e-4))
+    assert device_seconds(cost(), WORK, crowding=0.5) == device_seconds(cost(), WORK)  # a rank has no two cores
+    sums, finer = cost(sum_encodes=0.25, sum_decodes=1.0), [(1000, Speeds(4e-6, 3e-6, 1e-4))]
+    assert device_seconds(sums, WORK) == device_seconds(cost(), WORK)
     assert device_seconds(sums, WORK, sums=finer) == pytest.approx(1.5e-3 + 1e-3 + 1e-3 + 3e-3 + 2e-4)
-    assert step_seconds(plan(), WORK, LINK) == pytest.approx(8e-3 + 4.2e-3)
-    assert step_seconds(plan(), WORK, LINK, hidden_s=5e-3) == pytest.approx(3e-3 + 4.2e-3)
-    assert step_seconds(plan(), WORK, LINK, hidden_s=1.0) == pytest.approx(4.2e-3)  # encoding is never hidden
+    assert step_seconds(cost(), WORK, LINK) == pytest.approx(8e-3 + 4.2e-3)
+    assert step_seconds(cost(), WORK, LINK, hidden_s=5e-3) == pytest.approx(3e-3 + 4.2e-3)
+    assert step_seconds(cost(), WORK, LINK, hidden_s=1.0) == pytest.approx(4.2e-3)  # encoding is never hidden
 
 
 @pytest.mark.parametrize("number", ["bytes_sent", "rounds", "encodes", "decodes", "copies", "calls"])
 def test_more_of_anything_takes_longer(number):
-    more = plan(**{number: 2 * getattr(plan(copies=1.0), number)})
-    assert step_seconds(more, WORK, LINK, copy_s=1e-7) > step_seconds(plan(), WORK, LINK, copy_s=1e-7)
+    more = cost(**{number: 2 * getattr(cost(copies=1.0), number)})
+    assert step_seconds(more, WORK, LINK, copy_s=1e-7) > step_seconds(cost(), WORK, LINK, copy_s=1e-7)
 
 
 @pytest.mark.parametrize("slower", [Link(2e-3, 1e6), Link(1e-3, 5e5)])
 def test_a_slower_link_takes_longer(slower):
-    assert step_seconds(plan(), WORK, slower) > step_seconds(plan(), WORK, LINK)
+    assert step_seconds(cost(), WORK, slower) > step_seconds(cost(), WORK, LINK)
 
 
 def test_the_last_bucket_never_overlaps():

@@ -194,7 +194,7 @@ def test_ranks_of_a_node_share_what_crosses():
 
     def between(collective, node):
         plan = Hierarchical("all_gather", node).plan([Section(OneBit(), LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
-        return plan.bytes_sent - (2 * (node - 1) * 4 * (-(-LAYOUT.numel // node)) if node > 1 else 0)
+        return plan.cost.bytes_sent - (2 * (node - 1) * 4 * (-(-LAYOUT.numel // node)) if node > 1 else 0)
 
     alone = run_threads(2, lambda collective: between(collective, 1))[0]
     shared = run_threads(8, lambda collective: between(collective, 4))[0]
@@ -330,7 +330,7 @@ def _in_parts(codec, bad=None):
         before, out = vector.clone(), torch.empty(numel)
         flag = torch.tensor(torch.nan if collective.rank == bad else 0.0)
         plan.mean(vector, out, 5, flag)
-        return before, vector, out, flag, plan.calls, (plan.bytes_sent, meter.bytes_sent)
+        return before, vector, out, flag, plan.cost.calls, (plan.cost.bytes_sent, meter.bytes_sent)
 
     return program
 

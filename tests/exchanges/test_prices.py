@@ -14,13 +14,11 @@ from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
-from lightning_compress.engine.composite import plan_group
 from lightning_compress.exchanges import AllReduce, Auto, Hierarchical, OkTopK, TwoShot
-from lightning_compress.exchanges import auto as auto_module
-from lightning_compress.exchanges.cost import Link, Priced, Speeds, device_seconds, wire_seconds
+from lightning_compress.exchanges.composite import CompositePlan, plan_group
+from lightning_compress.exchanges.cost import Cost, Link, Speeds, device_seconds, wire_seconds
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import PowerSGD
-from lightning_compress.settings.rules import Stretch
 from tests.cases import CASES
 
 CPU = torch.device("cpu")
@@ -66,7 +64,7 @@ def test_prices_take_no_memory(name, size):
     exchange.plan(parts, World(Ranks(size), CPU, Meter(CPU)))  # which compiles, and makes what all plans share
     with Largest() as largest:
         plan = exchange.plan(parts, World(Ranks(size), CPU, Meter(CPU)))
-    assert plan.bytes_sent > 0
+    assert plan.cost.bytes_sent > 0
     assert largest.bytes <= NUMEL / 2  # randomk keeps the places that it drew
 
 
@@ -92,40 +90,35 @@ def test_only_the_winner_lives_on(codecs, size, monkeypatch):
         gc.enable()
 
 
-FIELDS = get_type_hints(Priced)
-
-
-def prices(plan):
-    return {name: getattr(plan, name) for name in FIELDS}
+FIELDS = get_type_hints(Cost)
 
 
 def numbered(plan, factor):
     """The same with another number in each field, so that none is left out by chance."""
-    for place, (name, kind) in enumerate(FIELDS.items()):
-        setattr(plan, name, kind(factor * (place + 1)))
+    plan.cost = Cost(*(kind(factor * (number + 1)) for number, kind in enumerate(FIELDS.values())))
     return plan
 
 
 def test_several_plans_cost_the_sum_of_their_parts():
     parts = [numbered(AllReduce().plan(sections(Dense()), World(Ranks(4), CPU, Meter(CPU))), each) for each in (3, 70)]
-    both = auto_module._Apart(parts, [0.25, 0.75])
+    both = CompositePlan(parts, [0.25, 0.75])
     for name, kind in FIELDS.items():
-        one, other = (getattr(part, name) for part in parts)
-        assert getattr(both, name) == (0.25 * one + 0.75 * other if kind is float else one + other), name
-    assert wire_seconds(both, SLOW) == pytest.approx(sum(wire_seconds(part, SLOW) for part in parts))
+        one, other = (getattr(part.cost, name) for part in parts)
+        assert getattr(both.cost, name) == (0.25 * one + 0.75 * other if kind is float else one + other), name
+    assert wire_seconds(both.cost, SLOW) == pytest.approx(sum(wire_seconds(part.cost, SLOW) for part in parts))
     speeds = Speeds(1e-9, 2e-9)  # calls that take no time: they are counted by section
-    apart = [device_seconds(part, [(share, speeds)], 1e-9) for part, share in zip(parts, (100, 300), strict=True)]
-    assert device_seconds(both, [(100, speeds), (300, speeds)], 1e-9) == pytest.approx(sum(apart))
+    apart = [device_seconds(part.cost, [(share, speeds)], 1e-9) for part, share in zip(parts, (100, 300), strict=True)]
+    assert device_seconds(both.cost, [(100, speeds), (300, speeds)], 1e-9) == pytest.approx(sum(apart))
 
 
 @pytest.mark.parametrize("codecs", [(TopK(0.01), Rotated()), (TopK(0.01), OneBit(), BF16())], ids=repr)
 def test_auto_drops_nothing_of_what_goes_apart(codecs):
     plan = Auto("never", SLOW).plan(sections(*codecs), World(Ranks(8), CPU, Meter(CPU)))
     parts = plan._plans
-    assert plan.calls == sum(part.calls for part in parts)
-    assert plan.decodes == pytest.approx(sum(part.decodes for part in parts) / len(parts))
-    assert plan.copies == pytest.approx(sum(part.copies for part in parts) / len(parts))
-    assert plan.encodes == pytest.approx(sum(part.encodes for part in parts) / len(parts))
+    assert plan.cost.calls == sum(part.cost.calls for part in parts)
+    assert plan.cost.decodes == pytest.approx(sum(part.cost.decodes for part in parts) / len(parts))
+    assert plan.cost.copies == pytest.approx(sum(part.cost.copies for part in parts) / len(parts))
+    assert plan.cost.encodes == pytest.approx(sum(part.cost.encodes for part in parts) / len(parts))
 
 
 def test_a_step_that_is_remembered_costs_what_it_is():
@@ -136,8 +129,8 @@ def test_a_step_that_is_remembered_costs_what_it_is():
     }
     world = World(Ranks(4), CPU, Meter(CPU))
     plan = exchange.plan_dense(given, world, states)
-    inner = AllReduce().plan([replace(each, codec=Dense()) for each in given], world)
-    assert prices(plan) == prices(inner)
+    inner = AllReduce().plan([replace(each, method=Dense()) for each in given], world)
+    assert plan.cost == inner.cost
     assert plan.is_dense(slice(0, NUMEL))
 
 
@@ -150,10 +143,10 @@ def test_reducers_beside_an_exchange_cost_both():
             for name, each in method.state(layout).items()
         }
         world = World(collective, CPU, Meter(CPU))
-        stretches = [Stretch(OneBit(), layout, 0), Stretch(method, layout, layout.numel)]
+        sections = [Section(OneBit(), layout, 0), Section(method, layout, layout.numel)]
         exchange = Hierarchical(TwoShot(), 2)
-        return plan_group(stretches, exchange, world, states), exchange.plan([Section(OneBit(), layout, 0)], world)
+        return plan_group(sections, exchange, world, states), exchange.plan([Section(OneBit(), layout, 0)], world)
 
     for both, alone in run_threads(4, rank):
-        changed = {name for name in FIELDS if getattr(both, name) != getattr(alone, name)}
+        changed = {name for name in FIELDS if getattr(both.cost, name) != getattr(alone.cost, name)}
         assert changed == {"bytes_sent", "rounds"}

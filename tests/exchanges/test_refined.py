@@ -36,8 +36,8 @@ def test_how_many_bits_sums_take_is_an_option(exchange, size):
         plan = exchange.plan(sections, World(CountingCollective(collective, meter), CPU, meter))
         vector = torch.randn(numel, generator=torch.Generator().manual_seed(collective.rank))
         plan.mean(vector, torch.empty(numel), 5, torch.tensor(0.0))
-        assert meter.bytes_sent == plan.bytes_sent
-        return plan.bytes_sent
+        assert meter.bytes_sent == plan.cost.bytes_sent
+        return plan.cost.bytes_sent
 
     assert 8 * run_threads(size, sent)[0] / numel == pytest.approx(SUMS[exchange](size), rel=0.03)
 

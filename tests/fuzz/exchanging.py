@@ -10,9 +10,8 @@ from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
-from lightning_compress.engine import composite
-from lightning_compress.exchanges import EXCHANGES, Hierarchical
-from lightning_compress.settings.rules import Stretch
+from lightning_compress.exchanges import EXCHANGES, Hierarchical, composite
+from lightning_compress.exchanges.message import Section
 from tests.cases import CASES
 from tests.fuzz.mutations import mutate
 
@@ -114,16 +113,16 @@ def mean(plan, collective, seed):
 def plan_of(way, collective):
     exchange, _, name = way.partition(":")
     first, second = (METHODS[name] * 2)[:2]
-    stretches = [
-        Stretch(Dense(), DENSE, 0),
-        Stretch(first, LARGE, DENSE.numel),
-        Stretch(second, OTHER, DENSE.numel + LARGE.numel, 1),
+    sections = [
+        Section(Dense(), DENSE, 0),
+        Section(first, LARGE, DENSE.numel),
+        Section(second, OTHER, DENSE.numel + LARGE.numel, number=1),
     ]
     layout = Layout.of((each.name, each.shape) for part in (DENSE, LARGE, OTHER) for each in part.segments)
     kept = {f"exchange.{name}": each for name, each in PATTERNS[exchange].state(layout).items()}
-    declared = {**composite.declared(stretches), **kept}
+    declared = {**composite.declared(sections), **kept}
     states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in declared.items()}
-    plan = composite.plan_group(stretches, PATTERNS[exchange], World(collective, CPU, Meter(CPU)), states)
+    plan = composite.plan_group(sections, PATTERNS[exchange], World(collective, CPU, Meter(CPU)), states)
     return plan, states
 
 

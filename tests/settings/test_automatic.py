@@ -171,7 +171,7 @@ def test_the_ratio_is_that_of_the_plans(case, ranks):
 
     def rank(collective):
         made = forecast(settings, held, World(collective, CPU, Meter(CPU)))
-        return made.ratio, group_plan(case.codec, Auto(), collective, Meter(CPU)).bytes_sent
+        return made.ratio, group_plan(case.codec, Auto(), collective, Meter(CPU)).cost.bytes_sent
 
     for ratio, sent in run_threads(ranks, rank):
         dense = 2 * (ranks - 1) / ranks * 4 * (DENSE.numel + LARGE.numel)

@@ -96,17 +96,17 @@ def test_cut_off_and_exclusion_come_first():
     assert chosen("bf16", RULES)["attention.out_proj.bias"] == BF16()  # as it would be without the rule
 
 
-def test_a_stretch_for_every_method_and_none_twice():
+def test_a_section_for_every_method_and_none_twice():
     rules = [{"match": "a*", "compressor": "onebit"}, {"match": "b*", "compressor": "topk"}]
     parameters = [("b", (64, 64)), ("a", (32, 64)), ("c", (64, 32)), ("small", (5,)), ("a2", (64, 64))]
-    order, stretches = Settings.of("topk", rules=rules).rules.stretches(parameters)
+    order, sections = Settings.of("topk", rules=rules).rules.sections(parameters)
     assert order == (1, 4, 0, 2, 3)
-    assert [(each.method, each.layout.names, each.number) for each in stretches] == [
+    assert [(each.method, each.layout.names, each.number) for each in sections] == [
         (OneBit(), ("a", "a2"), 1),
         (TopK(), ("b", "c"), 2),
         (Dense(), ("small",), 0),
     ]
-    assert [each.start for each in stretches] == [0, 6144, 2 * 6144]
+    assert [each.start for each in sections] == [0, 6144, 2 * 6144]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def together(size, codecs, rows):
         before = torch.randn(starts[-1], generator=torch.Generator().manual_seed(collective.rank))
         after, mean, flag = before.clone(), torch.empty(starts[-1]), torch.zeros(())
         plan.mean(after, mean, 3, flag)
-        return plan.description, plan.bytes_sent, meter.bytes_sent, before, after, mean, flag
+        return plan.description, plan.cost.bytes_sent, meter.bytes_sent, before, after, mean, flag
 
     ranks = run_threads(size, rank)
     before, after = (sum(each[place].double() for each in ranks) for place in (3, 4))

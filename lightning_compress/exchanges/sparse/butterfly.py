@@ -19,6 +19,7 @@ from lightning_compress.collectives import World
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.layers import Configuration, Network, layers_of
@@ -147,9 +148,13 @@ class _Plan(ExchangePlan):
         self._network = Network(self._layers, world, self._rounds)
         self._own = new_messages(1, self._plan.size, device)
         self._known: Configuration | None = None
-        self.rounds = 4 * len(degrees) + 2 if degrees else 0
-        self.decodes = 1.0 + sum(degree - 1 for degree in degrees)
-        self.bytes_sent = self._expected(sections)
+        self.cost = Cost(
+            bytes_sent=self._expected(sections),
+            rounds=4 * len(degrees) + 2 if degrees else 0,
+            encodes=1.0,
+            decodes=1.0 + sum(degree - 1 for degree in degrees),
+            calls=2,
+        )
 
     def _expected(self, sections: Sequence[Section]) -> int:
         """Of a step in which places travel too, if the ranks select independently."""

@@ -21,6 +21,7 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.binomial import levels_of, links
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed, added, united
@@ -77,12 +78,16 @@ class _Plan(ExchangePlan):
         numel = self._compact.numel
         most = HEADER + aligned(coding.HEADER + coding.bitmap_bytes(numel) + 4 * numel)
         self._send, self._receive = new_messages(2, most, device)
-        self.rounds = 3 * len(self._levels) + 2 if self._levels else 0
-        self.decodes = 2.0 + len(self._levels)
-        used = coding.used_bytes(expected_count(sections, 1), numel, exact=True)
-        tables = (len(self._levels) + 2) * self._rounds.table_bytes if self._levels else 0
-        self.bytes_sent = links(self._levels) * (HEADER + aligned(int(used))) + tables
-        self.waited_bytes = (2 * len(self._levels) - links(self._levels)) * (HEADER + aligned(int(used)))
+        levels = len(self._levels)
+        message = HEADER + aligned(int(coding.used_bytes(expected_count(sections, 1), numel, exact=True)))
+        self.cost = Cost(
+            bytes_sent=links(self._levels) * message + ((levels + 2) * self._rounds.table_bytes if levels else 0),
+            rounds=3 * levels + 2 if levels else 0,
+            encodes=1.0,
+            decodes=2.0 + levels,
+            calls=2,
+            waited_bytes=(2 * levels - links(self._levels)) * message,
+        )
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size

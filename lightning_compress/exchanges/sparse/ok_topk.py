@@ -23,7 +23,9 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, States
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest, new_messages
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
+from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed, joined
 from lightning_compress.exchanges.sparse.regions import Memory, declared
@@ -35,8 +37,6 @@ from lightning_compress.exchanges.sparse.selection import (
     keeps_all,
 )
 
-FLAG = 16
-"""Bytes in front of a list: the flag, and padding."""
 MORE, FEWER, NUDGE = 4 / 3, 2 / 3, 1.008
 """How many times k may be kept, and must be, before the threshold changes, and by what it is lowered."""
 
@@ -44,7 +44,7 @@ MORE, FEWER, NUDGE = 4 / 3, 2 / 3, 1.008
 class OwnersPlan(ExchangePlan):
     """See ``OkTopK``.
 
-    ``bytes_sent`` is that of a step between two exact thresholds in which k sums are kept, if the loads of regions are
+    Its ``cost`` is that of a step between two exact thresholds in which k sums are kept, if the loads of regions are
     those of independent draws.
 
     Args:
@@ -55,8 +55,6 @@ class OwnersPlan(ExchangePlan):
     """
 
     description = "ok_topk"
-    rounds = 4
-    decodes = 3.0
 
     def __init__(self, sections: Sequence[Section], memory: Memory, periods: tuple[int, int], world: World) -> None:
         self._memory = memory
@@ -76,7 +74,8 @@ class OwnersPlan(ExchangePlan):
         size, count = collective.size, expected_count(sections, 1) / collective.size
         first, second = (_row_bytes(_most_of(count, each), -(-numel // size)) for each in (size * size, size))
         agreeing = all_reduce_bytes(LENGTH * (1 + len(sections)), size) + all_reduce_bytes(LENGTH, size)
-        self.bytes_sent = (size - 1) * (first + second) + agreeing
+        sent = (size - 1) * (first + second) + agreeing
+        self.cost = Cost(bytes_sent=sent, rounds=4, encodes=1.0, decodes=3.0, calls=2)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.mean``."""
@@ -132,22 +131,19 @@ class OwnersPlan(ExchangePlan):
                 row[:4].view(torch.float32)[0] = flag
                 part.write(row[FLAG:])
         self._collective.all_to_all(send[:, :width].contiguous(), received)
-        flag.copy_((received[:, :4].contiguous().view(torch.float32) * 0.0).sum())
-        problem = None
-        own = Listed(0, None, self._sum[:0])
-        try:
-            with self._meter.span("decode"):
-                own = self._filter(self._add(received, bounds[rank + 1] - bounds[rank]), bounds[rank], minimum)
-        except ValueError as error:  # the other ranks wait for a sum
-            problem = error
-            flag.fill_(torch.inf)
+        flag.copy_((flags_of(received) * 0.0).sum())
+        refusal, own = Refusal(), Listed(0, None, self._sum[:0])
+        with refusal.kept(), self._meter.span("decode"):
+            own = self._filter(self._add(received, bounds[rank + 1] - bounds[rank]), bounds[rank], minimum)
+        refusal.mark(flag)
         used = _row_bytes(len(own.values), own.numel)
         width = longest(used, self._most, self._collective, flag.device)
         message, messages = self._send.rows(1, max(width, used))[0], self._receive.rows(size, width)
         message[:4].view(torch.float32)[0] = flag
         own.write(message[FLAG:])
         self._collective.all_gather(message[:width], messages)
-        return self._read(messages, bounds, flag, problem), most
+        refusal.check(flags_of(messages).isinf().tolist())
+        return self._read(messages, bounds, flag), most
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
         """The most of any rank.
@@ -182,16 +178,10 @@ class OwnersPlan(ExchangePlan):
     def _section_of(self, places: Tensor) -> Tensor:
         return torch.searchsorted(self._ends[1:], places, right=True)
 
-    def _read(self, messages: Tensor, bounds: Sequence[int], flag: Tensor, problem: ValueError | None) -> Listed:
-        flag.zero_()
-        parts = []
-        for peer, ((start, stop), message) in enumerate(zip(pairwise(bounds), messages, strict=True)):
-            theirs = message[:4].view(torch.float32)[0]
-            if theirs.isinf():
-                raise problem or ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
-            flag.add_(theirs * 0.0)
-            parts.append(Listed.read(message[FLAG:], stop - start))
-        kept = joined(parts)
+    def _read(self, messages: Tensor, bounds: Sequence[int], flag: Tensor) -> Listed:
+        flag.copy_((flags_of(messages) * 0.0).sum())
+        edges = zip(pairwise(bounds), messages, strict=True)
+        kept = joined([Listed.read(message[FLAG:], stop - start) for (start, stop), message in edges])
         if len(kept.values):
             lowest, highest = torch.aminmax(kept.values)
             flag.add_(lowest * 0.0 + highest * 0.0)
@@ -301,7 +291,7 @@ class OkTopK(Exchange):
     ) -> ExchangePlan | None:
         """An all-reduce that remembers."""
         assert states is not None
-        dense = [replace(section, codec=Dense()) for section in sections]
+        dense = [replace(section, method=Dense()) for section in sections]
         return _Remembering(AllReduce().plan(dense, world), Memory(sections, states, world.device))
 
 
@@ -310,8 +300,8 @@ class _Remembering(ExchangePlan):
 
     def __init__(self, inner: ExchangePlan, memory: Memory) -> None:
         self._inner, self._memory = inner, memory
-        self.priced_as([inner], [1.0])
-        self.description, self.dense_places = inner.description, inner.dense_places
+        self.cost = inner.cost
+        self.description, self.dense_spans = inner.description, inner.dense_spans
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._memory.carry()

@@ -18,6 +18,7 @@ from lightning_compress.collectives import World
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
@@ -102,9 +103,13 @@ class DoublingPlan(ExchangePlan):
         self._own = new_messages(1, self._plan.size, device)
         most = HEADER + aligned(coding.most_bytes(self._compact.numel))
         self._send, self._receive = new_messages(2, most, device)
-        self.rounds = 2 * len(self._hops) + 1 if self._hops else 0
-        self.decodes = float(collective.size)
-        self.bytes_sent = self._expected(used)
+        self.cost = Cost(
+            bytes_sent=self._expected(used),
+            rounds=2 * len(self._hops) + 1 if self._hops else 0,
+            encodes=1.0,
+            decodes=float(collective.size),
+            calls=2,
+        )
 
     def _expected(self, used: Callable[[int], float]) -> int:
         """If the ranks select independently."""

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import ALIGNMENT, aligned
 from lightning_compress.collectives import World
+from lightning_compress.exchanges.refusal import Refusal
 
 HEADER = 16
-TROUBLE = -1
+REFUSED = -1
 
 
 class Rounds:
@@ -37,12 +38,12 @@ class Rounds:
         self._collective, device, self._meter = world
         size = self._collective.size
         self._table = torch.zeros(size, 1 + messages, dtype=torch.int64, device=device)
-        self._problem: ValueError | None = None
+        self._refusal = Refusal()
         self.table_bytes = (size - 1) * self._table[0].nbytes
 
     def begin(self) -> None:
-        """Forget the troubles of a step before."""
-        self._problem = None
+        """Forget what was refused in the step before."""
+        self._refusal = Refusal()
 
     def agree(self, sizes: Sequence[int], most: int, word: int = 0) -> list[list[int]]:
         """Tell all ranks how long this rank's messages are.
@@ -59,12 +60,11 @@ class Rounds:
             ValueError: a rank could not read a message, or says what no message takes; on every rank.
         """
         row = torch.zeros_like(self._table[0])
-        row[: 1 + len(sizes)] = torch.tensor([TROUBLE if self._problem else word, *sizes], dtype=torch.int64)
+        row[: 1 + len(sizes)] = torch.tensor([REFUSED if self._refusal else word, *sizes], dtype=torch.int64)
         self._collective.all_gather(row, self._table)
         rows: list[list[int]] = self._table.tolist()
-        for rank, (said, *lengths) in enumerate(rows):
-            if said < 0:
-                raise self._problem or ValueError(f"rank {rank} was sent a message that it cannot read, and says why")
+        self._refusal.check(word < 0 for word, *_ in rows)
+        for rank, (_, *lengths) in enumerate(rows):
             for length in lengths:
                 if not 0 <= length <= most or length % ALIGNMENT:
                     raise ValueError(f"rank {rank} says that its message takes {length} bytes; {most} is the most")
@@ -78,16 +78,14 @@ class Rounds:
         Args:
             sends: uint8, as long as ``agree`` told.
             receives: buffers, as long as the senders told.
-            read: is given a rank and the body of its message; a ValueError is kept for the next ``agree``.
+            read: is given a rank and the body of its message; a ValueError is told in the next ``agree``.
         """
         self._collective.swap(sends, receives)
         with self._meter.span("decode"):
             for peer in sorted(receives):
-                try:
-                    if self._problem is None:
+                if not self._refusal:
+                    with self._refusal.kept():
                         read(peer, _opened(receives[peer], peer))
-                except ValueError as error:  # the other ranks wait for this one
-                    self._problem = error
 
     def finish(self) -> None:
         """See that every rank could read what it was sent.
@@ -96,8 +94,7 @@ class Rounds:
             ValueError: one could not; on every rank.
         """
         self.agree([], 0)
-        if self._problem:
-            raise self._problem
+        self._refusal.close()
 
 
 def seal(message: Tensor, used: int) -> int:

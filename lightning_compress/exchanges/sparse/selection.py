@@ -62,23 +62,23 @@ def expected_count(sections: Sequence[Section], ranks: int, start: int = 0, stop
 
 
 class Compact:
-    """The stretches of a vector that sections take care of, as one: a view where they are neighbours, else a copy."""
+    """The sections of a vector as one tensor: a view where they are neighbours, else a copy."""
 
     def __init__(self, sections: Sequence[Section], device: torch.device) -> None:
-        self._places = [slice(each.start, each.stop) for each in sections if each.layout.numel]
-        self.numel = sum(place.stop - place.start for place in self._places)
-        starts = [place.start for place in self._places[1:]]
-        beside = starts == [place.stop for place in self._places[:-1]]
+        self._spans = [each.span for each in sections if each.layout.numel]
+        self.numel = sum(span.stop - span.start for span in self._spans)
+        starts = [span.start for span in self._spans[1:]]
+        beside = starts == [span.stop for span in self._spans[:-1]]
         self._copy = None if beside else torch.zeros(self.numel, device=device)
 
     def take(self, vector: Tensor) -> Tensor:
         """What stands there, float32 ``[numel]``."""
         if self._copy is None:
-            return vector[self._places[0].start : self._places[-1].stop] if self._places else vector[:0]
-        gather(vector, self._places, self._copy)
+            return vector[self._spans[0].start : self._spans[-1].stop] if self._spans else vector[:0]
+        gather(vector, self._spans, self._copy)
         return self._copy
 
     def put(self, taken: Tensor, vector: Tensor) -> None:
         """Make it stand there again, after what ``take`` gave was changed."""
         if self._copy is not None:
-            scatter(taken, self._places, vector)
+            scatter(taken, self._spans, vector)

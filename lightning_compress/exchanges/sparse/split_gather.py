@@ -31,15 +31,15 @@ from lightning_compress.core.buffers import Growing, Messages
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
+from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed
 from lightning_compress.exchanges.sparse.selection import expected_count
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
 """Times that copying takes, to write and to read numbers of which many are 0: by tensor operations, by a kernel."""
-FLAG = 16
-"""Bytes in front of sums: the flag, infinite where an owner could not read its lists, and padding."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,26 @@ class _Plan(ExchangePlan):
         self._plan = MessagePlan(sections, device, meter)
         self._own = Messages(1, self._plan.size, device)
         self._send, self._receive = Growing(device), Growing(device)
-        numels = [stretch.stop - stretch.start for stretch in self._plan.stretches]
+        numels = [span.stop - span.start for span in self._plan.spans]
         self._most = sum(aligned(coding.most_bytes(numel) + coding.bitmap_bytes(numel)) for numel in numels)
         first, second = _expected(sections, size)
         agreeing = all_reduce_bytes(8 * (len(numels) * (size - 1) + 1), size) + 2 * all_reduce_bytes(LENGTH, size)
-        self.bytes_sent = (size - 1) * (first + second) + agreeing
-        self.rounds = all_to_all_rounds(size) + 3 * all_reduce_rounds(size) + all_gather_rounds(size)
         fast = kernels.compiler(device) == "numba"
-        self.copies = WRITES[fast] * (1 + 1 / size) + READS[fast]  # what was selected, the own shard's sum, all sums
+        self.cost = Cost(
+            bytes_sent=(size - 1) * (first + second) + agreeing,
+            rounds=all_to_all_rounds(size) + 3 * all_reduce_rounds(size) + all_gather_rounds(size),
+            encodes=1.0,
+            decodes=1.0,
+            copies=WRITES[fast] * (1 + 1 / size) + READS[fast],  # what was selected, the own shard's sum, all sums
+            calls=2,
+        )
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
         self._plan.encode(vector, self._own.all[0], mix(key, rank), flag)
         self._plan.decode(self._own.all, out, 1.0, accumulate=False)
-        rooms = [out[stretch] for stretch in self._plan.stretches]
+        rooms = [out[span] for span in self._plan.spans]
         with self._meter.span("encode"):
             held = [Listed.of(room) for room in rooms]
         bounds = self._bounds(held, flag)
@@ -105,13 +110,10 @@ class _Plan(ExchangePlan):
             [room[edges[peer] : edges[peer + 1]] for room, edges in zip(rooms, bounds, strict=True)]
             for peer in range(size)
         ]
-        problem = None
-        try:
-            with self._meter.span("decode"):
-                _add(received, shards[rank])
-        except ValueError as error:  # the other ranks wait for a sum
-            problem = error
-        for message, shard in zip(self._to_all(shards, problem), shards, strict=True):
+        refusal = Refusal()
+        with refusal.kept(), self._meter.span("decode"):
+            _add(received, shards[rank])
+        for message, shard in zip(self._to_all(shards, refusal), shards, strict=True):
             with self._meter.span("decode"):
                 _read(message, shard)
         for room in rooms:
@@ -148,7 +150,7 @@ class _Plan(ExchangePlan):
         self._collective.all_to_all(send[:, :width].contiguous(), received)
         return received
 
-    def _to_all(self, shards: Sequence[Sequence[Tensor]], problem: ValueError | None) -> Tensor:
+    def _to_all(self, shards: Sequence[Sequence[Tensor]], refusal: Refusal) -> Tensor:
         """The sums of all shards, a row of each.
 
         Raises:
@@ -158,15 +160,13 @@ class _Plan(ExchangePlan):
         most = FLAG + max(sum(aligned(coding.most_bytes(len(part))) for part in shard) for shard in shards)
         message, end = self._send.rows(1, most)[0], FLAG
         with self._meter.span("encode"):
-            message[:4].view(torch.float32)[0] = torch.inf if problem else 0.0
+            refusal.mark(message[:4].view(torch.float32).zero_())
             for sums in shards[self._collective.rank]:
                 end += aligned(coding.write(sums, message[end:]))
         width = longest(end, most, self._collective, message.device)
         messages = self._receive.rows(size, width)
         self._collective.all_gather(message[:width], messages)
-        for peer, failed in enumerate(messages[:, :4].contiguous().view(torch.float32)[:, 0].isinf().tolist()):
-            if failed:
-                raise problem or ValueError(f"rank {peer} was sent a message that it cannot read, and says why")
+        refusal.check(flags_of(messages).isinf().tolist())
         return messages[:, FLAG:]
 
 

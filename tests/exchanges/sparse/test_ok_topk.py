@@ -117,10 +117,12 @@ def test_traffic_between_exact_thresholds_is_the_formula(size):
     for step in (1, 2, 3):
         applied = int(told[step][2].count_nonzero())
         assert 0.5 * k <= applied <= 1.6 * k  # the threshold of a step before
-        per_sum = plan.bytes_sent / (2 * k)  # half of the formula is for what is kept, of which it expects k
+        per_sum = plan.cost.bytes_sent / (2 * k)  # half of the formula is for what is kept, of which it expects k
         assert told[step][3] == pytest.approx(per_sum * (k + applied), rel=0.03)
     assert told[0][3] > (1.2 if size > 2 else 1.0) * told[2][3]  # all sums, for an exact threshold
-    assert plan.bytes_sent <= 1.2 * 4 * 4 * k * (size - 1) / size  # 4 k (W - 1) / W words, and the most of many draws
+    assert (
+        plan.cost.bytes_sent <= 1.2 * 4 * 4 * k * (size - 1) / size
+    )  # 4 k (W - 1) / W words, and the most of many draws
 
 
 def test_volume_does_not_grow_with_the_ranks():

@@ -1,0 +1,125 @@
+"""One plan of several: of sections whose methods go different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.collectives import World
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import Declared, States
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.message import Section
+from lightning_compress.reducers import Reducer, ReducerPlan
+
+EXCHANGE = "exchange"
+"""Under which name an exchange's state is kept."""
+
+
+def declared(sections: Sequence[Section]) -> dict[str, Declared]:
+    """What the group's reducers keep, by names that say which rule it belongs to, and outlive other settings."""
+    return {
+        f"{_keeper(section)}.{name}": each
+        for section in sections
+        if isinstance(section.method, Reducer)
+        for name, each in section.method.state(section.layout).items()
+    }
+
+
+def encoded(sections: Sequence[Section]) -> list[Section]:
+    """Those of codecs, which an exchange averages."""
+    return [each for each in sections if isinstance(each.method, Codec)]
+
+
+def plan_group(sections: Sequence[Section], exchange: Exchange, world: World, states: States) -> ExchangePlan:
+    """Make ready for vectors that consist of these sections; ``states`` has what ``declared`` names."""
+    messages = encoded(sections)
+    if len(messages) == len(sections):
+        return exchange.plan(messages, world, states_of(EXCHANGE, states))
+    carries = all(isinstance(section.codec, Dense) for section in messages)
+    carried = 1 + sum(section.layout.numel for section in messages) if carries else 0
+    plans: list[tuple[slice, ReducerPlan]] = []
+    for section in sections:
+        if isinstance(section.method, Reducer):
+            own = states_of(_keeper(section), states)
+            plans.append((section.span, section.method.plan(section.layout, 0 if plans else carried, world, own)))
+    if carries:
+        return _ReducersPlan(plans, [section.span for section in messages], carried, world)
+    both = exchange.plan(messages, world), _ReducersPlan(plans, [], 0, world)
+    return CompositePlan(both, (1.0, 1.0), "exchange and reducer", one_key=True)
+
+
+def _keeper(section: Section) -> str:
+    return f"{type(section.method).__name__}{section.number}"
+
+
+def states_of(keeper: str, states: States) -> States:
+    """What a method, or the exchange, declared."""
+    prefix = f"{keeper}."
+    return {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
+
+
+class CompositePlan(ExchangePlan):
+    """Several plans, one after the other, each of other sections of the same vector.
+
+    Args:
+        plans: which add their flags up.
+        shares: of the vector that they average, for the cost; 1.0 where that of the others is nothing.
+        description: for the log; empty: those of the plans.
+        one_key: the plans draw from different random streams by themselves.
+    """
+
+    def __init__(
+        self, plans: Sequence[ExchangePlan], shares: Sequence[float], description: str = "", one_key: bool = False
+    ) -> None:
+        self._plans = plans
+        self._one_key = one_key
+        self.cost = reduce(add, (plan.cost.scaled(share) for plan, share in zip(plans, shares, strict=True)))
+        self.description = description or ", ".join(plan.description for plan in plans)
+        self.dense_spans = [span for plan in plans for span in plan.dense_spans]
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.mean``."""
+        for number, plan in enumerate(self._plans):
+            plan.mean(vector, out, key if self._one_key else mix(key, number), flag)
+
+
+class _ReducersPlan(ExchangePlan):
+    """Sections by reducers; the flag and what stays dense are summed along with the first one's numbers.
+
+    Args:
+        plans: with the slices of the vector that they average.
+        dense: slices that stay dense.
+        carried: one, for the flag, and the elements that stay dense; 0: an exchange beside it averages both.
+        world: the ranks.
+    """
+
+    description = "reducer"
+
+    def __init__(
+        self, plans: Sequence[tuple[slice, ReducerPlan]], dense: Sequence[slice], carried: int, world: World
+    ) -> None:
+        self._plans, self._dense = plans, dense
+        self._carried, self._nothing = torch.zeros(carried, device=world.device), torch.zeros(0, device=world.device)
+        self._weight = 1 / world.collective.size
+        sent, rounds = (sum(each) for each in zip(*((plan.bytes_sent, plan.rounds) for _, plan in plans), strict=True))
+        self.cost = Cost(bytes_sent=sent, rounds=rounds)
+
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        carried = self._carried
+        if len(carried):
+            carried[0] = flag
+            gather(vector, self._dense, carried[1:])
+            for span in self._dense:
+                vector[span] = 0.0
+        for number, (span, plan) in enumerate(self._plans):
+            plan.mean(vector[span], out[span], self._nothing if number else carried, mix(key, number))
+        if len(carried):
+            torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, whatever a rank sent
+            scatter(carried[1:].mul_(self._weight), self._dense, out)
