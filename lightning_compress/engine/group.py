@@ -1,9 +1,15 @@
-"""One group of parameters: gradients in, mean out, what was not sent kept."""
+"""One group of parameters: gradients in, mean out, what was not sent kept.
+
+In each backward pass the group takes the first of three kinds of vectors that will do: the gradients where they are, if
+there is nothing but to average them; ``Fed``, gradients added to the residual in one pass; or ``Copied``, with
+everything that may happen to a gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,6 +22,7 @@ from lightning_compress.core.buffers import Scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import Declared, State, States, place_of
+from lightning_compress.corrections import CorrectionPlan
 from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.engine.gradients import add_gradients, clean, copy_gradients, spoil
 from lightning_compress.engine.unused import Unused, plan_unused
@@ -23,13 +30,108 @@ from lightning_compress.exchanges import AllReduce, composite
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.straight import average_in_place
-from lightning_compress.kernels import Summands
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings, conserves
 
 RESIDUAL = "residual"
 _LARGE = 1e30
 """Magnitudes beyond it are those of a run that is lost."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one backward pass brings to a group.
+
+    Args:
+        slices: the gradients, one-dimensional, in the vector's order.
+        pieces: those that are not empty.
+        plan: the exchange of this step.
+        step: how many steps were committed.
+        scale: what the loss was multiplied by, or None.
+        draws: what random numbers are drawn from, equal on all ranks.
+    """
+
+    slices: list[Tensor]
+    pieces: list[Tensor]
+    plan: ExchangePlan
+    step: int
+    scale: Tensor | None
+    draws: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fed:
+    """The residual's pending numbers, to which the gradients were added; each mean replaces its gradient.
+
+    Args:
+        vector: float32 ``[numel]``, what is averaged; afterwards what this rank did not send.
+        mean: the gradients that are not empty.
+        flag: float32 scalar, 0.0, or NaN if any rank's gradients are not finite.
+        whole: float32 ``[numel]``, for an exchange that does not write piece by piece; else None.
+    """
+
+    vector: Tensor
+    mean: list[Tensor]
+    flag: Tensor
+    whole: Tensor | None
+
+    @property
+    def summands(self) -> tuple[Tensor, ...]:
+        """What adds up to what is averaged."""
+        return (self.vector,)
+
+    def exchange(self, plan: ExchangePlan, key: int) -> None:
+        """Average over the ranks."""
+        if self.whole is None:
+            plan.mean_pieces(self.vector, self.mean, key, self.flag)
+        else:
+            plan.mean(self.vector, self.whole, key, self.flag)
+            torch._foreach_copy_(self.mean, list(self.whole.split([each.numel() for each in self.mean])))
+
+    def correct(self, correction: CorrectionPlan, compressed: Sequence[slice], step: int) -> None:
+        """Turn the means into what the optimizer is given."""
+        correction.finish(self.mean, self.vector, compressed, step)
+
+    def give(self, slices: list[Tensor]) -> None:
+        """The means are where the gradients were."""
+        _pass_on(self.flag, self.mean)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A copy of the gradients, with everything that may happen to it.
+
+    Args:
+        vector: float32 ``[numel]``, what is averaged; afterwards what this rank did not send.
+        mean: float32 ``[numel]``, gets the mean.
+        flag: see ``Fed``.
+        summands: what adds up to what is averaged: ``vector``; or two, which the exchange adds up as it encodes.
+        scale: which the mean is multiplied by, or None.
+    """
+
+    vector: Tensor
+    mean: Tensor
+    flag: Tensor
+    summands: tuple[Tensor, ...]
+    scale: Tensor | None
+
+    def exchange(self, plan: ExchangePlan, key: int) -> None:
+        """Average over the ranks."""
+        if len(self.summands) == 2:
+            plan.mean_of_sum(*self.summands, self.vector, self.mean, key, self.flag)
+        else:
+            plan.mean(self.vector, self.mean, key, self.flag)
+
+    def correct(self, correction: CorrectionPlan, compressed: Sequence[slice], step: int) -> None:
+        """Turn the mean into what the optimizer is given."""
+        correction.after(self.mean, self.vector, compressed, step)
+
+    def give(self, slices: list[Tensor]) -> None:
+        """Replace the gradients by their mean."""
+        if self.scale is not None:
+            self.mean.mul_(self.scale)
+        spoil(self.mean, self.flag)
+        torch._foreach_copy_(slices, list(self.mean.split([each.numel() for each in slices])))
 
 
 class Group:
@@ -75,7 +177,6 @@ class Group:
         self._world, self._collective, self._device, self._meter = world, collective, device, meter
         self._scratch = scratch
         self._key = mix(settings.seed, name_key(self.names))
-        self._drawn: tuple[int, ...] = ()  # what this pass draws its random numbers from
         self.averages = settings.averages
         coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
         self._compressed = [each.span for each in coarse if not isinstance(each.method, Dense)]
@@ -85,7 +186,7 @@ class Group:
         )
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in stretches)
         corrected = self._make_states(stretches, settings.error_feedback and (owed or not exact))
-        self._fused = kernels.compiler(device) == "triton"
+        fused = kernels.compiler(device) == "triton"
         embeddings = settings.rules.of_kind("embedding")
         self._unused = plan_unused(stretches, self._segments, embeddings, self.states, self.residual, world, unused)
         self._correction = settings.correction and settings.correction.plan(
@@ -103,8 +204,8 @@ class Group:
         self._sections = composite.encoded(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
-        self._plain = self.residual is not None and not special and device.type == "cpu" and not self._fused
-        self._fuses = self._fused and not halved
+        self._plain = self.residual is not None and not special and device.type == "cpu" and not fused
+        self._fuses = fused and not halved
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
@@ -160,188 +261,137 @@ class Group:
         Returns:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
-        self._drawn = (self._key, step, turn) if turn else (self._key, step)
+        draws = (self._key, step, turn) if turn else (self._key, step)
         slices = [gradients[place].view(-1) for place in self.order]
-        pieces = [each for each in slices if each.numel()]
-        if pieces and self._is_stock(pieces[0].dtype, step):
-            return self._as_stock(pieces)
-        flag = self._straight(pieces, step) if self._goes_straight(pieces, step, scale) else None
-        if flag is None and scale is None and self._plain and self._fed(pieces):
-            flag = self._in_place(pieces, step)
-        elif flag is None:
-            flag, mean = self._long_way(slices, step, scale)
-            spoil(mean, flag)
-            torch._foreach_copy_(slices, list(mean.split([segment.numel for segment in self.layout.segments])))
+        given = Pass(slices, [each for each in slices if each.numel()], self.plan(step), step, scale, draws)
+        self.nonfinite = []
+        if (flag := self._averaged_in_place(given)) is not None:
             return flag
-        if self._device.type != "cpu":  # a cast passes it on where it is
-            return flag
-        if not self._known_zero(flag):
-            for each in pieces:
-                each.add_(flag)
-        return flag
+        vector = self._fed(given) or self._copied(given)
+        unused, compressed = self._unused_of(given.plan), self._lossy(given.plan)
+        if unused:
+            unused.begin(*vector.summands)
+        self._exchange_vector(vector, given)
+        if unused:
+            unused.clear(vector.vector, vector.mean)
+        if self._correction:
+            vector.correct(self._correction, compressed, step)
+        if unused:
+            unused.restore(vector.vector)
+        if self._rounding and self.residual is not None:
+            self._rounding.round(vector.vector, self.residual.pending, mix(*draws, self._collective.rank))
+        for state in self._always if given.plan is self._dense else self.states.values():
+            state.touch()
+        vector.give(slices)
+        return vector.flag
 
-    def _is_stock(self, dtype: torch.dtype, step: int) -> bool:
-        """Whether all is sent as it is, and nothing is kept, on all ranks alike."""
-        if self.states or self._correction or self.settings.local_clip_norm is not None:
-            return False
-        straight = self.plan(step).straight
-        return straight is not None and straight.is_own(dtype)
+    def _averaged_in_place(self, given: Pass) -> Tensor | None:
+        """Average gradients where they are; returns the flag, or None where there is more to do than that."""
+        straight, pieces = given.plan.straight, given.pieces
+        if straight is None or not pieces or self._correction or self.settings.local_clip_norm is not None:
+            return None
+        if not self.states and straight.is_own(pieces[0].dtype):  # what DistributedDataParallel does, on all ranks
+            if self.settings.guards.on_nonfinite == "raise":  # and names the parameters
+                self._note((_extremes(pieces) * 0.0).sum(), pieces)
+            return average_in_place(pieces, self._collective)
+        if not self._goes_straight(given, pieces):
+            return None
+        extremes = _extremes(pieces)
+        if self._device.type == "cpu" and float(extremes.abs().max()) > self._limit:  # a number would be cut off
+            return None
+        flag = self._note((extremes * 0.0).sum(), pieces)
+        straight.mean(pieces, flag)
+        return _pass_on(flag, pieces)
 
-    def _as_stock(self, slices: list[Tensor]) -> Tensor:
-        """What DistributedDataParallel does; returns the flag."""
-        if self.settings.guards.on_nonfinite == "raise":  # and names the parameters
-            self._note((_extremes(slices) * 0.0).sum(), slices)
-        return average_in_place(slices, self._collective)
-
-    def _goes_straight(self, slices: list[Tensor], step: int, scale: Tensor | None) -> bool:
-        """Whether there is nothing to do but to average: what is sent is all there is, and nothing is owed."""
-        if not slices or self._correction or self.settings.local_clip_norm is not None:
-            return False
+    def _goes_straight(self, given: Pass, pieces: Sequence[Tensor]) -> bool:
+        """Whether what is sent is all there is: nothing is added to the gradients, and nothing of them is kept."""
         if self._device.type != "cpu" and (self.states or self._limit < _LARGE):  # a device is not asked for numbers
             return False
-        usual = scale is None or not self._unscales
-        plain = usual and self.plan(step).straight and all(each.dtype == torch.float32 for each in slices)
-        if self._unused and self._unused.keeps:
+        if (given.scale is not None and self._unscales) or any(each.dtype != torch.float32 for each in pieces):
             return False
-        return bool(plain) and (self.residual is None or self.residual.empty)
+        return not (self._unused and self._unused.keeps) and (self.residual is None or self.residual.empty)
 
-    def _unused_in(self, step: int) -> Unused | None:
-        """Who looks for what no rank uses, on all ranks alike: nobody where some may average straight."""
-        keeps = self._unused is not None and self._unused.keeps
-        return self._unused if keeps or self.plan(step).straight is None else None
-
-    def _straight(self, slices: list[Tensor], step: int) -> Tensor | None:
-        """Average where the gradients are; returns the flag, or None where a number would have to be cut off."""
-        straight = self.plan(step).straight
-        assert straight is not None
-        extremes = _extremes(slices)
-        if self._device.type == "cpu" and float(extremes.abs().max()) > self._limit:
+    def _fed(self, given: Pass) -> Fed | None:
+        """Gradient and residual added up in one pass: the usual case on a CPU; None where it is another."""
+        residual, decay = self.residual, self.settings.residual_decay
+        if residual is None or not self._plain or given.scale is not None or residual.touched:
             return None
-        flag = self._note((extremes * 0.0).sum(), slices)
-        straight.mean(slices, flag)
-        return flag
-
-    def _fed(self, slices: list[Tensor]) -> bool:
-        """The usual case in one pass: the residual and the gradients are in the pending numbers."""
-        assert self.residual is not None
-        self.nonfinite = []
-        decay = self.settings.residual_decay
-        if self.residual.touched or (self._correction and decay != 1):
-            return False
         if self._correction:
-            return self._correction.feed(slices, self.residual)
-        return add_gradients(slices, self.residual, decay)
-
-    def _in_place(self, slices: list[Tensor], step: int) -> Tensor:
-        """Replace gradients, which were fed, by their mean; returns the flag."""
-        assert self.residual is not None
-        flag, plan, vector = torch.zeros((), device=self._device), self.plan(step), self.residual.pending
-        unused = self._unused_in(step)
-        if unused:
-            unused.look(None)
-            unused.begin(vector)
-        if plan.in_pieces:
-            self._exchanged(vector, slices, step, flag)
+            added = decay == 1 and self._correction.feed(given.pieces, residual)
         else:
-            mean = self._scratch.take("gradient", self.layout.numel)
-            self._exchanged(vector, mean, step, flag)
-            torch._foreach_copy_(slices, list(mean.split([each.numel() for each in slices])))
-        if unused:
-            unused.clear(vector, slices)
-        if self._correction:
-            self._correction.finish(slices, vector, self._lossy(step), step)
-        self._touch(step)
-        return flag
+            added = add_gradients(given.pieces, residual, decay)
+        if not added:
+            return None
+        if unused := self._unused_of(given.plan):
+            unused.look(None)
+        whole = None if given.plan.in_pieces else self._take("gradient")
+        return Fed(residual.pending, given.pieces, torch.zeros((), device=self._device), whole)
 
-    def _lossy(self, step: int) -> list[slice]:
-        """The stretches of which something stays behind."""
-        plan = self.plan(step)
-        return [place for place in self._compressed if not plan.is_dense(place)]
-
-    def _long_way(self, slices: list[Tensor], step: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """With everything that may happen to a gradient; returns the flag and the mean."""
-        gradient = self._scratch.take("gradient", self.layout.numel)
-        if scale is None and copy_gradients(slices, gradient):
-            self.nonfinite, flag = [], torch.zeros((), device=self._device)
+    def _copied(self, given: Pass) -> Copied:
+        """Gradients copied, cleaned, unscaled, clipped and corrected, and the residual added."""
+        gradient, scale = self._take("gradient"), given.scale if self._unscales else None
+        if given.scale is None and copy_gradients(given.slices, gradient):
+            flag = torch.zeros((), device=self._device)
         else:
             # where the message saturates, the scaler has to hear of it
-            limit = torch.inf if scale is None or self._unscales else self._limit
-            flag = self._note(clean(torch.cat(slices, out=gradient), limit), slices)
-        if scale is not None and self._unscales:
+            limit = torch.inf if given.scale is None or self._unscales else self._limit
+            flag = self._note(clean(torch.cat(given.slices, out=gradient), limit), given.pieces)
+        if scale is not None:
             gradient.mul_(1.0 / scale)
         if self.settings.local_clip_norm is not None:
             parts = [gradient[place_of(segment)] for segment in self._segments]
             clip_each(parts, self.settings.local_clip_norm, self._collective.size, self.settings.local_clip_by)
-        mean = self._mean(gradient, step, flag)
-        if scale is not None and self._unscales:
-            mean.mul_(scale)
-        return flag, mean
-
-    def _note(self, flag: Tensor, slices: Sequence[Tensor]) -> Tensor:
-        """Remember whose gradients are not finite; nobody waits for a device to tell. Returns the flag."""
-        looks = self._device.type == "cpu" and not self._known_zero(flag)
-        pieces = zip(self._segments, (each for each in slices if each.numel()), strict=True)
-        self.nonfinite = [segment.name for segment, each in pieces if looks and not each.isfinite().all()]
-        return flag
-
-    def _mean(self, gradient: Tensor, step: int, flag: Tensor) -> Tensor:
-        """The mean; the states advance. ``gradient`` is used up."""
-        compressed, unused = self._lossy(step), self._unused_in(step)
-        if unused:
+        if unused := self._unused_of(given.plan):
             unused.look(gradient)
         if self._correction:
-            self._correction.before(gradient, compressed, step)
-        again = self.residual is not None and bool(self.residual.touched)
+            self._correction.before(gradient, self._lossy(given.plan), given.step)
+        if self.residual is None:
+            return Copied(gradient, self._take("mean"), flag, (gradient,), scale)
+        again = bool(self.residual.touched)
         decay = 1.0 if again else self.settings.residual_decay  # once a step
-        summands: Summands = None
-        if self._fuses and self.residual is not None and not again and decay == 1:
-            vector, mean, summands = self.residual.pending, gradient, (gradient, self.residual.committed)
-        elif self.residual is None:
-            vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
-        else:
-            out = self._scratch.take("mean", self.layout.numel) if self._rounding else self.residual.pending
-            vector, mean = torch.add(gradient, self.residual.base(), alpha=decay, out=out), gradient
-        if unused:
-            unused.begin(*(summands or [vector]))
-        self._exchanged(vector, mean, step, flag, summands)
-        if unused:
-            unused.clear(vector, mean)
-        if self._correction:
-            self._correction.after(mean, vector, compressed, step)
-        if unused:
-            unused.restore(vector)
-        if self._rounding and self.residual is not None:
-            self._rounding.round(vector, self.residual.pending, mix(*self._drawn, self._collective.rank))
-        self._touch(step)
-        return mean
+        if self._fuses and not again and decay == 1:
+            return Copied(self.residual.pending, gradient, flag, (gradient, self.residual.committed), scale)
+        out = self._take("mean") if self._rounding else self.residual.pending
+        vector = torch.add(gradient, self.residual.base(), alpha=decay, out=out)
+        return Copied(vector, gradient, flag, (vector,), scale)
 
-    def _exchanged(
-        self, vector: Tensor, mean: Tensor | list[Tensor], step: int, flag: Tensor, summands: Summands = None
-    ) -> None:
-        """Write the mean of all ranks' vectors, in one tensor or in pieces; what is owed stays in ``vector``.
-
-        ``summands``, if any, are what the vector is the sum of, which an accelerator's codecs add up by themselves.
-        """
-        before = (vector if summands is None else summands[0] + summands[1]).norm() if self._meter.sampling else None
-        if summands is not None and isinstance(mean, Tensor):
-            self.plan(step).mean_of_sum(*summands, vector, mean, mix(*self._drawn), flag)
-        elif isinstance(mean, Tensor):
-            self.plan(step).mean(vector, mean, mix(*self._drawn), flag)
-        else:
-            self.plan(step).mean_pieces(vector, mean, mix(*self._drawn), flag)
+    def _exchange_vector(self, vector: Fed | Copied, given: Pass) -> None:
+        """Average a vector over the ranks; what was not sent stays in it."""
+        before = reduce(torch.add, vector.summands).norm() if self._meter.sampling else None
+        vector.exchange(given.plan, mix(*given.draws))
         if before is not None:
-            self._meter.add_error(before, vector.norm())
+            self._meter.add_error(before, vector.vector.norm())
         if self.residual is not None:
             for place in self._unfed:  # what an unbiased method leaves is noise
-                vector[place].zero_()
+                vector.vector[place].zero_()
 
-    def _touch(self, step: int) -> None:
-        for state in self._always if self.plan(step) is self._dense else self.states.values():
-            state.touch()
+    def _take(self, name: str) -> Tensor:
+        """Memory for a vector, which other groups take in turn."""
+        return self._scratch.take(name, self.layout.numel)
 
-    def _known_zero(self, flag: Tensor) -> bool:
-        """Whether the flag is 0.0, where looking costs no wait for the device."""
-        return self._device.type == "cpu" and float(flag) == 0.0
+    def _unused_of(self, plan: ExchangePlan) -> Unused | None:
+        """Who looks for what no rank uses, on all ranks alike: nobody where some may average in place."""
+        keeps = self._unused is not None and self._unused.keeps
+        return self._unused if keeps or plan.straight is None else None
+
+    def _lossy(self, plan: ExchangePlan) -> list[slice]:
+        """The stretches of which something stays behind."""
+        return [place for place in self._compressed if not plan.is_dense(place)]
+
+    def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """Remember whose gradients are not finite; nobody waits for a device to tell. Returns the flag."""
+        if flag.device.type == "cpu" and float(flag) != 0.0:
+            named = zip(self._segments, pieces, strict=True)
+            self.nonfinite = [segment.name for segment, each in named if not each.isfinite().all()]
+        return flag
+
+
+def _pass_on(flag: Tensor, means: Sequence[Tensor]) -> Tensor:
+    """Make means NaN where the flag is, on a CPU; on a device what was averaged in place has it. Returns the flag."""
+    if flag.device.type == "cpu" and float(flag) != 0.0:
+        for each in means:
+            each.add_(flag)
+    return flag
 
 
 def _extremes(slices: Sequence[Tensor]) -> Tensor:

@@ -133,11 +133,11 @@ def test_velocities(nesterov, clip, both):
         settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
         shapes = [(each.name, each.shape) for each in LAYOUT.segments]
         group = Group(shapes, settings, World(collective, CPU, Meter(CPU)), Scratch(CPU))
-        generator, found, long_way = torch.Generator().manual_seed(collective.rank), [], group._long_way
+        generator, found, copied = torch.Generator().manual_seed(collective.rank), [], group._copied
         for step in range(4):
             gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
             gradients[0][17] = torch.inf if step == 2 else 1.0
-            group._long_way = None if kernels.compiler(CPU) and step != 2 else long_way
+            group._copied = None if kernels.compiler(CPU) and step != 2 else copied
             rejected = group.reduce(gradients, step, None).isnan()
             found += gradients
             for state in group.states.values():
