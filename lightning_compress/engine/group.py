@@ -12,7 +12,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.cast import StochasticRounding, dense_of
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import Declared, State, States, place_of
@@ -29,6 +29,8 @@ from lightning_compress.settings.rules import Shape, Stretch
 from lightning_compress.settings.settings import Settings, conserves
 
 RESIDUAL = "residual"
+GRADIENT, MEAN = "group gradient", "group mean"
+"""Scratch that groups take in turn."""
 _LARGE = 1e30
 """Magnitudes beyond it are those of a run that is lost."""
 
@@ -40,7 +42,6 @@ class Group:
         parameters: names and shapes, in the bucket's order.
         settings: what the user chose.
         world: the ranks to average over.
-        scratch: shared with other groups.
         unused: parameters may be without a gradient in a step, and have zeros there.
         dtype: of the gradients.
         owed: there may be a residual of these parameters already.
@@ -60,7 +61,6 @@ class Group:
         parameters: Sequence[tuple[str, Shape]],
         settings: Settings,
         world: World,
-        scratch: Scratch,
         unused: bool = True,
         dtype: torch.dtype = torch.float32,
         owed: bool = True,
@@ -74,7 +74,6 @@ class Group:
         self.nonfinite: list[str] = []
         self.settings = settings
         self._world, self._collective, self._device, self._meter = world, collective, device, meter
-        self._scratch = scratch
         self._key = mix(settings.seed, name_key(self.names))
         self._drawn: tuple[int, ...] = ()  # what this pass draws its random numbers from
         self.averages = settings.averages
@@ -244,7 +243,7 @@ class Group:
         if plan.in_pieces:
             self._exchanged(vector, slices, step, flag)
         else:
-            mean = self._scratch.take("gradient", self.layout.numel)
+            mean = self._take(GRADIENT)
             self._exchanged(vector, mean, step, flag)
             torch._foreach_copy_(slices, list(mean.split([each.numel() for each in slices])))
         if unused:
@@ -261,7 +260,7 @@ class Group:
 
     def _long_way(self, slices: list[Tensor], step: int, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """With everything that may happen to a gradient; returns the flag and the mean."""
-        gradient = self._scratch.take("gradient", self.layout.numel)
+        gradient = self._take(GRADIENT)
         if scale is None and copy_gradients(slices, gradient):
             self.nonfinite, flag = [], torch.zeros((), device=self._device)
         else:
@@ -298,9 +297,9 @@ class Group:
         if self._fuses and self.residual is not None and not again and decay == 1:
             vector, mean, summands = self.residual.pending, gradient, (gradient, self.residual.committed)
         elif self.residual is None:
-            vector, mean = gradient, self._scratch.take("mean", self.layout.numel)
+            vector, mean = gradient, self._take(MEAN)
         else:
-            out = self._scratch.take("mean", self.layout.numel) if self._rounding else self.residual.pending
+            out = self._take(MEAN) if self._rounding else self.residual.pending
             vector, mean = torch.add(gradient, self.residual.base(), alpha=decay, out=out), gradient
         if unused:
             unused.begin(*(summands or [vector]))
@@ -335,6 +334,9 @@ class Group:
         if self.residual is not None:
             for place in self._unfed:  # what an unbiased method leaves is noise
                 vector[place].zero_()
+
+    def _take(self, name: str) -> Tensor:
+        return scratch(name, self.layout.numel, torch.float32, self._device)
 
     def _touch(self, step: int) -> None:
         for state in self._always if self.plan(step) is self._dense else self.states.values():
