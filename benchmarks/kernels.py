@@ -22,7 +22,9 @@ from rich.table import Table
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.base import aligned
+from lightning_compress.core import state
 from lightning_compress.core.layout import Layout
+from lightning_compress.engine import gradients, unused
 
 _MINUS_TWO = "0fC0000000"
 LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]
@@ -100,18 +102,17 @@ def _launch(name: str, layout: Layout) -> None:
 
 
 def _launch_group(layout: Layout) -> None:
-    from lightning_compress.core import state_triton
-    from lightning_compress.engine import gradients_triton, unused_triton
-
     vector, scalar = torch.zeros(layout.numel), torch.zeros(())
-    gradients_triton.clean(vector, 1.0, scalar)
-    state_triton.replace(scalar > 0, vector, vector)
-    gradients_triton.add_flag(scalar, vector)
-    tiles = unused_triton.table([(0, 0, layout.numel)], vector.device)
+    made = (kernels.backend(each.__name__, vector.device, "triton") for each in (gradients, state, unused))
+    of_gradients, of_state, of_unused = (each for each in made if each)
+    of_gradients.clean(vector, 1.0, scalar)
+    of_state.replace(scalar > 0, vector, vector)
+    of_gradients.add_flag(scalar, vector)
+    tiles = of_unused.table([(0, 0, layout.numel)], vector.device)
     used = torch.zeros(1, dtype=torch.uint8)
-    unused_triton.find_used(tiles, vector, used)
-    unused_triton.zero_unused(tiles, used, vector)
-    unused_triton.restore_unused(tiles, used, vector, vector)
+    of_unused.find_used(tiles, vector, used)
+    of_unused.zero_unused(tiles, used, vector)
+    of_unused.restore_unused(tiles, used, vector, vector)
 
 
 def _read(kernel: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_compress.core import buffers
+from lightning_compress.core.buffers import release
 
 
 def allocated(device: torch.device) -> int:
@@ -35,6 +35,6 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
 def give_back(device: torch.device) -> None:
     """Free what nobody holds, and the scratch memory that plans share, so that the next plan pays for its own."""
     gc.collect()
-    getattr(buffers._local, "memory", {}).clear()
+    release()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -27,9 +27,15 @@ class Workspace:
 
     def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See ``scratch``."""
-        if (name, device) not in self._memory or self._memory[name, device].numel() < numel:
-            self._memory[name, device] = torch.empty(numel, dtype=dtype, device=device)
-        return self._memory[name, device][:numel]
+        key = name, device
+        if key not in self._memory or self._memory[key].numel() < numel:
+            self._memory.pop(key, None)  # before there is a larger one
+            self._memory[key] = torch.empty(numel, dtype=dtype, device=device)
+        return self._memory[key][:numel]
+
+    def release(self, *names: str) -> None:
+        """See ``release``."""
+        self._memory = {key: memory for key, memory in self._memory.items() if names and key[0] not in names}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -41,10 +47,6 @@ class Workspace:
         finally:
             _local.workspace = before
 
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._memory.clear()
-
 
 class _Local(threading.local):
     def __init__(self) -> None:
@@ -55,12 +57,17 @@ _local = _Local()
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[numel]`` elements of undefined content, which all plans of a workspace use in turn under this name.
+    """``[numel]`` elements of undefined content, which all users of a workspace take in turn under this name.
 
-    A plan takes them when it is made; those made before a larger one keep the memory that they have. Without a
-    ``Workspace`` in use, each thread has its own.
+    They are valid until the next ``scratch`` of that name. A plan takes them when it is made; those made before a
+    larger one keep the memory that they have. Without a ``Workspace`` in use, each thread has its own.
     """
     return _local.workspace.take(name, numel, dtype, device)
+
+
+def release(*names: str) -> None:
+    """Free the scratch memory of these names, or all of it, but for what plans hold."""
+    _local.workspace.release(*names)
 
 
 def pieces(numel: int, size: int) -> Iterator[slice]:
@@ -85,24 +92,6 @@ def check(vector: Tensor, messages: Tensor, numel: int, size: int) -> None:
             f"the message is {messages.dtype} with {messages.shape[-1]} bytes, but this plan's messages are uint8 "
             f"with {size} bytes; it is truncated, or was made by a plan for another layout"
         )
-
-
-class Scratch:
-    """Float32 memory that the groups of a hook take in turn; it grows to the largest of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: dict[str, Tensor] = {}
-
-    def take(self, name: str, numel: int) -> Tensor:
-        """``[numel]`` elements of undefined content, valid until the next ``take`` of that name."""
-        if name not in self._memory or self._memory[name].numel() < numel:
-            self._memory[name] = torch.empty(numel, device=self._device)
-        return self._memory[name][:numel]
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._memory.clear()
 
 
 class Messages:

@@ -251,13 +251,13 @@ class _Plan(CorrectionPlan):
         rest, velocity = _buffers(residual), _buffers(self._velocity)
         for place, each, factor in zip(self._places, gradients, factors, strict=True):
             gradient, (before, after) = each.numpy(), (numbers[place] for numbers in rest)
+            given = gradient, gradient.view(np.int32), np.float32(factor)
             if place.start in self._dense:
-                gradient = gradient * np.float32(factor) if factor != 1 else gradient
-                largest = fast.add(gradient, gradient.view(np.int32), before, after)
+                largest = fast.add(*given, before, after)
             else:
-                rule = np.float32(factor), np.float32(self._settings.momentum), self._settings.nesterov
+                rule = np.float32(self._settings.momentum), self._settings.nesterov
                 own = tuple(numbers[place] for numbers in velocity)
-                largest = fast.accumulate(gradient, gradient.view(np.int32), *rule, own, (before, after))
+                largest = fast.accumulate(*given, *rule, own, (before, after))
             if not kernels.sound(largest):
                 return False
         return True

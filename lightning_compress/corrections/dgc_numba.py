@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_compress.kernels.numba import kernel
-from lightning_compress.kernels.numba.vectors import add
-
-__all__ = ["accumulate", "add"]
 
 _TILE = 1024
 """Elements that stay in the nearest cache from one loop to the next: a loop over all five arrays is not vectorised."""
@@ -41,6 +38,16 @@ def _sum(first, second, out):
 def _sum_of_three(gradient, factor, second, third, out):
     for place in range(len(out)):
         out[place] = (gradient[place] * factor + second[place]) + third[place]
+
+
+@kernel
+def add(gradient, bits, factor, residual, out):
+    """``out = factor * gradient + residual``, of what has no velocity; otherwise as ``accumulate``."""
+    largest = np.int32(0)
+    for place in range(len(gradient)):
+        out[place] = gradient[place] * factor + residual[place]
+        largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
+    return largest
 
 
 @kernel

@@ -376,4 +376,4 @@ class Compression:
         self._at_close.clear()
         self._at_load.clear()
         self.groups.clear()
-        self._workspace.clear()
+        self._workspace.release()

@@ -18,7 +18,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.cast import StochasticRounding, dense_of
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import Declared, State, States, place_of
@@ -34,6 +34,8 @@ from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings, conserves
 
 RESIDUAL = "residual"
+GRADIENT, MEAN = "group gradient", "group mean"
+"""Scratch that groups take in turn."""
 _LARGE = 1e30
 """Magnitudes beyond it are those of a run that is lost."""
 
@@ -141,7 +143,6 @@ class Group:
         parameters: names and shapes, in the bucket's order.
         settings: what the user chose.
         world: the ranks to average over.
-        scratch: shared with other groups.
         unused: parameters may be without a gradient in a step, and have zeros there.
         dtype: of the gradients.
         owed: there may be a residual of these parameters already.
@@ -161,7 +162,6 @@ class Group:
         parameters: Sequence[tuple[str, Shape]],
         settings: Settings,
         world: World,
-        scratch: Scratch,
         unused: bool = True,
         dtype: torch.dtype = torch.float32,
         owed: bool = True,
@@ -175,7 +175,6 @@ class Group:
         self.nonfinite: list[str] = []
         self.settings = settings
         self._world, self._collective, self._device, self._meter = world, collective, device, meter
-        self._scratch = scratch
         self._key = mix(settings.seed, name_key(self.names))
         self.averages = settings.averages
         coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
@@ -324,12 +323,12 @@ class Group:
             return None
         if unused := self._unused_of(given.plan):
             unused.look(None)
-        whole = None if given.plan.in_pieces else self._take("gradient")
+        whole = None if given.plan.in_pieces else self._take(GRADIENT)
         return Fed(residual.pending, given.pieces, torch.zeros((), device=self._device), whole)
 
     def _copied(self, given: Pass) -> Copied:
         """Gradients copied, cleaned, unscaled, clipped and corrected, and the residual added."""
-        gradient, scale = self._take("gradient"), given.scale if self._unscales else None
+        gradient, scale = self._take(GRADIENT), given.scale if self._unscales else None
         if given.scale is None and copy_gradients(given.slices, gradient):
             flag = torch.zeros((), device=self._device)
         else:
@@ -346,12 +345,12 @@ class Group:
         if self._correction:
             self._correction.before(gradient, self._lossy(given.plan), given.step)
         if self.residual is None:
-            return Copied(gradient, self._take("mean"), flag, (gradient,), scale)
+            return Copied(gradient, self._take(MEAN), flag, (gradient,), scale)
         again = bool(self.residual.touched)
         decay = 1.0 if again else self.settings.residual_decay  # once a step
         if self._fuses and not again and decay == 1:
             return Copied(self.residual.pending, gradient, flag, (gradient, self.residual.committed), scale)
-        out = self._take("mean") if self._rounding else self.residual.pending
+        out = self._take(MEAN) if self._rounding else self.residual.pending
         vector = torch.add(gradient, self.residual.base(), alpha=decay, out=out)
         return Copied(vector, gradient, flag, (vector,), scale)
 
@@ -367,7 +366,7 @@ class Group:
 
     def _take(self, name: str) -> Tensor:
         """Memory for a vector, which other groups take in turn."""
-        return self._scratch.take(name, self.layout.numel)
+        return scratch(name, self.layout.numel, torch.float32, self._device)
 
     def _unused_of(self, plan: ExchangePlan) -> Unused | None:
         """Who looks for what no rank uses, on all ranks alike: nobody where some may average in place."""

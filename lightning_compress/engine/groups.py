@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.core import snapshot
-from lightning_compress.core.buffers import Scratch
+from lightning_compress.core.buffers import release
 from lightning_compress.core.state import State
-from lightning_compress.engine.group import Group
+from lightning_compress.engine.group import GRADIENT, MEAN, Group
 from lightning_compress.settings.settings import Settings
 
 Parts = list[tuple[Group, list[int]]]
@@ -43,7 +43,6 @@ class Groups:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._dtypes = {name: parameter.dtype for name, parameter in parameters}
         self._world = world
-        self._scratch = Scratch(world.device)
         self._groups: list[Group] = []
         self._owner: dict[str, Group] = {}
         self._by_bucket: dict[tuple[int, ...], Parts] = {}
@@ -100,9 +99,9 @@ class Groups:
     def add(self, names: Sequence[str], settings: Settings, owed: bool = False) -> Group:
         """A new group, with the state that its parameters have so far; groups that have none left go."""
         shaped = [(name, self._shapes[name]) for name in names]
-        self._scratch.clear()
+        release(GRADIENT, MEAN)  # while two states of some parameters are held
         owed = owed or any(old.residual and not set(names).isdisjoint(old.names) for old in self._groups)
-        group = Group(shaped, settings, self._world, self._scratch, self._unused, self._dtypes[names[0]], owed)
+        group = Group(shaped, settings, self._world, self._unused, self._dtypes[names[0]], owed)
         for old in self._groups:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():
@@ -149,4 +148,3 @@ class Groups:
         self._groups.clear()
         self._owner.clear()
         self._by_bucket.clear()
-        self._scratch.clear()

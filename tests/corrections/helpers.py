@@ -6,7 +6,7 @@ import torch
 
 from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.core.meter import Meter
-from lightning_compress.engine.group import Group, Scratch
+from lightning_compress.engine.group import Group
 from lightning_compress.settings.settings import Settings
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ class Walker:
     def __init__(self, collective, compressor, **settings):
         settings = Settings.of(compressor, **settings)
         self.meter = Meter(CPU)
-        self.group = Group(PARAMETERS, settings, World(collective, CPU, self.meter), Scratch(CPU))
+        self.group = Group(PARAMETERS, settings, World(collective, CPU, self.meter))
 
     def reduce(self, values, step, scale=None):
         """What the optimizer is given for a flat gradient, as a flat vector."""

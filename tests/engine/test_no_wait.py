@@ -5,7 +5,6 @@ import torch
 
 from lightning_compress.collectives import World
 from lightning_compress.collectives.base import Collective
-from lightning_compress.core.buffers import Scratch
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.reducers import Reducer
@@ -64,7 +63,7 @@ def no_numbers_from_the_host(monkeypatch):
 
 def steps(settings, watch, scale=None):
     meter = Meter(META)
-    group = Group(PARAMETERS, settings, World(Echo(), META, meter), Scratch(META), unused=False)
+    group = Group(PARAMETERS, settings, World(Echo(), META, meter), unused=False)
     for step in range(3):
         if step == 1:
             watch()

@@ -5,7 +5,6 @@ import torch
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World, run_threads
-from lightning_compress.core.buffers import Scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.corrections import DGC, OneBitAdam
@@ -40,7 +39,7 @@ def steps(collective, settings, count, find_unused, make=gradients):
     """Groups of some steps: what each made of the gradients, and the group."""
     meter = Meter(CPU)
     bound = settings.bound(KINDS)
-    group = Group(PARAMETERS, bound, World(collective, CPU, meter), Scratch(CPU), find_unused)
+    group = Group(PARAMETERS, bound, World(collective, CPU, meter), find_unused)
     found = []
     for step in range(count):
         parts = make(collective.rank, step)

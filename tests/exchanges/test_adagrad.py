@@ -14,7 +14,7 @@ from lightning_compress import attach
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import World
 from lightning_compress.core.meter import Meter
-from lightning_compress.engine.group import Group, Scratch
+from lightning_compress.engine.group import Group
 from lightning_compress.settings.arguments import build_exchange
 from lightning_compress.settings.settings import Settings
 from tests.corrections.helpers import (
@@ -111,7 +111,7 @@ def test_history_and_residual_follow_the_shards():
 
     def program(collective):
         def made(parameters):
-            return Group(parameters, settings, World(collective, CPU, Meter(CPU)), Scratch(CPU))
+            return Group(parameters, settings, World(collective, CPU, Meter(CPU)))
 
         old = made(PARAMETERS)
         for step in range(3):

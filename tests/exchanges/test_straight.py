@@ -7,7 +7,6 @@ import torch
 
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.core.buffers import Scratch
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.settings import Settings
@@ -33,7 +32,6 @@ def averaged(collective, settings, straight, owed=(), steps=2, spoilt=(), spoili
         PARAMETERS,
         Settings.of(**settings),
         World(CountingCollective(collective, meter), CPU, meter),
-        Scratch(CPU),
         unused=False,
     )
     if collective.rank in owed:
@@ -128,9 +126,7 @@ def test_what_is_fed_back_is_not_cast_and_forgotten():
 
 
 def test_a_residual_is_looked_at_again_once_it_was_written():
-    group = Group(
-        PARAMETERS, Settings.of("topk"), World(run_threads(1, lambda each: each)[0], CPU, Meter(CPU)), Scratch(CPU)
-    )
+    group = Group(PARAMETERS, Settings.of("topk"), World(run_threads(1, lambda each: each)[0], CPU, Meter(CPU)))
     residual = group.residual
     assert residual.empty
     residual.pending[5] = 1.0
@@ -150,7 +146,7 @@ def test_where_nothing_is_kept_it_is_what_ddp_does(size, dtype):
     def program(collective):
         meter = Meter(CPU)
         world = World(CountingCollective(collective, meter), CPU, meter)
-        group = Group(PARAMETERS, Settings.of(**STOCK), world, Scratch(CPU), dtype=dtype)
+        group = Group(PARAMETERS, Settings.of(**STOCK), world, dtype=dtype)
         bucket = torch.cat([each.flatten() for each in gradients(collective.rank, 0)]).to(dtype)
         parts = [
             each.view(shape)

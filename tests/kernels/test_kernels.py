@@ -7,7 +7,6 @@ import torch
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.collectives import World, run_threads
-from lightning_compress.core.buffers import Scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
@@ -132,7 +131,7 @@ def test_velocities(nesterov, clip, both):
     def rank(collective):
         settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
         shapes = [(each.name, each.shape) for each in LAYOUT.segments]
-        group = Group(shapes, settings, World(collective, CPU, Meter(CPU)), Scratch(CPU))
+        group = Group(shapes, settings, World(collective, CPU, Meter(CPU)))
         generator, found, copied = torch.Generator().manual_seed(collective.rank), [], group._copied
         for step in range(4):
             gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]

@@ -13,7 +13,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
-from lightning_compress.engine.group import Group, Scratch
+from lightning_compress.engine.group import Group
 from lightning_compress.reducers import SignSGD
 from lightning_compress.reducers.tally import Tally
 from lightning_compress.settings.settings import Settings
@@ -112,7 +112,7 @@ def test_momentum_is_in_the_state_and_a_second_backward_goes_on() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_loss_scale_does_not_reach_the_optimizer(momentum: float) -> None:
     settings = Settings.of({"name": "signsgd", "momentum": momentum})
-    group = Group([("a", (4, 5))], settings, World(LocalCollective(), CPU, Meter(CPU)), Scratch(CPU))
+    group = Group([("a", (4, 5))], settings, World(LocalCollective(), CPU, Meter(CPU)))
     gradient = torch.tensor([1.0, -2.0]).repeat(10).view(4, 5) * 1024
     group.reduce([gradient], 0, torch.tensor(1024.0))
     assert torch.equal(gradient / 1024, torch.tensor([1.0, -1.0]).repeat(10).view(4, 5))

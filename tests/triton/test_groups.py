@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_compress.collectives import World, run_threads
-from lightning_compress.core.buffers import Scratch
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.settings import Settings
@@ -56,7 +55,7 @@ def program(collective, device, settings, happens, twice, unused):
     """What three steps make of gradients, and what is kept then."""
     meter = Meter(device)
     meter.sample_every = 0
-    group = Group(PARAMETERS, settings, World(collective, device, meter), Scratch(device), unused)
+    group = Group(PARAMETERS, settings, World(collective, device, meter), unused)
     found = []
     for step in range(3):
         for turn in range(1 + twice):

@@ -1,5 +1,6 @@
 """Which of thirty-two elements are not 0, as a word, and how many bits a word has; as ``words`` does it."""
 
+# mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
 from typing import Any

@@ -3,6 +3,7 @@
 Each operation takes contiguous arrays, each with the index of its first element.
 """
 
+# mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
 from typing import Any

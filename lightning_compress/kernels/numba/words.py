@@ -3,6 +3,7 @@
 LLVM's vectors of booleans are words: comparing gives one, and one chooses between two numbers, on any processor.
 """
 
+# mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
 from typing import Any
