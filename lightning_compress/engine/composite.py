@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs import Codec, Dense, Method
 from lightning_compress.collectives import World
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, States
 from lightning_compress.exchanges import Exchange, ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer, ReducerPlan
-from lightning_compress.settings.rules import Method, Stretch
+from lightning_compress.settings.rules import Stretch
 
 EXCHANGE = "exchange"
 """Under which name an exchange's state is kept."""
