@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_compress.codecs.atomo import ATOMO
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.base import Codec, Method, Plan
 from lightning_compress.codecs.cast import BF16, FP16
 from lightning_compress.codecs.dense import Dense
 from lightning_compress.codecs.quantize.natural import Natural
@@ -55,6 +55,7 @@ __all__ = [
     "Codec",
     "Dense",
     "EFSign",
+    "Method",
     "Natural",
     "OneBit",
     "Plan",

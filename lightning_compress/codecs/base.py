@@ -113,14 +113,33 @@ class Plan(ABC):
         raise NotImplementedError
 
 
-class Codec(ABC):
-    """A compression method; a frozen dataclass of its settings.
+class Method:
+    """A codec or a reducer; a frozen dataclass of its settings.
 
     Attributes:
         contractive: the method is biased and only sound with error feedback (which is then on by default).
-        sparse: messages hold few elements, exactly; encoding a sum again would lose some (a lossy second stage).
         elementwise: every element is treated alone, so that small parameters need no special care.
-        keeps_zeros: what is zero in the vector is zero in what is decoded, exactly, whatever stands beside it.
+        keeps_zeros: what is zero in the vector (on all ranks, for a reducer) is zero in what is decoded, or in the
+            mean, exactly, whatever stands beside it.
+        conserves: what is not sent stays in the vector; else the output is no mean.
+    """
+
+    contractive: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    keeps_zeros: ClassVar[bool] = False
+    conserves: ClassVar[bool] = True
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Whether the method does no harm beside an optimizer with adaptive learning rates."""
+        return not self.contractive
+
+
+class Codec(Method, ABC):
+    """A compression method that is pure and rank-local.
+
+    Attributes:
+        sparse: messages hold few elements, exactly; encoding a sum again would lose some (a lossy second stage).
         repeatable: what was decoded may be encoded again, as an owner does with the sum of others' messages.
         sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
             the decodes), or None where they may not.
@@ -128,19 +147,11 @@ class Codec(ABC):
         block: shards are cut at multiples of this many elements.
     """
 
-    contractive: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
-    keeps_zeros: ClassVar[bool] = False
     repeatable: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = None
     casts: ClassVar[bool] = False
     block: int = 1
-
-    @property
-    def safe_with_adam(self) -> bool:
-        """Whether the method does no harm beside an optimizer with adaptive learning rates."""
-        return not self.contractive
 
     @property
     def sent_share(self) -> float:

@@ -31,7 +31,7 @@ from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.straight import average_in_place
 from lightning_compress.settings.rules import Shape
-from lightning_compress.settings.settings import Settings, conserves
+from lightning_compress.settings.settings import Settings
 
 RESIDUAL = "residual"
 GRADIENT, MEAN = "group gradient", "group mean"
@@ -198,7 +198,7 @@ class Group:
         self._dense: ExchangePlan | None = None
         self._unfed = [each.span for each in stretches if not settings.feeds_back(each.method)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
-        means = all(conserves(each.method) for each in stretches)
+        means = all(each.method.conserves for each in stretches)
         self._unscales = bool(self.states) or settings.local_clip_norm is not None or not means
         self._sections = composite.encoded(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import ALIGNMENT, Codec, aligned
+from lightning_compress.codecs.base import ALIGNMENT, Codec, Method, aligned
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.random import mix
 from lightning_compress.kernels import Summands
-from lightning_compress.reducers.base import Reducer
 
 LENGTHS, LENGTH = 8, 8
 """Where the lengths of the sections begin in a message, and the bytes of one."""
@@ -35,7 +34,7 @@ class Section:
         number: index of the method among those of the rules, which names what a reducer keeps.
     """
 
-    method: Codec | Reducer
+    method: Method
     layout: Layout
     start: int
     fed_back: bool = True

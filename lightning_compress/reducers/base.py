@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
+from lightning_compress.codecs.base import Method
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import Declared, States
@@ -48,25 +48,8 @@ class ReducerPlan(ABC):
         """
 
 
-class Reducer(ABC):
-    """A whole method; a frozen dataclass of its settings.
-
-    Attributes:
-        contractive: biased, and only sound with error feedback (which is then on by default).
-        conserves: the law above holds.
-        keeps_zeros: what is zero on all ranks is zero in the mean, exactly, whatever stands beside it.
-        elementwise: every element is treated alone, so that small parameters need no special care.
-    """
-
-    contractive: ClassVar[bool] = False
-    conserves: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = False
-    keeps_zeros: ClassVar[bool] = False
-
-    @property
-    def safe_with_adam(self) -> bool:
-        """Whether the method does no harm beside an optimizer with adaptive learning rates."""
-        return not self.contractive
+class Reducer(Method, ABC):
+    """A whole method, which issues collectives itself; it keeps the law above if it ``conserves``."""
 
     def state(self, layout: Layout) -> Mapping[str, Declared]:
         """What is kept from step to step, by a name of it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from lightning_compress.codecs import CODECS, Codec
+from lightning_compress.codecs import CODECS, Codec, Method
 from lightning_compress.core.registry import build
 from lightning_compress.corrections import CORRECTED, Corrected
 from lightning_compress.exchanges import EXCHANGES, Exchange
@@ -34,7 +34,7 @@ def build_compressor(compressor: CompressorLike) -> Compressor | Automatic:
         ValueError: there is no such compressor or setting, or a value is out of range.
     """
     built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected, Automatic))
-    assert isinstance(built, Codec | Reducer | Corrected | Automatic)
+    assert isinstance(built, Method | Corrected | Automatic)
     return built
 
 

@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs import Dense, Method
 from lightning_compress.core.layout import Layout
 from lightning_compress.corrections import Corrected
 from lightning_compress.exchanges.message import Section
-from lightning_compress.reducers import Reducer
 
 KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "embedding": (nn.Embedding, nn.EmbeddingBag),
@@ -48,7 +47,6 @@ def _kind(modules: dict[str, nn.Module], name: str) -> str:
 
 
 Shape = tuple[int, ...]
-Method = Codec | Reducer
 Compressor = Method | Corrected
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs import Codec, Dense, Method
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import describe, rebuild
 from lightning_compress.corrections import Corrected, Correction
@@ -30,7 +30,7 @@ from lightning_compress.settings.arguments import (
     read_rules,
 )
 from lightning_compress.settings.automatic import Automatic, Chosen
-from lightning_compress.settings.rules import Compressor, Method, Rules
+from lightning_compress.settings.rules import Compressor, Rules
 from lightning_compress.settings.schedule import Schedule, changed
 
 ON_NONFINITE = ("pass", "skip", "raise")
@@ -154,7 +154,7 @@ class Settings:
         """What gives the optimizer anything else than a mean of gradients: a velocity, a step of Adam, a vote."""
         if self.correction is not None:
             return self.compressor
-        votes = [each for each in self.methods if not conserves(each)]
+        votes = [each for each in self.methods if not each.conserves]
         return votes[0] if votes else self.exchange if self.exchange.optimizes else None
 
     @property
@@ -343,18 +343,13 @@ class Settings:
             built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
         except RecursionError as error:
             raise ValueError("the state's compressor has too many others inside") from error
-        if not isinstance(built, Codec | Reducer | Corrected):
+        if not isinstance(built, Method | Corrected):
             raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
         return built
 
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""
         return hashlib.sha256(repr(self).encode()).digest()
-
-
-def conserves(method: Method) -> bool:
-    """Whether what the method does not send stays behind; else its output is no mean."""
-    return isinstance(method, Codec) or method.conserves
 
 
 _AUTO = "auto"

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.core import failures
 from lightning_compress.corrections import Corrected
@@ -21,7 +21,6 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.exchanges import Exchange
-from lightning_compress.reducers import Reducer
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.settings import Settings
@@ -47,7 +46,7 @@ class CompressedDDPMixin(_Base):
 
     def __init__(
         self,
-        compressor: Codec | Reducer | Corrected | Automatic | str | dict[str, Any] = "auto",
+        compressor: Method | Corrected | Automatic | str | dict[str, Any] = "auto",
         exchange: Exchange | str | dict[str, Any] = "auto",
         error_feedback: bool | None = None,
         warmup_steps: int = 0,
