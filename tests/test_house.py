@@ -19,7 +19,7 @@ ROOMS = [
     ("exchanges", "reducers", "corrections"),
     ("settings",),
     ("engine",),
-    ("strategies", "callbacks", "compare"),
+    ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),
 ]
 LIGHTNING_ALLOWED = {"strategies", "callbacks", "pytorch_lightning"}
