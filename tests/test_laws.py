@@ -1,7 +1,9 @@
 """The laws of the house, over every method, exchange and world size, on ranks that are threads."""
 
+import inspect
 import math
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -223,3 +225,11 @@ def test_the_sum_of_one_rank_is_its_message(case):
 def test_every_codec_has_a_case():
     assert {type(case.codec) for case in CASES} == {*CODECS.values(), *REDUCERS.values()}
     assert {case.name for case in CASES} >= {*CODECS, *REDUCERS}
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_kernels_have_settings_to_be_compared_with(codec):
+    own = Path(inspect.getfile(codec))
+    for compiler in ("numba", "triton"):
+        if own.with_name(f"{own.stem}_{compiler}.py").exists():
+            assert any(type(case.codec) is codec and getattr(case, compiler) for case in CASES)

@@ -28,7 +28,7 @@ class BytesPlan(Plan):
         self.codec, self.message_size = codec, 16 + layout.numel
 
     def codes(self, vector, scale, key):
-        return (vector / scale).nan_to_num_().round_()
+        return (vector / scale).nan_to_num_().round_().clamp_(-127, 127)
 
     def encode(self, vector, message, key):
         scale = vector.abs().amax() / 127
@@ -99,6 +99,17 @@ def alike(self, vector, scale, key):
     return at_random(self, vector, scale, key, own=False)
 
 
+def remembers(self, key):
+    self.common = key
+
+
+def in_common(self, vector, scale, key):
+    return at_random(self, vector, scale, self.common)
+
+
+COMMON = broken({"share": remembers, "codes": in_common, "common": 1}, contractive=False)
+
+
 def test_a_codec_of_a_few_lines_passes():
     check_codec(Bytes(), size=lambda layout: 16 + layout.numel)
     check_codec(broken({"codes": at_random}, contractive=False))
@@ -117,6 +128,7 @@ def test_a_codec_of_a_few_lines_passes():
         (broken({"encode": doubles}), {}, "is declared contractive, and leaves a norm of"),
         (broken(contractive=False), {}, "not declared contractive, but the mean over 32 keys is off"),
         (broken({"codes": alike}, contractive=False), {}, "law 8 (faithful): "),
+        (COMMON, {}, "draw from the key that encode is given"),
         (Bytes(), {"reference": lambda vector: vector}, "is off its reference"),
     ],
 )
@@ -137,8 +149,10 @@ class SumPlan(ReducerPlan):
         whole = torch.cat([vector, carried])
         self.world.collective.all_reduce(whole)
         out.copy_(whole[: len(vector)]).div_(self.world.collective.size)
-        if self.fault != "flag":
-            carried.copy_(whole[len(vector) :])
+        own = carried[0].clone()
+        carried.copy_(whole[len(vector) :])
+        if self.fault == "flag":
+            carried[0] = own
         if self.fault == "rank":
             out += 1e-6 * self.world.collective.rank
         if self.fault != "mass":
