@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -213,7 +214,7 @@ def rebuild(
     alike = [each for each in _inside(owned) if (_path(type(each)) if outside else _name(each, known)) == name]
     own = alike[0] if alike and name is not None else None
     fields = [field.name for field in dataclasses.fields(own) if field.init] if dataclasses.is_dataclass(own) else []
-    if not outside and isinstance(name, str) and name not in known:  # what is offered is not imported by a file's word
+    if not outside and isinstance(name, str) and name not in known and not _is_given(name, known, owned):
         raise ValueError(
             f"unknown {kind} {name!r} in the state: the run that saved it had it registered, and this one has not; "
             f"call lightning_compress.register({name!r}, its class) first, or name it where a package offers it"
@@ -225,6 +226,16 @@ def rebuild(
     if unknown := settings.keys() - set(fields):
         raise ValueError(f"{kind} {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}")
     return dataclasses.replace(own, **settings) if fields else own  # type: ignore[type-var]
+
+
+def _is_given(name: str, known: Mapping[str, type], given: Iterable[object]) -> bool:
+    """Whether one of these is of the class that is offered by the name, which then is known; nothing is imported."""
+    classes = [type(each) for each in _inside(given)]
+    for point in _offered().get(name, ()):
+        module = sys.modules.get(point.module)
+        if module and getattr(module, point.attr, None) in classes:
+            return known[name] in classes
+    return False
 
 
 def _path(cls: type) -> str:

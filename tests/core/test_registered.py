@@ -106,11 +106,21 @@ def test_a_state_whose_name_is_not_registered_any_more(offered):
     state = running(Mine(0.2))
     for table in TABLES:
         table.pop("mine", None)
-    reads = offered(mine="antigravity:Codec")
-    with pytest.raises(ValueError, match=re.escape("lightning_compress.register('mine', its class) first")):
-        Settings.of("topk").resumed(state)
-    assert not reads
+    offered(mine="antigravity:Codec")
+    for given in ("topk", Mine(0.3)):
+        with pytest.raises(ValueError, match=re.escape("lightning_compress.register('mine', its class) first")):
+            Settings.of(given).resumed(state)
     assert "antigravity" not in sys.modules  # a file's word imports nothing, though a package offers it
+
+
+def test_a_state_by_name_where_the_class_itself_is_given(offered):
+    """As by ``_target_``: a package offers the class under the name, and it is imported already."""
+    register("mine", Mine)
+    state = running(Mine(0.2))
+    for table in TABLES:
+        table.pop("mine", None)
+    offered(mine=f"{__name__}:Mine")
+    assert Settings.of(Mine(0.3)).resumed(state).compressor == Mine(0.2)
 
 
 def without(*bases, **attributes):
