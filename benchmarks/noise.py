@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_compress.codecs import DCT, FFT, QSGD, Codec, Natural, Rotated, TernGrad
+from lightning_compress.codecs import CODECS, DCT, FFT, QSGD, Codec, Natural, Rotated, TernGrad
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
@@ -36,6 +36,11 @@ UNBIASED: dict[str, Codec] = {
     "qsgd 4 bits": QSGD(),
     "rotated 4 bits": Rotated(),
     "natural": Natural(),
+}
+UNBIASED |= {  # those that have no settings above, with their defaults
+    name: codec
+    for name, codec in ((name, kind()) for name, kind in CODECS.items() if kind not in map(type, UNBIASED.values()))
+    if codec.repeatable and not (codec.contractive or codec.sum_dtype)
 }
 SPECTRAL: dict[str, Codec] = {"fft": FFT(), "dct": DCT()}
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from wrapt import when_imported
 
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import Codec, Plan
 from lightning_compress.compare import Comparison, compare
 from lightning_compress.core.failures import ExchangeError
+from lightning_compress.core.registry import register
 from lightning_compress.engine.attach import attach
 from lightning_compress.engine.compression import Compression
-from lightning_compress.exchanges import Exchange
+from lightning_compress.exchanges import Exchange, ExchangePlan
+from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
     from lightning_compress.callbacks.monitor import CommunicationMonitor
@@ -58,7 +60,12 @@ __all__ = [
     "Compression",
     "Exchange",
     "ExchangeError",
+    "ExchangePlan",
+    "Plan",
+    "Reducer",
+    "ReducerPlan",
     "ThetaRecovery",
     "attach",
     "compare",
+    "register",
 ]

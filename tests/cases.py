@@ -1,7 +1,11 @@
 """The table of cases: one row per method; every law runs over every row."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
 
 from lightning_compress.codecs import (
     ATOMO,
@@ -27,6 +31,11 @@ from lightning_compress.codecs import (
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.reducers import PowerSGD, Reducer, SignSGD, Sketch, TernGradShared
 from tests import sparse_sizes
+from tests.reference import codecs as reference
+
+Loss = Literal["nothing", "element", "block", "vector", "added"]
+Size = Callable[[Any, Layout], int]
+Reference = Callable[[Any, reference.Array, Layout, torch.Tensor], tuple[reference.Array, reference.Array]]
 
 
 @dataclass(frozen=True)
@@ -35,23 +44,38 @@ class Case:
 
     Args:
         codec: the method; a codec or a reducer.
+        size: a codec's formula: bytes without flag and padding; the most that a message may take if that varies.
         rounding: what summing in the message's own dtype may lose, relative to the largest value.
         lossless: settings at which the method changes nothing, if there are any.
+        loses: what message and rest together may differ by from the vector: "nothing", or a last bit of the element
+            itself, of the largest of its "block" or of the "vector", or of all that was "added" to it.
         variable: messages differ in length.
         growth: of two-shot's traffic from 4 to 16 ranks, at most, on a small layout; more where equal shards take
             different numbers of bytes, and where sums of more ranks take many more bits (``Codec.refined``).
+        reference: a slow one, if there is any: of a vector and its message (of key 1), what is sent and what stays.
+        also: other settings that are compared with the reference.
+        numba: settings under which kernels of a CPU are compared with tensor operations, if it has any.
+        triton: settings under which kernels of an accelerator are compared with a CPU, if it has any.
+        transforms: the latter round otherwise than a CPU.
     """
 
     name: str
     codec: Codec | Reducer
+    size: Size | None = None
     rounding: float = 0.0
     lossless: Codec | Reducer | None = None
+    loses: Loss = "nothing"
     variable: bool = False
     growth: float = 1.35
+    reference: Reference | None = None
+    also: tuple[Codec, ...] = ()
+    numba: tuple[dict[str, Any], ...] = ()
+    triton: tuple[dict[str, Any], ...] = ()
+    transforms: bool = False
 
     def message_size(self, layout: Layout) -> int:
-        """The method's formula: bytes without flag and padding; the most that it may take if that varies."""
-        return SIZES[self.name](self.codec, layout)
+        """The method's formula for its settings."""
+        return self.size(self.codec, layout)
 
 
 def _randomk_bytes(codec: RandomK, layout: Layout) -> int:
@@ -129,77 +153,215 @@ def _atomo_bytes(codec: ATOMO, layout: Layout) -> int:
     return sum(4 * min(rows * columns, codec.rank * (rows + columns)) for rows, columns in shapes)
 
 
-SIZES = {
-    "none": lambda codec, layout: 4 * layout.numel,
-    "fp16": lambda codec, layout: 2 * layout.numel,
-    "bf16": lambda codec, layout: 2 * layout.numel,
-    "topk": sparse_sizes.topk,
-    "topk_group": sparse_sizes.topk,
-    "topk_exact": sparse_sizes.topk,
-    "topk_fp16": sparse_sizes.topk,
-    "topk_2bit": sparse_sizes.topk,
-    "topk_1bit": sparse_sizes.topk,
-    "topk_rice": sparse_sizes.topk,
-    "threshold": sparse_sizes.threshold,
-    "threshold_words": sparse_sizes.threshold,
-    "adaptive": sparse_sizes.adaptive,
-    "adaptive_int16": sparse_sizes.adaptive,
-    "wangni": sparse_sizes.wangni,
-    "randomk": _randomk_bytes,
-    "randomk_rescaled": _randomk_bytes,
-    "onebit": _onebit_bytes,
-    "onebit_column": _onebit_bytes,
-    "efsign": _efsign_bytes,
-    "qsgd": _qsgd_bytes,
-    "qsgd_l2": _qsgd_bytes,
-    "qsgd_elias": sparse_sizes.qsgd_elias,
-    "rotated": _rotated_bytes,
-    "rotated_7": _rotated_bytes,
-    "natural": _natural_bytes,
-    "terngrad": _terngrad_bytes,
-    "terngrad_base3": _terngrad_bytes,
-    "range_float": _range_float_bytes,
-    "fft": _spectrum_bytes,
-    "dct": _spectrum_bytes,
-    "atomo": _atomo_bytes,
-}
+def _floats(size):
+    return lambda codec, layout: size * layout.numel
+
+
+def _plain(slow):
+    return lambda codec, vector, layout, message: slow(vector)
+
+
+def _topk(codec, vector, layout, message):
+    segments = [(s.offset, s.end) for s in layout.segments if s.numel]
+    return reference.topk(vector, codec.density, segments if codec.scope == "parameter" else [(0, len(vector))])
+
+
+def _onebit(codec, vector, layout, message):
+    return reference.onebit(vector, codec.block)
+
+
+def _onebit_columns(codec, vector, layout, message):
+    units = [(s.numel, s.start, math.prod(s.shape[1:])) for s in layout.segments]
+    return reference.onebit_columns(vector, units, codec.min_column)
+
+
+def _efsign(codec, vector, layout, message):
+    return reference.efsign(vector, codec.block)
+
+
+def _natural(codec, vector, layout, message):
+    return reference.natural(vector, codec.bucket, key=1)
+
+
+def _range_float(codec, vector, layout, message):
+    mantissa = int(message[:4].view(torch.int32))
+    assert codec.mantissa in ("auto", mantissa)
+    return reference.range_float(vector, codec.bits, mantissa, codec.block, codec.rounding == "nearest")
+
+
+RANGE_FLOATS = (
+    RangeFloat(),
+    RangeFloat(2, block=64),
+    RangeFloat(5, 1, 72),
+    RangeFloat(8, 7, 128),
+    RangeFloat(10, 4, 1024, "truncate"),
+    RangeFloat(13, 6),
+    RangeFloat(16, "auto", 64),
+    RangeFloat(32, 23),
+    RangeFloat(32, 10, 64),
+)
 
 CASES = [
-    Case("none", Dense(), lossless=Dense()),
-    Case("fp16", FP16(), rounding=2.0**-10),
-    Case("bf16", BF16(), rounding=2.0**-7),
-    Case("topk", TopK(density=0.05), lossless=TopK(density=1.0)),
-    Case("topk_group", TopK(density=0.05, scope="group"), lossless=TopK(density=1.0, scope="group")),
-    Case("topk_exact", TopK(density=0.05, selection="exact"), lossless=TopK(density=1.0, selection="exact")),
-    Case("topk_fp16", TopK(density=0.05, values="fp16")),
-    Case("topk_2bit", TopK(density=0.05, values="2bit", indices="int16")),
-    Case("topk_1bit", TopK(density=0.2, values="1bit", indices="bitmap")),
-    Case("topk_rice", TopK(density=0.05, values="2bit", indices="rice"), variable=True),
-    Case("threshold", Threshold(0.5, 0.7, capacity=0.2), variable=True),
-    Case("threshold_words", Threshold(1.0, 1.0, "words", 0.05), variable=True),
-    Case("adaptive", Adaptive(16), variable=True),
-    Case("adaptive_int16", Adaptive(20, "int16"), variable=True),
-    Case("wangni", Wangni(0.05), lossless=Wangni(1.0), variable=True, growth=4.0),
-    Case("randomk", RandomK(density=0.05), lossless=RandomK(density=1.0)),
-    Case("randomk_rescaled", RandomK(0.05, rescale=True), lossless=RandomK(1.0, rescale=True)),
-    Case("onebit", OneBit(block=64)),
-    Case("onebit_column", OneBit(block=64, scope="column"), growth=1.5),
-    Case("efsign", EFSign(block=64)),
-    Case("qsgd", QSGD(bits=4, bucket=64)),
-    Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2")),
-    Case("qsgd_elias", QSGD(bits=3, bucket=64, norm="l2", coding="elias"), variable=True, growth=1.6),
-    Case("rotated", Rotated(bits=5, block=64)),
-    Case("rotated_7", Rotated(bits=7, block=128), growth=2.0),
-    Case("natural", Natural(bucket=64)),
-    Case("terngrad", TernGrad()),
-    Case("terngrad_base3", TernGrad(None, "base3")),
+    Case("none", Dense(), _floats(4), lossless=Dense(), reference=_plain(reference.dense)),
+    Case("fp16", FP16(), _floats(2), rounding=2.0**-10, reference=_plain(reference.fp16), triton=({},)),
+    Case("bf16", BF16(), _floats(2), rounding=2.0**-7, reference=_plain(reference.bf16), triton=({},)),
+    Case(
+        "topk",
+        TopK(density=0.05),
+        sparse_sizes.topk,
+        lossless=TopK(density=1.0),
+        reference=_topk,
+        also=(TopK(0.01), TopK(0.7), TopK(1.0)),
+        numba=({"density": 0.02}, {"density": 0.02, "selection": "exact"}),
+        triton=({}, {"scope": "group", "values": "fp16", "density": 0.1}),
+    ),
+    Case(
+        "topk_group",
+        TopK(density=0.05, scope="group"),
+        sparse_sizes.topk,
+        lossless=TopK(density=1.0, scope="group"),
+        reference=_topk,
+        also=(TopK(0.2, "group"),),
+    ),
+    Case(
+        "topk_exact",
+        TopK(density=0.05, selection="exact"),
+        sparse_sizes.topk,
+        lossless=TopK(density=1.0, selection="exact"),
+    ),
+    Case("topk_fp16", TopK(density=0.05, values="fp16"), sparse_sizes.topk, loses="element"),
+    Case("topk_2bit", TopK(density=0.05, values="2bit", indices="int16"), sparse_sizes.topk, loses="element"),
+    Case("topk_1bit", TopK(density=0.2, values="1bit", indices="bitmap"), sparse_sizes.topk, loses="element"),
+    Case(
+        "topk_rice",
+        TopK(density=0.05, values="2bit", indices="rice"),
+        sparse_sizes.topk,
+        loses="element",
+        variable=True,
+    ),
+    Case("threshold", Threshold(0.5, 0.7, capacity=0.2), sparse_sizes.threshold, loses="element", variable=True),
+    Case("threshold_words", Threshold(1.0, 1.0, "words", 0.05), sparse_sizes.threshold, loses="element", variable=True),
+    Case("adaptive", Adaptive(16), sparse_sizes.adaptive, loses="element", variable=True),
+    Case("adaptive_int16", Adaptive(20, "int16"), sparse_sizes.adaptive, loses="element", variable=True),
+    Case("wangni", Wangni(0.05), sparse_sizes.wangni, loses="element", lossless=Wangni(1.0), variable=True, growth=4.0),
+    Case("randomk", RandomK(density=0.05), _randomk_bytes, lossless=RandomK(density=1.0)),
+    Case(
+        "randomk_rescaled",
+        RandomK(0.05, rescale=True),
+        _randomk_bytes,
+        loses="added",
+        lossless=RandomK(1.0, rescale=True),
+    ),
+    Case(
+        "onebit",
+        OneBit(block=64),
+        _onebit_bytes,
+        loses="block",
+        reference=_onebit,
+        also=(OneBit(), OneBit(72)),
+        numba=({}, {"block": 96}),
+        triton=({}, {"block": 96}, {"block": 64}, {"block": 4096}),
+    ),
+    Case(
+        "onebit_column",
+        OneBit(block=64, scope="column"),
+        _onebit_bytes,
+        loses="block",
+        growth=1.5,
+        reference=_onebit_columns,
+        also=(OneBit(scope="column"), OneBit(scope="column", min_column=5)),
+    ),
+    Case(
+        "efsign",
+        EFSign(block=64),
+        _efsign_bytes,
+        loses="block",
+        reference=_efsign,
+        also=(EFSign(), EFSign(72)),
+        numba=({},),
+        triton=({}, {"block": 264}),
+    ),
+    Case(
+        "qsgd",
+        QSGD(bits=4, bucket=64),
+        _qsgd_bytes,
+        loses="block",
+        numba=({}, {"bucket": 72}, {"bits": 2, "bucket": 1024}, {"bits": 8, "bucket": 64}, {"norm": "l2"}),
+        triton=({}, {"bits": 2, "bucket": 96, "norm": "l2"}, {"bits": 5, "bucket": 200}),
+    ),
+    Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2"), _qsgd_bytes, loses="block"),
+    Case(
+        "qsgd_elias",
+        QSGD(bits=3, bucket=64, norm="l2", coding="elias"),
+        sparse_sizes.qsgd_elias,
+        loses="block",
+        variable=True,
+        growth=1.6,
+    ),
+    Case(
+        "rotated",
+        Rotated(bits=5, block=64),
+        _rotated_bytes,
+        loses="vector",
+        numba=({}, {"bits": 5}, {"block": 64}),
+        triton=({}, {"bits": 5, "block": 64}, {"bits": 8, "block": 1024}),
+    ),
+    Case("rotated_7", Rotated(bits=7, block=128), _rotated_bytes, loses="vector", growth=2.0),
+    Case(
+        "natural",
+        Natural(bucket=64),
+        _natural_bytes,
+        reference=_natural,
+        also=(Natural(), Natural(72)),
+        triton=({}, {"bucket": 96}),
+    ),
+    Case(
+        "terngrad",
+        TernGrad(),
+        _terngrad_bytes,
+        loses="vector",
+        triton=({}, {"clip": None}, {"clip": 1.3, "packing": "base3"}),
+    ),
+    Case("terngrad_base3", TernGrad(None, "base3"), _terngrad_bytes, loses="vector"),
     Case("terngrad_shared", TernGradShared()),
     Case("signsgd", SignSGD()),
     Case("signsgd_tally", SignSGD("tally", momentum=0.0)),
-    Case("range_float", RangeFloat(block=64), lossless=RangeFloat(bits=32, mantissa=23)),
-    Case("fft", FFT(theta=0.5, block=64)),
-    Case("dct", DCT(theta=0.5, block=64)),
-    Case("atomo", ATOMO(rank=2), lossless=ATOMO(rank=10**6)),
+    Case(
+        "range_float",
+        RangeFloat(block=64),
+        _range_float_bytes,
+        lossless=RangeFloat(bits=32, mantissa=23),
+        reference=_range_float,
+        also=RANGE_FLOATS,
+        triton=(
+            {},
+            {"bits": 7, "mantissa": 2, "block": 1032, "rounding": "truncate"},
+            {"bits": 10, "block": 64, "mantissa": 3},
+            {"bits": 13, "mantissa": 6},
+            {"bits": 32, "block": 1024},
+        ),
+    ),
+    Case(
+        "fft",
+        FFT(theta=0.5, block=64),
+        _spectrum_bytes,
+        loses="block",
+        triton=(
+            {"block": 512, "mantissa": 4},
+            {"block": 64, "theta": 0.97, "bits": 4},
+            {"block": 256, "theta": 0.0, "bits": 32, "mantissa": 23},
+        ),
+        transforms=True,
+    ),
+    Case(
+        "dct",
+        DCT(theta=0.5, block=64),
+        _spectrum_bytes,
+        loses="block",
+        triton=({"block": 128, "bits": 3}, {"block": 64, "theta": 0.97, "bits": 16, "mantissa": 7}),
+        transforms=True,
+    ),
+    Case("atomo", ATOMO(rank=2), _atomo_bytes, lossless=ATOMO(rank=10**6)),
     Case("powersgd", PowerSGD(rank=2), lossless=PowerSGD(rank=10**6)),
     Case("sketch", Sketch(density=0.02), lossless=Sketch(density=1.0)),
 ]
@@ -209,3 +371,14 @@ def unbiased_cases() -> list[Case]:
     """Rows of codecs whose private noise is right on average."""
     codecs = ((case, case.codec) for case in CASES)
     return [case for case, codec in codecs if isinstance(codec, Codec) and not (codec.contractive or codec.sum_dtype)]
+
+
+def case_of(codec: Codec) -> Case:
+    """The row of these settings, or else the first one of the method."""
+    alike = [case for case in CASES if type(case.codec) is type(codec)]
+    return next((case for case in alike if case.codec == codec), alike[0])
+
+
+def kernel_settings(compiler: str) -> list[tuple[Case, dict[str, Any]]]:
+    """Rows of methods that have kernels of a compiler, each with its settings in turn, by name."""
+    return [(case, {"name": case.codec.name, **given}) for case in CASES for given in getattr(case, compiler)]

@@ -20,7 +20,7 @@ ROOMS = [
     ("exchanges",),
     ("settings",),
     ("engine",),
-    ("strategies", "callbacks", "compare"),
+    ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),
 ]
 LIGHTNING_ALLOWED = {"strategies", "callbacks", "pytorch_lightning"}

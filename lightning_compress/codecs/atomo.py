@@ -49,6 +49,7 @@ class ATOMO(Codec):
     Sparsification", NeurIPS 2018, arXiv 1806.04090.
     """
 
+    name: ClassVar[str] = "atomo"
     sparse: ClassVar[bool] = True
     rank: int = 3
 

@@ -100,6 +100,7 @@ class FP16(Cast):
     Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
 
+    name: ClassVar[str] = "fp16"
     sum_dtype: ClassVar[torch.dtype] = torch.float16
     digits: ClassVar[int] = 11
 
@@ -113,6 +114,7 @@ class BF16(Cast):
     Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", arXiv 1905.12322, 2019.
     """
 
+    name: ClassVar[str] = "bf16"
     sum_dtype: ClassVar[torch.dtype] = torch.bfloat16
     digits: ClassVar[int] = 8
 

@@ -21,6 +21,7 @@ class Dense(Codec):
     It carries what is too small or too delicate to compress, and shows what the machinery itself costs.
     """
 
+    name: ClassVar[str] = "none"
     elementwise: ClassVar[bool] = True
     casts: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = torch.float32

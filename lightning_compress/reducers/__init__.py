@@ -1,19 +1,19 @@
-"""Methods that issue collectives themselves, one to a file."""
+"""Methods that issue collectives themselves, one to a file.
+
+A line here makes a reducer known by its ``name``; errors and tables list them in this order.
+"""
+# ruff: noqa: I001
 
 from __future__ import annotations
 
-from lightning_compress.reducers.base import Reducer, ReducerPlan
-from lightning_compress.reducers.powersgd import PowerSGD
-from lightning_compress.reducers.signsgd import SignSGD
-from lightning_compress.reducers.sketch import Sketch
-from lightning_compress.reducers.terngrad_shared import TernGradShared
+from lightning_compress.reducers.base import Reducer as Reducer, ReducerPlan as ReducerPlan
+from lightning_compress.reducers.terngrad_shared import TernGradShared as TernGradShared
+from lightning_compress.reducers.signsgd import SignSGD as SignSGD
+from lightning_compress.reducers.powersgd import PowerSGD as PowerSGD
+from lightning_compress.reducers.sketch import Sketch as Sketch
+from lightning_compress.core.registry import Names, named
 
-REDUCERS: dict[str, type[Reducer]] = {
-    "terngrad_shared": TernGradShared,
-    "signsgd": SignSGD,
-    "powersgd": PowerSGD,
-    "sketch": Sketch,
-}
+REDUCERS: Names[Reducer] = Names(named(globals(), Reducer), Reducer)  # type: ignore[type-abstract]
 """What ``compressor=`` takes by name, beside the codecs."""
 
-__all__ = ["REDUCERS", "PowerSGD", "Reducer", "ReducerPlan", "SignSGD", "Sketch", "TernGradShared"]
+__all__ = ["REDUCERS", "Reducer", "ReducerPlan", *(each.__name__ for each in REDUCERS.values())]

@@ -52,6 +52,7 @@ class PowerSGD(Reducer):
     NeurIPS 2019, arXiv 1905.13727.
     """
 
+    name: ClassVar[str] = "powersgd"
     contractive: ClassVar[bool] = True
     rank: int = 2
     warm_start: bool = True

@@ -67,6 +67,7 @@ class SignSGD(Reducer):
     Efficient and Fault Tolerant", ICLR 2019, arXiv 1810.05291.
     """
 
+    name: ClassVar[str] = "signsgd"
     conserves: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     vote: Vote = "majority"

@@ -59,6 +59,7 @@ class Sketch(Reducer):
     ICALP 2002.
     """
 
+    name: ClassVar[str] = "sketch"
     contractive: ClassVar[bool] = True
     density: float = 0.005
     rows: int = 3

@@ -50,6 +50,7 @@ class TernGradShared(Reducer):
     Learning", NIPS 2017, arXiv 1705.07878 (scaler sharing, gradient clipping, layer-wise ternarizing).
     """
 
+    name: ClassVar[str] = "terngrad_shared"
     keeps_zeros: ClassVar[bool] = True
     clip: float | None = 2.5
 

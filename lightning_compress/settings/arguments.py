@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from lightning_compress.codecs import CODECS, Codec, Method
-from lightning_compress.core.registry import build
+from lightning_compress.core.registry import Names, build
 from lightning_compress.corrections import CORRECTED, Corrected
 from lightning_compress.exchanges import EXCHANGES, Exchange
 from lightning_compress.reducers import REDUCERS, Reducer
@@ -19,7 +19,10 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import KINDS, Compressor, Rule
 from lightning_compress.settings.schedule import Schedule
 
-COMPRESSORS: dict[str, type[Compressor] | type[Automatic]] = {"auto": Automatic, **CODECS, **REDUCERS, **CORRECTED}
+COMPRESSORS: Names[Compressor | Automatic] = Names(
+    {"auto": Automatic, **CODECS, **REDUCERS, **CORRECTED},
+    Method,
+)
 """What ``compressor=`` takes by name."""
 
 CompressorLike = str | Mapping[str, object] | Compressor | Automatic

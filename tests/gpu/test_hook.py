@@ -9,22 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
 from lightning_compress.reducers import REDUCERS
+from tests.cases import CASES
 
 pytestmark = pytest.mark.gpu
-METHODS = [
-    "onebit",
-    "efsign",
-    "qsgd",
-    "rotated",
-    "terngrad",
-    "natural",
-    "range_float",
-    "fft",
-    "dct",
-    "bf16",
-    "powersgd",
-]
-METHODS += [{"name": "topk", "density": 0.01}, {"name": "dgc", "density": 0.01}, "signsgd", "terngrad_shared", "sketch"]
+METHODS = list(dict.fromkeys(case.codec.name for case in CASES if case.triton or case.codec.name in REDUCERS))
+METHODS.append({"name": "dgc", "density": 0.01})
 DEVICE = "cuda:0"
 
 

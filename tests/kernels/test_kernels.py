@@ -14,24 +14,11 @@ from lightning_compress.engine.gradients import add_gradients, copy_gradients
 from lightning_compress.engine.group import Group
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.settings.settings import Settings
+from tests.cases import kernel_settings
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of([("weight", (300, 1900)), ("bias", (37,))])  # more than a piece, and a rest
-METHODS = [
-    {"name": "onebit"},
-    {"name": "onebit", "block": 96},
-    {"name": "efsign"},
-    {"name": "rotated"},
-    {"name": "rotated", "bits": 5},
-    {"name": "rotated", "block": 64},
-    {"name": "qsgd"},
-    {"name": "qsgd", "bucket": 72},
-    {"name": "qsgd", "bits": 2, "bucket": 1024},
-    {"name": "qsgd", "bits": 8, "bucket": 64},
-    {"name": "qsgd", "norm": "l2"},
-    {"name": "topk", "density": 0.02},
-    {"name": "topk", "density": 0.02, "selection": "exact"},
-]
+METHODS = [given for _, given in kernel_settings("numba")]
 
 
 @pytest.fixture

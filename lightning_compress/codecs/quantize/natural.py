@@ -52,6 +52,7 @@ class Natural(Codec):
     1905.10988.
     """
 
+    name: ClassVar[str] = "natural"
     keeps_zeros: ClassVar[bool] = True
     bucket: int = 1024
 

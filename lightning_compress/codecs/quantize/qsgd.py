@@ -67,6 +67,7 @@ class QSGD(Codec):
     NIPS 2017, arXiv 1610.02132.
     """
 
+    name: ClassVar[str] = "qsgd"
     keeps_zeros: ClassVar[bool] = True
     bits: int = 4
     bucket: int = 512

@@ -64,6 +64,7 @@ class RangeFloat(Codec):
     Deep Neural Networks", HPDC 2020, arXiv 1811.08596 (a reconstruction: the authors' quantiser is not released).
     """
 
+    name: ClassVar[str] = "range_float"
     contractive: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = True
     bits: int = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -94,6 +95,7 @@ class Rotated(Codec):
     (stochastic rotated quantisation; there between each block's minimum and maximum, here symmetric).
     """
 
+    name: ClassVar[str] = "rotated"
     bits: int = 4
     block: int = 256
     seed: int = 0

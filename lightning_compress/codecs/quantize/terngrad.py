@@ -56,6 +56,7 @@ class TernGrad(Codec):
     Learning", NIPS 2017, arXiv 1705.07878. Its sharing of scales between ranks is ``terngrad_shared``.
     """
 
+    name: ClassVar[str] = "terngrad"
     keeps_zeros: ClassVar[bool] = True
     clip: float | None = 2.5
     packing: Packing = "2bit"

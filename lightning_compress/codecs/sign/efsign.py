@@ -36,6 +36,7 @@ class EFSign(Codec):
     2019, arXiv 1901.09847.
     """
 
+    name: ClassVar[str] = "efsign"
     contractive: ClassVar[bool] = True
     block: int = 1024
 

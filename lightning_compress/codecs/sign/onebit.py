@@ -47,6 +47,7 @@ class OneBit(Codec):
     Training of Speech DNNs", Interspeech 2014.
     """
 
+    name: ClassVar[str] = "onebit"
     contractive: ClassVar[bool] = True
     block: int = 1024
     scope: Scope = "block"

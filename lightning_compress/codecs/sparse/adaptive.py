@@ -51,6 +51,7 @@ class Adaptive(Codec):
     MLHPC 2016 (per column of a matrix; here per parameter).
     """
 
+    name: ClassVar[str] = "adaptive"
     contractive: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = True

@@ -46,6 +46,7 @@ class RandomK(Codec):
     2018, arXiv 1710.09854 (rescaled; that paper's probabilities follow the gradient, these do not).
     """
 
+    name: ClassVar[str] = "randomk"
     sum_dtype: ClassVar[torch.dtype | None] = torch.float32
     keeps_zeros: ClassVar[bool] = True
     density: float = 0.01

@@ -51,6 +51,7 @@ class Threshold(Codec):
     Neural Networks", MLHPC 2016 (whose library has Golomb-Rice codes of the gaps).
     """
 
+    name: ClassVar[str] = "threshold"
     contractive: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = True

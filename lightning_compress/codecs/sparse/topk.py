@@ -204,6 +204,7 @@ class TopK(Codec):
     Compression", ICLR 2018 (a second selection among what passed the threshold).
     """
 
+    name: ClassVar[str] = "topk"
     contractive: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = True

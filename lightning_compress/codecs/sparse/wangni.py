@@ -54,6 +54,7 @@ class Wangni(Codec):
     2018, arXiv 1710.09854.
     """
 
+    name: ClassVar[str] = "wangni"
     sparse: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = True
     density: float = 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_compress.codecs.spectral.spectrum import Spectral
 from lightning_compress.codecs.spectral.transforms import Cosine
@@ -35,6 +35,7 @@ class DCT(Spectral):
     Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870, use for momentum.
     """
 
+    name: ClassVar[str] = "dct"
     theta: float = 0.85
     block: int = 256
     bits: int = 10

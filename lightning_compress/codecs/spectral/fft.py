@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_compress.codecs.spectral.spectrum import Spectral
 from lightning_compress.codecs.spectral.transforms import RealFourier
@@ -44,6 +44,7 @@ class FFT(Spectral):
     Deep Neural Networks", HPDC 2020, arXiv 1811.08596. Blocks, error feedback and the defaults are ours.
     """
 
+    name: ClassVar[str] = "fft"
     theta: float = 0.85
     block: int = 4096
     bits: int = 10

@@ -1,0 +1,100 @@
+"""docs/extending.md: its package is built, installed beside ours, held to the laws and trained with."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/extending.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+CODEC, LAWS, TRAINING = [body for kind, body in BLOCKS if kind == "python"]
+
+RESUMED = """
+import torch
+from lightning.pytorch.demos.boring_classes import RandomDataset
+from train import Model, trainer
+
+class Same(Model):
+    def train_dataloader(self):
+        torch.manual_seed(7)
+        return torch.utils.data.DataLoader(RandomDataset(32, 64))
+
+def trained(epochs, path=None):
+    torch.manual_seed(1)
+    model, runs = Same(), trainer(epochs)
+    runs.fit(model, ckpt_path=path)
+    return runs, torch.cat([each.detach().flatten() for each in model.parameters()])
+
+if __name__ == "__main__":
+    first, before = trained(1)
+    first.save_checkpoint("one.ckpt")
+    _, resumed = trained(2, "one.ckpt")
+    _, whole = trained(2)
+    assert torch.equal(resumed, whole) and not torch.equal(before, whole)
+    print("THE SAME")
+"""
+COMPOSED = """
+import hydra, lightning_compress_hydra, sys
+with hydra.initialize_config_dir(version_base="1.3", config_dir=sys.argv[1]):
+    for overrides in (["compressor=linear8", "compressor.levels=63"], sys.argv[2:]):
+        strategy = hydra.utils.instantiate(hydra.compose("app", overrides).strategy)
+        print("BUILT", strategy._settings.method)
+"""
+
+
+def run(*command, cwd, site=None):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (cwd, site, ROOT))))}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder that the page's package is installed into."""
+    folder = tmp_path_factory.mktemp("extending")
+    source = folder / "source"
+    (source / "lightning_linear8").mkdir(parents=True)
+    (source / "lightning_linear8" / "__init__.py").write_text(CODEC)
+    (settings,) = [body for kind, body in BLOCKS if kind == "toml"]
+    (source / "pyproject.toml").write_text(settings)
+    build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    run(sys.executable, *build, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    target = folder / "site"
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    run(sys.executable, *pip, cwd=folder)
+    return target
+
+
+def test_every_block_is_tried_here():
+    assert sorted(kind for kind, _ in BLOCKS) == ["bash", "python", "python", "python", "toml", "yaml"]
+    assert [body for kind, body in BLOCKS if kind == "bash"] == ["pip install .\n"]
+
+
+def test_it_keeps_the_laws(site, tmp_path):
+    run(sys.executable, "-c", LAWS, cwd=tmp_path, site=site)
+
+
+def test_it_trains_by_name_and_goes_on(site, tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    assert "linear8" in run(sys.executable, "train.py", cwd=tmp_path, site=site)
+    assert any(b"linear8" in path.read_bytes() for path in tmp_path.rglob("first.ckpt*") if path.is_file())
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    assert "THE SAME" in run(sys.executable, "resumed.py", cwd=tmp_path, site=site)
+
+
+def test_hydra_builds_it(site, tmp_path):
+    (tmp_path / "conf" / "compressor").mkdir(parents=True)
+    (text,) = [body for kind, body in BLOCKS if kind == "yaml"]
+    (tmp_path / "conf" / "compressor" / "linear8.yaml").write_text(text)
+    defaults = "defaults:\n  - _self_\n  - compressor: none\n  - exchange: auto\n  - strategy: compressed_ddp\n"
+    (tmp_path / "conf" / "app.yaml").write_text(defaults)
+    (override,) = re.findall(r"Without a file: `'(.*)'`", PAGE)
+    said = run(sys.executable, "-c", COMPOSED, str(tmp_path / "conf"), override, cwd=tmp_path, site=site)
+    assert said.count("BUILT Linear8(levels=63)") == 2
