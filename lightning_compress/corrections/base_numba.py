@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.kernels.numba import kernel, marks, words
+from lightning_compress.kernels.numba import kernel, simd
+from lightning_compress.kernels.numba.bits import lowest, without_lowest
 
 
 @kernel
@@ -12,10 +13,10 @@ def zero_where_zero(target, source):
     """``target`` becomes 0 where ``source`` is; both float32 ``[n]``."""
     place = 0
     while place + 32 <= len(source):
-        word = np.uint32(0xFFFFFFFF) - marks.nonzero(source, place)
+        word = np.uint32(0xFFFFFFFF) - simd.nonzero(source, place)
         while word:
-            target[place + words.lowest(word)] = 0
-            word &= word - np.uint32(1)
+            target[place + lowest(word)] = 0
+            word = without_lowest(word)
         place += 32
     while place < len(source):
         if source[place] == 0:

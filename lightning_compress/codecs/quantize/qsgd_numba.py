@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.codecs.quantize.levels_numba import fit, step
-from lightning_compress.kernels.numba import kernel, rows
+from lightning_compress.codecs.quantize.levels_numba import fit, step, to_codes, to_nibbles
+from lightning_compress.kernels.numba import kernel, simd
 
-LANES = rows.LANES
+LANES = simd.LANES
 WIDTH = 4 * LANES
 """Elements of a bucket are a multiple of this."""
-_GAMMA = np.uint64(rows.GAMMA)
-_NOTHING, _ONE, _BACK = np.float32(0), np.float32(1), np.float32(-1)
+_GAMMA = np.uint64(simd.GAMMA)
+_NOTHING = np.float32(0)
 
 
 @kernel
@@ -30,27 +30,28 @@ def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
         keep: take what is sent out of the vector, which stays as it is otherwise.
     """
     offset = np.float32(0.5 + 0.5 / 65536)
-    largest, factors, steps = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    tile = np.empty(2 * LANES, np.float32)
+    largest, factors, levels = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(width, np.float32)
     for bucket in range(len(norms)):
         first = bucket * width
         largest[:] = 0
         for place in range(first, first + width, WIDTH):
-            rows.raise_to(largest, 0, vector, place, LANES)
+            simd.raise_to(largest, 0, vector, place, LANES)
         norms[bucket], factors[:] = fit(largest.max(), top, limit)
-        steps[:] = step(norms[bucket], top)
         for place in range(first, first + width, 2 * LANES):
-            rows.scale(tile, 0, vector, place, _ONE)
-            rows.scale(tile, LANES, vector, place + LANES, _ONE)
-            rows.round_levels(tile, 0, factors, 0, offset, start + np.uint64(place // 4) * _GAMMA)
-            for at in range(0, 2 * LANES, LANES):
-                if nibbles:
-                    rows.to_nibbles(codes, (place + at) // 2, tile, at)
-                else:
-                    rows.to_codes(codes, place + at, tile, at)
-                if keep:
-                    rows.to_numbers(tile, at, steps, 0, _NOTHING)
-                    rows.add_scaled(vector, place + at, tile, at, _BACK)
+            state = start + np.uint64(place // 4) * _GAMMA
+            simd.round_levels(levels, place - first, vector, place, factors, 0, offset, state)
+        if nibbles:
+            to_nibbles(levels, codes[first // 2 : (first + width) // 2])
+        else:
+            to_codes(levels, codes[first : first + width])
+        if keep:
+            _subtract(vector[first : first + width], levels, step(norms[bucket], top))
+
+
+@kernel
+def _subtract(vector, levels, step):
+    for index in range(len(vector)):
+        vector[index] -= levels[index] * step
 
 
 @kernel
@@ -75,6 +76,6 @@ def decode(codes, nibbles, sign, steps, width, out, accumulate):
             own[:] = steps[message, bucket]
             for place in range(first, first + width, LANES):
                 if nibbles:
-                    rows.add_nibbles(out, place, codes[message], place // 2, own, 0, _NOTHING, sign)
+                    simd.add_nibbles(out, place, codes[message], place // 2, own, 0, _NOTHING, sign)
                 else:
-                    rows.add_codes(out, place, codes[message], place, own, 0, _NOTHING, sign)
+                    simd.add_codes(out, place, codes[message], place, own, 0, _NOTHING, sign)

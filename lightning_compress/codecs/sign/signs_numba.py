@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.kernels.numba import in_any_order, kernel, words
+from lightning_compress.kernels.numba import in_any_order, kernel, simd
 
 
 @in_any_order
@@ -46,9 +46,9 @@ def split_signs(vector, bits, values):
         values[0, number] = high
         values[1, number] = low
         for place in range(start, start + block, 32):
-            word = words.signs(vector, place)
+            word = simd.signs(vector, place)
             bits[place // 32] = word
-            words.add(vector, place, word, -high, -low)
+            simd.add_chosen(vector, place, word, -high, -low)
 
 
 @kernel
@@ -60,9 +60,9 @@ def scale_signs(vector, bits, values):
         mean = np.float32(_magnitude(vector[start : start + block]) / block)
         values[0, number] = mean
         for place in range(start, start + block, 32):
-            word = words.signs(vector, place)
+            word = simd.signs(vector, place)
             bits[place // 32] = word
-            words.add(vector, place, word, -mean, mean)
+            simd.add_chosen(vector, place, word, -mean, mean)
 
 
 @kernel
@@ -84,6 +84,6 @@ def add_signs(bits, high, low, out, accumulate):
             one, other = high[message, number], low[message, number]
             for place in range(number * block, (number + 1) * block, 32):
                 if message == 0 and not accumulate:
-                    words.put(out, place, bits[message, place // 32], one, other)
+                    simd.write_chosen(out, place, bits[message, place // 32], one, other)
                 else:
-                    words.add(out, place, bits[message, place // 32], one, other)
+                    simd.add_chosen(out, place, bits[message, place // 32], one, other)

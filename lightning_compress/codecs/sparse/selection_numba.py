@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from lightning_compress.kernels.numba import kernel, words
+from lightning_compress.kernels.numba import kernel, simd
+from lightning_compress.kernels.numba.bits import lowest, without_lowest
 
 
 @kernel
@@ -25,13 +24,13 @@ def collect(source, least, first, last, candidates, magnitudes, count):
     """
     place = first
     while place + 32 <= last:
-        word = words.reaching(source, place, least)
+        word = simd.reaching(source, place, least)
         while word:
-            found = place + words.lowest(word)
+            found = place + lowest(word)
             candidates[count] = found
             magnitudes[count] = abs(source[found])
             count += 1
-            word &= word - np.uint32(1)
+            word = without_lowest(word)
         place += 32
     while place < last:
         if abs(source[place]) >= least:
