@@ -11,14 +11,14 @@ from lightning_compress.kernels.numba.bits import lowest, without_lowest
 @kernel
 def zero_where_zero(target, source):
     """``target`` becomes 0 where ``source`` is; both float32 ``[n]``."""
-    place = 0
-    while place + 32 <= len(source):
-        word = np.uint32(0xFFFFFFFF) - simd.nonzero(source, place)
+    index = 0
+    while index + 32 <= len(source):
+        word = np.uint32(0xFFFFFFFF) - simd.nonzero(source, index)
         while word:
-            target[place + lowest(word)] = 0
+            target[index + lowest(word)] = 0
             word = without_lowest(word)
-        place += 32
-    while place < len(source):
-        if source[place] == 0:
-            target[place] = 0
-        place += 1
+        index += 32
+    while index < len(source):
+        if source[index] == 0:
+            target[index] = 0
+        index += 1

@@ -34,12 +34,12 @@ def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
     for bucket in range(len(norms)):
         first = bucket * width
         largest[:] = 0
-        for place in range(first, first + width, WIDTH):
-            simd.raise_to(largest, 0, vector, place, LANES)
+        for index in range(first, first + width, WIDTH):
+            simd.raise_to(largest, 0, vector, index, LANES)
         norms[bucket], factors[:] = fit(largest.max(), top, limit)
-        for place in range(first, first + width, 2 * LANES):
-            state = start + np.uint64(place // 4) * _GAMMA
-            simd.round_levels(levels, place - first, vector, place, factors, 0, offset, state)
+        for index in range(first, first + width, 2 * LANES):
+            state = start + np.uint64(index // 4) * _GAMMA
+            simd.round_levels(levels, index - first, vector, index, factors, 0, offset, state)
         if nibbles:
             to_nibbles(levels, codes[first // 2 : (first + width) // 2])
         else:
@@ -74,8 +74,8 @@ def decode(codes, nibbles, sign, steps, width, out, accumulate):
             out[first : first + width] = 0
         for message in range(len(codes)):
             own[:] = steps[message, bucket]
-            for place in range(first, first + width, LANES):
+            for index in range(first, first + width, LANES):
                 if nibbles:
-                    simd.add_nibbles(out, place, codes[message], place // 2, own, 0, _NOTHING, sign)
+                    simd.add_nibbles(out, index, codes[message], index // 2, own, 0, _NOTHING, sign)
                 else:
-                    simd.add_codes(out, place, codes[message], place, own, 0, _NOTHING, sign)
+                    simd.add_codes(out, index, codes[message], index, own, 0, _NOTHING, sign)

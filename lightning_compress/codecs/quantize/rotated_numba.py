@@ -95,20 +95,20 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
 def _load(tile, signs, vector, first, columns):
     """The last run, whose rows are shorter than a tile's; what is missing is 0."""
     tile[:] = 0
-    for place in range(first, len(vector)):
-        row, column = divmod(place - first, columns)
-        tile[row * TILE + column] = vector[place] * (signs[row] / np.float32(len(signs)))
+    for index in range(first, len(vector)):
+        row, column = divmod(index - first, columns)
+        tile[row * TILE + column] = vector[index] * (signs[row] / np.float32(len(signs)))
 
 
 @kernel
 def _round_rest(tile, factors, offset, start, codes, nibbles, first, columns):
     """``round_levels``, and codes, of the last run."""
     word = np.uint64(0)
-    for index in range(len(tile) // TILE * columns):
-        row, column = divmod(index, columns)
-        place, at = first + index, row * TILE + column
-        if place % 4 == 0:
-            word = start + np.uint64(place // 4) * _GAMMA
+    for element in range(len(tile) // TILE * columns):
+        row, column = divmod(element, columns)
+        index, at = first + element, row * TILE + column
+        if index % 4 == 0:
+            word = start + np.uint64(index // 4) * _GAMMA
             word = (word ^ (word >> np.uint64(30))) * np.uint64(simd.FACTORS[0])
             word = (word ^ (word >> np.uint64(27))) * np.uint64(simd.FACTORS[1])
             word = word ^ (word >> np.uint64(31))
@@ -117,11 +117,11 @@ def _round_rest(tile, factors, offset, start, codes, nibbles, first, columns):
         tile[at] = np.floor(offset + (tile[at] * factors[column] + np.float32(random)) * np.float32(1 / 65536))
         code = np.uint8(np.int32(tile[at]))
         if not nibbles:
-            codes[place] = code
-        elif place % 2:
-            codes[place // 2] |= code << 4
+            codes[index] = code
+        elif index % 2:
+            codes[index // 2] |= code << 4
         else:
-            codes[place // 2] = code & 15
+            codes[index // 2] = code & 15
 
 
 @kernel
@@ -131,9 +131,9 @@ def _add(vector, tile, signs, first, columns, whole, factor):
         for row in range(len(signs)):
             simd.add_scaled(vector, first + row * TILE, tile, row * TILE, factor * signs[row])
     else:
-        for place in range(first, len(vector)):
-            row, column = divmod(place - first, columns)
-            vector[place] += factor * signs[row] * tile[row * TILE + column]
+        for index in range(first, len(vector)):
+            row, column = divmod(index - first, columns)
+            vector[index] += factor * signs[row] * tile[row * TILE + column]
 
 
 @kernel
@@ -161,13 +161,13 @@ def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
                 _add_rest(tile, codes[message], nibbles, sign, shift, steps[message], block, columns)
             else:
                 for row in range(count):
-                    place = first + row * TILE
-                    simd.fetch(out, place)
+                    index = first + row * TILE
+                    simd.fetch(out, index)
                     if nibbles:
-                        source = place // 2
+                        source = index // 2
                         simd.add_nibbles(tile, row * TILE, codes[message], source, steps[message], block, shift, sign)
                     else:
-                        simd.add_codes(tile, row * TILE, codes[message], place, steps[message], block, shift, sign)
+                        simd.add_codes(tile, row * TILE, codes[message], index, steps[message], block, shift, sign)
         _transform(tile, count)
         if accumulate:
             _add(out, tile, signs, first, columns, whole, np.float32(1))
@@ -183,9 +183,9 @@ def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
 def _add_rest(tile, codes, nibbles, sign, shift, steps, block, columns):
     """``add_codes`` or ``add_nibbles`` of the last run."""
     count = len(tile) // TILE
-    for index in range(count * columns):
-        row, column = divmod(index, columns)
-        place = block * count + index
-        code = np.int32(codes[place // 2] >> (place % 2 * 4)) & 15 if nibbles else np.int32(codes[place])
+    for element in range(count * columns):
+        row, column = divmod(element, columns)
+        index = block * count + element
+        code = np.int32(codes[index // 2] >> (index % 2 * 4)) & 15 if nibbles else np.int32(codes[index])
         level = np.float32((code ^ sign) - sign)
         tile[row * TILE + column] += (level + shift) * steps[block + column]
