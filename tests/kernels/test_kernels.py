@@ -28,6 +28,7 @@ METHODS = [
     {"name": "qsgd", "bucket": 72},
     {"name": "qsgd", "bits": 2, "bucket": 1024},
     {"name": "qsgd", "bits": 8, "bucket": 64},
+    {"name": "qsgd", "bucket": 2240},
     {"name": "qsgd", "norm": "l2"},
     {"name": "topk", "density": 0.02},
     {"name": "topk", "density": 0.02, "selection": "exact"},

@@ -10,6 +10,8 @@ from lightning_compress.kernels.numba import kernel, simd
 LANES = simd.LANES
 WIDTH = 4 * LANES
 """Elements of a bucket are a multiple of this."""
+_TILE = 1024
+"""Elements that stay in the nearest cache from one loop to the next; a multiple of ``WIDTH``."""
 _GAMMA = np.uint64(simd.GAMMA)
 _NOTHING = np.float32(0)
 
@@ -30,22 +32,24 @@ def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
         keep: take what is sent out of the vector, which stays as it is otherwise.
     """
     offset = np.float32(0.5 + 0.5 / 65536)
-    largest, factors, levels = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(width, np.float32)
+    largest, factors, levels = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(_TILE, np.float32)
     for bucket in range(len(norms)):
         first = bucket * width
         largest[:] = 0
         for index in range(first, first + width, WIDTH):
             simd.raise_to(largest, 0, vector, index, LANES)
         norms[bucket], factors[:] = fit(largest.max(), top, limit)
-        for index in range(first, first + width, 2 * LANES):
-            state = start + np.uint64(index // 4) * _GAMMA
-            simd.round_levels(levels, index - first, vector, index, factors, 0, offset, state)
-        if nibbles:
-            to_nibbles(levels, codes[first // 2 : (first + width) // 2])
-        else:
-            to_codes(levels, codes[first : first + width])
-        if keep:
-            _subtract(vector[first : first + width], levels, step(norms[bucket], top))
+        for begin in range(first, first + width, _TILE):
+            end = min(begin + _TILE, first + width)
+            for index in range(begin, end, 2 * LANES):
+                state = start + np.uint64(index // 4) * _GAMMA
+                simd.round_levels(levels, index - begin, vector, index, factors, 0, offset, state)
+            if nibbles:
+                to_nibbles(levels, codes[begin // 2 : end // 2])
+            else:
+                to_codes(levels, codes[begin:end])
+            if keep:
+                _subtract(vector[begin:end], levels, step(norms[bucket], top))
 
 
 @kernel
