@@ -106,7 +106,7 @@ def test_compilers_stay_with_kernels(path):
     """A method is ``<method>.py``, ``<method>_numba.py`` and ``<method>_triton.py``."""
     used = {module.partition(".")[0] for module in imports(path)} & COMPILERS
     if path.parent.parent.name == "kernels":
-        assert used <= ({"triton"} if path.parent.name == "triton" else {"numba", "llvmlite"})
+        assert used <= {path.parent.name} | ({"llvmlite"} if path.name == "simd.py" else set())
     else:
         assert used <= {path.stem.rpartition("_")[2]}, used
 

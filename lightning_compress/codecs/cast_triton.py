@@ -71,17 +71,17 @@ def _encode(first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP
 def _encode_tile(
     first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr
 ):
-    start, place, inside = _places(numel)
-    numbers = read_sum(first + start, second + start, place, inside, SUM, WHOLE)
+    start, index, inside = _indices(numel)
+    numbers = read_sum(first + start, second + start, index, inside, SUM, WHOLE)
     small = tl.maximum(tl.minimum(numbers, limit), -limit)
     if halves.dtype.element_ty == tl.float16:
         half = small.to(tl.float16)
     else:  # to the nearest, ties to even
         bits = small.to(tl.int32, bitcast=True)
         half = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    write(halves + start, place, half, inside, WHOLE)
+    write(halves + start, index, half, inside, WHOLE)
     if KEEP:
-        write(vector + start, place, numbers - _floats(half), inside, WHOLE)
+        write(vector + start, index, numbers - _floats(half), inside, WHOLE)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -94,11 +94,11 @@ def _decode(halves, stride: tl.int64, out, weight, numel, ADD: tl.constexpr, MES
 
 @triton.jit
 def _decode_tile(halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr):
-    start, place, inside = _places(numel)
-    total = read(out + start, place, inside, WHOLE) if ADD else tl.zeros([_ROWS, 4], tl.float32)
+    start, index, inside = _indices(numel)
+    total = read(out + start, index, inside, WHOLE) if ADD else tl.zeros([_ROWS, 4], tl.float32)
     for message in range(MESSAGES):
-        total += _floats(read(halves + (message * stride >> 1) + start, place, inside, WHOLE)) * weight
-    write(out + start, place, total, inside, WHOLE)
+        total += _floats(read(halves + (message * stride >> 1) + start, index, inside, WHOLE)) * weight
+    write(out + start, index, total, inside, WHOLE)
 
 
 @triton.jit(do_not_specialize=["state", "numel"])
@@ -111,19 +111,19 @@ def _round(values, out, state: tl.int64, numel):
 
 @triton.jit
 def _round_tile(values, out, state, numel, WHOLE: tl.constexpr):
-    start, place, inside = _places(numel)
-    small = tl.maximum(tl.minimum(read(values + start, place, inside, WHOLE), _LARGEST), -_LARGEST)
+    start, index, inside = _indices(numel)
+    small = tl.maximum(tl.minimum(read(values + start, index, inside, WHOLE), _LARGEST), -_LARGEST)
     word = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
     bits = small.to(tl.int32, bitcast=True) + random16(state, word)
-    write(out + start, place, (bits >> 16).to(tl.int16), inside, WHOLE)
+    write(out + start, index, (bits >> 16).to(tl.int16), inside, WHOLE)
 
 
 @triton.jit
-def _places(numel):
+def _indices(numel):
     """Where a program starts, its elements from there, four of a random word side by side, and whether they are any."""
     start = tl.program_id(0).to(tl.int64) * _TILE
-    place = tl.arange(0, _ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    return start, place, place < tl.minimum(numel - start, _TILE).to(tl.int32)
+    index = tl.arange(0, _ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return start, index, index < tl.minimum(numel - start, _TILE).to(tl.int32)
 
 
 @triton.jit

@@ -21,5 +21,5 @@ def replace(condition: Tensor, target: Tensor, source: Tensor) -> None:
 @triton.jit
 def _replace(condition, target, source, numel, TILE: tl.constexpr):
     if tl.load(condition).to(tl.int32) != 0:
-        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        tl.store(target + place, tl.load(source + place, mask=place < numel), mask=place < numel)
+        index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        tl.store(target + index, tl.load(source + index, mask=index < numel), mask=index < numel)

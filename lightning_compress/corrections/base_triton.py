@@ -19,9 +19,9 @@ def zero_where_zero(target: Tensor, source: Tensor) -> None:
 
 @triton.jit
 def _zero_where_zero(target, source, numel, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:
-        zero = tl.load(source + place) == 0
+        zero = tl.load(source + index) == 0
     else:
-        zero = tl.load(source + place, mask=place < numel, other=1.0) == 0
-    tl.store(target + place, tl.zeros([TILE], tl.float32), mask=zero)
+        zero = tl.load(source + index, mask=index < numel, other=1.0) == 0
+    tl.store(target + index, tl.zeros([TILE], tl.float32), mask=zero)

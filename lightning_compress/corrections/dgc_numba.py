@@ -13,40 +13,40 @@ _TILE = 1024
 @kernel
 def _heavy(gradient, bits, factor, momentum, old, new):
     largest = np.int32(0)
-    for place in range(len(gradient)):
-        new[place] = old[place] * momentum + gradient[place] * factor
-        largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
+    for index in range(len(gradient)):
+        new[index] = old[index] * momentum + gradient[index] * factor
+        largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
     return largest
 
 
 @kernel
 def _nesterov(gradient, bits, factor, momentum, old, new):
     largest = np.int32(0)
-    for place in range(len(gradient)):
-        new[place] = (old[place] + gradient[place] * factor) * momentum
-        largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
+    for index in range(len(gradient)):
+        new[index] = (old[index] + gradient[index] * factor) * momentum
+        largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
     return largest
 
 
 @kernel
 def _sum(first, second, out):
-    for place in range(len(out)):
-        out[place] = first[place] + second[place]
+    for index in range(len(out)):
+        out[index] = first[index] + second[index]
 
 
 @kernel
 def _sum_of_three(gradient, factor, second, third, out):
-    for place in range(len(out)):
-        out[place] = (gradient[place] * factor + second[place]) + third[place]
+    for index in range(len(out)):
+        out[index] = (gradient[index] * factor + second[index]) + third[index]
 
 
 @kernel
 def add(gradient, bits, factor, residual, out):
     """``out = factor * gradient + residual``, of what has no velocity; otherwise as ``accumulate``."""
     largest = np.int32(0)
-    for place in range(len(gradient)):
-        out[place] = gradient[place] * factor + residual[place]
-        largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
+    for index in range(len(gradient)):
+        out[index] = gradient[index] * factor + residual[index]
+        largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
     return largest
 
 

@@ -41,13 +41,13 @@ def _accumulate_tile(
     gradient, old, new, momentum, numel,
     NESTEROV: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = place < numel
-    given, before = read(gradient, place, inside, WHOLE), read(old, place, inside, WHOLE)
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = index < numel
+    given, before = read(gradient, index, inside, WHOLE), read(old, index, inside, WHOLE)
     if NESTEROV:
         after = (before + given) * momentum
-        write(gradient, place, given + after, inside, WHOLE)
+        write(gradient, index, given + after, inside, WHOLE)
     else:
         after = before * momentum + given
-        write(gradient, place, after, inside, WHOLE)
-    write(new, place, after, inside, WHOLE)
+        write(gradient, index, after, inside, WHOLE)
+    write(new, index, after, inside, WHOLE)

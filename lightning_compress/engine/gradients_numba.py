@@ -21,9 +21,9 @@ def add(gradient, bits, residual, out):
         the largest of the gradient's magnitudes, as the bits of a float32: integers know NaN from a number at once.
     """
     largest = np.int32(0)
-    for place in range(len(gradient)):
-        out[place] = gradient[place] + residual[place]
-        largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
+    for index in range(len(gradient)):
+        out[index] = gradient[index] + residual[index]
+        largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
     return largest
 
 
@@ -31,7 +31,7 @@ def add(gradient, bits, residual, out):
 def copy(gradient, bits, out):
     """``out = gradient``; otherwise as ``add``."""
     largest = np.int32(0)
-    for place in range(len(gradient)):
-        out[place] = gradient[place]
-        largest = max(largest, bits[place] & np.int32(0x7FFFFFFF))
+    for index in range(len(gradient)):
+        out[index] = gradient[index]
+        largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
     return largest

@@ -40,19 +40,19 @@ def _clean(numbers, limit, flag, numel, TILE: tl.constexpr):
 
 @triton.jit
 def _clean_tile(numbers, limit, flag, numel, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    values = read(numbers, place, place < numel, WHOLE)
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    values = read(numbers, index, index < numel, WHOLE)
     magnitudes = tl.abs(values)
     finite = magnitudes < float("inf")  # as NaN is not
     sound = tl.min((finite & (magnitudes <= limit)).to(tl.int32), axis=0)
     if sound == 0:  # every program writes the same
         tl.store(flag, float("nan"))
-        tl.store(numbers + place, tl.where(finite, values, 0.0), mask=place < numel)
+        tl.store(numbers + index, tl.where(finite, values, 0.0), mask=index < numel)
 
 
 @triton.jit
 def _add_flag(flag, target, numel, TILE: tl.constexpr):
     said = tl.load(flag)
     if said != 0.0:  # as NaN is
-        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        tl.store(target + place, tl.load(target + place, mask=place < numel) + said, mask=place < numel)
+        index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        tl.store(target + index, tl.load(target + index, mask=index < numel) + said, mask=index < numel)

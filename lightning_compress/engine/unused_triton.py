@@ -50,29 +50,29 @@ def restore_unused(tiles: Tensor, used: Tensor, vector: Tensor, kept: Tensor) ->
 @triton.jit
 def _tile(tiles, SIZE: tl.constexpr):
     row = tiles + tl.program_id(0).to(tl.int64) * 3
-    place = tl.load(row + 1) + tl.arange(0, SIZE)
-    return tl.load(row), place, place < tl.load(row + 2)
+    index = tl.load(row + 1) + tl.arange(0, SIZE)
+    return tl.load(row), index, index < tl.load(row + 2)
 
 
 @triton.jit
 def _find_used(tiles, vector, used, SIZE: tl.constexpr):
-    part, place, inside = _tile(tiles, SIZE)
+    part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
-        numbers = tl.load(vector + place, mask=inside, other=0.0)
+        numbers = tl.load(vector + index, mask=inside, other=0.0)
         if tl.max((numbers != 0).to(tl.int32), axis=0) != 0:  # every program writes the same
             tl.store(used + part, 1)
 
 
 @triton.jit
 def _zero_unused(tiles, used, vector, SIZE: tl.constexpr):
-    part, place, inside = _tile(tiles, SIZE)
+    part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
-        tl.store(vector + place, tl.zeros([SIZE], tl.float32), mask=inside)
+        tl.store(vector + index, tl.zeros([SIZE], tl.float32), mask=inside)
 
 
 @triton.jit
 def _restore_unused(tiles, used, vector, kept, SIZE: tl.constexpr):
-    part, place, inside = _tile(tiles, SIZE)
+    part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
-        numbers = tl.load(kept + place, mask=inside, other=0.0)
-        tl.store(vector + place, numbers, mask=inside)  # cast where they differ
+        numbers = tl.load(kept + index, mask=inside, other=0.0)
+        tl.store(vector + index, numbers, mask=inside)  # cast where they differ

@@ -33,24 +33,24 @@ def write_codes(codes, body, middle, last, first, count, BLOCK: tl.constexpr, BI
         WHOLE: a row has as many codes as the tile is wide, and none is beyond ``count``.
     """
     if BITS == 32:
-        place, inside = _words(first, count, BLOCK, codes.shape[1])
-        write(body.to(tl.pointer_type(tl.int32)), place, codes, inside, WHOLE)
+        index, inside = _words(first, count, BLOCK, codes.shape[1])
+        write(body.to(tl.pointer_type(tl.int32)), index, codes, inside, WHOLE)
     if BITS == 16:
-        place, inside = _words(first, count, BLOCK, codes.shape[1])
-        write(body.to(tl.pointer_type(tl.int16)), place, codes.to(tl.int16), inside, WHOLE)
+        index, inside = _words(first, count, BLOCK, codes.shape[1])
+        write(body.to(tl.pointer_type(tl.int16)), index, codes.to(tl.int16), inside, WHOLE)
     if BITS & 8:
-        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 8)
-        write(body, place, codes.to(tl.uint8), inside, WHOLE)
+        index, inside = _bytes(first, count, BLOCK, codes.shape[1], 8)
+        write(body, index, codes.to(tl.uint8), inside, WHOLE)
     if BITS & 4:
         four = body + count if BITS & 8 else body
-        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 4)
-        write(four, place, pack((codes >> (BITS & 8)) & 15, 4), inside, WHOLE)
+        index, inside = _bytes(first, count, BLOCK, codes.shape[1], 4)
+        write(four, index, pack((codes >> (BITS & 8)) & 15, 4), inside, WHOLE)
     if BITS & 2:
-        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 2)
-        write(body + middle, place, pack((codes >> (BITS & 12)) & 3, 2), inside, WHOLE)
+        index, inside = _bytes(first, count, BLOCK, codes.shape[1], 2)
+        write(body + middle, index, pack((codes >> (BITS & 12)) & 3, 2), inside, WHOLE)
     if BITS & 1:
-        place, inside = _bytes(first, count, BLOCK, codes.shape[1], 1)
-        write(body + last, place, pack((codes >> (BITS & 14)) & 1, 1), inside, WHOLE)
+        index, inside = _bytes(first, count, BLOCK, codes.shape[1], 1)
+        write(body + last, index, pack((codes >> (BITS & 14)) & 1, 1), inside, WHOLE)
 
 
 @triton.jit
@@ -61,24 +61,24 @@ def read_codes(
     """The codes again, int32 ``[ROWS, WIDTH]``, 0 outside; those of 32 bits may be below 0. See ``write_codes``."""
     codes = tl.zeros([first.shape[0], WIDTH], tl.int32)
     if BITS == 32:
-        place, inside = _words(first, count, BLOCK, WIDTH)
-        codes = read(body.to(tl.pointer_type(tl.int32)), place, inside, WHOLE)
+        index, inside = _words(first, count, BLOCK, WIDTH)
+        codes = read(body.to(tl.pointer_type(tl.int32)), index, inside, WHOLE)
     if BITS == 16:
-        place, inside = _words(first, count, BLOCK, WIDTH)
-        codes = read(body.to(tl.pointer_type(tl.int16)), place, inside, WHOLE).to(tl.int32) & 0xFFFF
+        index, inside = _words(first, count, BLOCK, WIDTH)
+        codes = read(body.to(tl.pointer_type(tl.int16)), index, inside, WHOLE).to(tl.int32) & 0xFFFF
     if BITS & 8:
-        place, inside = _bytes(first, count, BLOCK, WIDTH, 8)
-        codes = read(body, place, inside, WHOLE).to(tl.int32)
+        index, inside = _bytes(first, count, BLOCK, WIDTH, 8)
+        codes = read(body, index, inside, WHOLE).to(tl.int32)
     if BITS & 4:
         four = body + count if BITS & 8 else body
-        place, inside = _bytes(first, count, BLOCK, WIDTH, 4)
-        codes |= unpack(read(four, place, inside, WHOLE), 4) << (BITS & 8)
+        index, inside = _bytes(first, count, BLOCK, WIDTH, 4)
+        codes |= unpack(read(four, index, inside, WHOLE), 4) << (BITS & 8)
     if BITS & 2:
-        place, inside = _bytes(first, count, BLOCK, WIDTH, 2)
-        codes |= unpack(read(body + middle, place, inside, WHOLE), 2) << (BITS & 12)
+        index, inside = _bytes(first, count, BLOCK, WIDTH, 2)
+        codes |= unpack(read(body + middle, index, inside, WHOLE), 2) << (BITS & 12)
     if BITS & 1:
-        place, inside = _bytes(first, count, BLOCK, WIDTH, 1)
-        codes |= unpack(read(body + last, place, inside, WHOLE), 1) << (BITS & 14)
+        index, inside = _bytes(first, count, BLOCK, WIDTH, 1)
+        codes |= unpack(read(body + last, index, inside, WHOLE), 1) << (BITS & 14)
     return codes
 
 
@@ -126,14 +126,14 @@ def _bytes(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.cons
     so that nothing changes threads on the way.
     """
     column = tl.arange(0, WIDTH * BITS // 8)
-    place = (first * BITS // 8)[:, None] + column[None, :]
-    inside = (column < BLOCK * BITS // 8)[None, :] & (place < (count * BITS + 7) // 8)
-    return tl.max_contiguous(place, [1, (BITS + 1) // 2]), inside
+    index = (first * BITS // 8)[:, None] + column[None, :]
+    inside = (column < BLOCK * BITS // 8)[None, :] & (index < (count * BITS + 7) // 8)
+    return tl.max_contiguous(index, [1, (BITS + 1) // 2]), inside
 
 
 @triton.jit
 def _words(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """The same for words of 16 or 32 bits."""
     column = tl.arange(0, WIDTH)
-    place = first[:, None] + column[None, :]
-    return tl.max_contiguous(place, [1, 4]), (column < BLOCK)[None, :] & (place < count)
+    index = first[:, None] + column[None, :]
+    return tl.max_contiguous(index, [1, 4]), (column < BLOCK)[None, :] & (index < count)

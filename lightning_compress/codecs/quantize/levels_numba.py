@@ -28,3 +28,18 @@ def fit(largest, top, limit):
 def step(norm, top):
     """The distance between two numbers; see ``levels.py``."""
     return min(norm / np.float32(top), np.float32(_LARGEST / top * (1 - 2.0**-22)))
+
+
+@kernel
+def to_codes(levels, codes):
+    """Write levels, float32 ``[n]``, as two's complements to uint8 ``[n]``."""
+    for index in range(len(codes)):
+        codes[index] = np.uint8(np.int32(levels[index]))
+
+
+@kernel
+def to_nibbles(levels, codes):
+    """Likewise as two of four bits in each byte, the first one lowest, to uint8 ``[n / 2]``."""
+    for index in range(len(codes)):
+        low, high = np.int32(levels[2 * index]), np.int32(levels[2 * index + 1])
+        codes[index] = np.uint8((low & 15) | (high << 4))

@@ -36,9 +36,9 @@ def encode(vector: Tensor, summands: Summands, message: Tensor, state: int, buck
         return
     width, rows, options = _tile(bucket)
     first, second, both = sources(vector, summands)
-    places = message, body - count, message[body:], signed(state), len(vector), count
+    parts = message, body - count, message[body:], signed(state), len(vector), count
     shape = bucket, width // 4, rows, both, keep
-    _encode[(triton.cdiv(count, rows),)](first, second, vector, *places, *shape, **options)
+    _encode[(triton.cdiv(count, rows),)](first, second, vector, *parts, *shape, **options)
 
 
 def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, bucket: int, body: int) -> None:
@@ -47,9 +47,9 @@ def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, bucke
     if not count:
         return
     width, rows, options = _tile(bucket)
-    places = messages, messages.stride(0), messages[:, body:], out, weight, len(out), count
+    parts = messages, messages.stride(0), messages[:, body:], out, weight, len(out), count
     shape = bucket, width // 4, rows, accumulate, len(messages)
-    _decode[(triton.cdiv(count, rows),)](*places, *shape, **options)
+    _decode[(triton.cdiv(count, rows),)](*parts, *shape, **options)
 
 
 def _tile(bucket: int) -> tuple[int, int, dict[str, Any]]:
@@ -79,8 +79,8 @@ def _encode_tile(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    start, place, inside = _places(numel, BUCKET, QUADS, ROWS)
-    numbers = read_sum(first + start, second + start, place, inside, SUM, WHOLE)
+    start, index, inside = _indices(numel, BUCKET, QUADS, ROWS)
+    numbers = read_sum(first + start, second + start, index, inside, SUM, WHOLE)
     word = start // 4 + ((tl.arange(0, ROWS) * (BUCKET // 4))[:, None] + tl.arange(0, QUADS)[None, :])
     # odd multiples of 2^7 do not carry into the exponent of what is a power of two already
     noise = (random16(state, word) | 1) << (_MANTISSA - 16)
@@ -90,12 +90,12 @@ def _encode_tile(
     tl.store(bases + number, base.to(tl.uint8), mask=number < count)
     code = (tl.maximum(code, base[:, None, None]) - base[:, None, None]) | ((top >> 1) & 0x80)
     if KEEP:
-        write(vector + start, place, numbers - _values(code) * _powers(base)[:, None, None], inside, WHOLE)
-    write(codes + start, place, code.to(tl.uint8), inside, WHOLE)
+        write(vector + start, index, numbers - _values(code) * _powers(base)[:, None, None], inside, WHOLE)
+    write(codes + start, index, code.to(tl.uint8), inside, WHOLE)
 
 
 @triton.jit
-def _places(numel, BUCKET: tl.constexpr, QUADS: tl.constexpr, ROWS: tl.constexpr):
+def _indices(numel, BUCKET: tl.constexpr, QUADS: tl.constexpr, ROWS: tl.constexpr):
     """Where a program starts, where its elements stand from there, by fours of a random word, and whether they are any.
 
     Returns:
@@ -103,9 +103,9 @@ def _places(numel, BUCKET: tl.constexpr, QUADS: tl.constexpr, ROWS: tl.constexpr
     """
     start = tl.program_id(0).to(tl.int64) * (ROWS * BUCKET)
     column = tl.arange(0, QUADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    place = (tl.arange(0, ROWS) * BUCKET)[:, None, None] + column[None, :, :]
+    index = (tl.arange(0, ROWS) * BUCKET)[:, None, None] + column[None, :, :]
     left = tl.minimum(numel - start, ROWS * BUCKET).to(tl.int32)
-    return start, place, (column < BUCKET)[None, :, :] & (place < left)
+    return start, index, (column < BUCKET)[None, :, :] & (index < left)
 
 
 @triton.jit
@@ -138,11 +138,11 @@ def _decode_tile(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    start, place, inside = _places(numel, BUCKET, QUADS, ROWS)
-    total = read(out + start, place, inside, WHOLE) if ADD else tl.zeros([ROWS, QUADS, 4], tl.float32)
+    start, index, inside = _indices(numel, BUCKET, QUADS, ROWS)
+    total = read(out + start, index, inside, WHOLE) if ADD else tl.zeros([ROWS, QUADS, 4], tl.float32)
     for message in range(MESSAGES):
         base = tl.load(bases + message * stride + number, mask=number < count, other=0).to(tl.int32)
         power = _powers(base & _WINDOW) * weight
-        code = read(codes + message * stride + start, place, inside, WHOLE).to(tl.int32)
+        code = read(codes + message * stride + start, index, inside, WHOLE).to(tl.int32)
         total += _values(code) * power[:, None, None]
-    write(out + start, place, total, inside, WHOLE)
+    write(out + start, index, total, inside, WHOLE)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.codecs.quantize.levels_numba import fit, step
-from lightning_compress.kernels.numba import kernel, rows
+from lightning_compress.codecs.quantize.levels_numba import fit, step, to_codes, to_nibbles
+from lightning_compress.kernels.numba import kernel, simd
 
-LANES = rows.LANES
+LANES = simd.LANES
 WIDTH = 4 * LANES
 """Elements of a bucket are a multiple of this."""
-_GAMMA = np.uint64(rows.GAMMA)
-_NOTHING, _ONE, _BACK = np.float32(0), np.float32(1), np.float32(-1)
+_TILE = 1024
+"""Elements that stay in the nearest cache from one loop to the next; a multiple of ``WIDTH``."""
+_GAMMA = np.uint64(simd.GAMMA)
+_NOTHING = np.float32(0)
 
 
 @kernel
@@ -30,27 +32,30 @@ def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
         keep: take what is sent out of the vector, which stays as it is otherwise.
     """
     offset = np.float32(0.5 + 0.5 / 65536)
-    largest, factors, steps = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    tile = np.empty(2 * LANES, np.float32)
+    largest, factors, levels = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(_TILE, np.float32)
     for bucket in range(len(norms)):
         first = bucket * width
         largest[:] = 0
-        for place in range(first, first + width, WIDTH):
-            rows.raise_to(largest, 0, vector, place, LANES)
+        for index in range(first, first + width, WIDTH):
+            simd.raise_to(largest, 0, vector, index, LANES)
         norms[bucket], factors[:] = fit(largest.max(), top, limit)
-        steps[:] = step(norms[bucket], top)
-        for place in range(first, first + width, 2 * LANES):
-            rows.scale(tile, 0, vector, place, _ONE)
-            rows.scale(tile, LANES, vector, place + LANES, _ONE)
-            rows.round_levels(tile, 0, factors, 0, offset, start + np.uint64(place // 4) * _GAMMA)
-            for at in range(0, 2 * LANES, LANES):
-                if nibbles:
-                    rows.to_nibbles(codes, (place + at) // 2, tile, at)
-                else:
-                    rows.to_codes(codes, place + at, tile, at)
-                if keep:
-                    rows.to_numbers(tile, at, steps, 0, _NOTHING)
-                    rows.add_scaled(vector, place + at, tile, at, _BACK)
+        for begin in range(first, first + width, _TILE):
+            end = min(begin + _TILE, first + width)
+            for index in range(begin, end, 2 * LANES):
+                state = start + np.uint64(index // 4) * _GAMMA
+                simd.round_levels(levels, index - begin, vector, index, factors, 0, offset, state)
+            if nibbles:
+                to_nibbles(levels, codes[begin // 2 : end // 2])
+            else:
+                to_codes(levels, codes[begin:end])
+            if keep:
+                _subtract(vector[begin:end], levels, step(norms[bucket], top))
+
+
+@kernel
+def _subtract(vector, levels, step):
+    for index in range(len(vector)):
+        vector[index] -= levels[index] * step
 
 
 @kernel
@@ -73,8 +78,8 @@ def decode(codes, nibbles, sign, steps, width, out, accumulate):
             out[first : first + width] = 0
         for message in range(len(codes)):
             own[:] = steps[message, bucket]
-            for place in range(first, first + width, LANES):
+            for index in range(first, first + width, LANES):
                 if nibbles:
-                    rows.add_nibbles(out, place, codes[message], place // 2, own, 0, _NOTHING, sign)
+                    simd.add_nibbles(out, index, codes[message], index // 2, own, 0, _NOTHING, sign)
                 else:
-                    rows.add_codes(out, place, codes[message], place, own, 0, _NOTHING, sign)
+                    simd.add_codes(out, index, codes[message], index, own, 0, _NOTHING, sign)

@@ -15,7 +15,7 @@ from lightning_compress.kernels.triton.launch import (
     Summands,
     clear,
     float_view,
-    places,
+    indices,
     read,
     read_sum,
     sources,
@@ -106,9 +106,9 @@ def _encode_tile(
     SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = places(number, numel, BLOCK, WIDTH)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
     top: tl.constexpr = 2 ** (BITS - 1) - 1
-    numbers = read_sum(first, second, place, inside, SUM, WHOLE)
+    numbers = read_sum(first, second, index, inside, SUM, WHOLE)
     if SQUARES:
         wide = numbers.to(tl.float64)
         norm = tl.sqrt(tl.sum(wide * wide, axis=1))
@@ -122,7 +122,7 @@ def _encode_tile(
         codes = tl.where(inside, codes, 0)
     write_codes(codes, body, middle, last, number * BLOCK, numel, BLOCK, BITS, WHOLE)
     if KEEP:
-        write(vector, place, numbers - level * step_of(norm, top)[:, None], inside, WHOLE)
+        write(vector, index, numbers - level * step_of(norm, top)[:, None], inside, WHOLE)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -146,12 +146,12 @@ def _decode_tile(
     MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = places(number, numel, BLOCK, WIDTH)
-    total = read(out, place, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
+    total = read(out, index, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
     for message in range(MESSAGES):
         norm = tl.load(header + message * step + number, mask=number < count, other=0.0)
         scale = step_of(norm, 2 ** (BITS - 1) - 1) * weight
         own = body + message * stride
         codes = read_codes(own, middle, last, number * BLOCK, numel, BLOCK, WIDTH, BITS, WHOLE)
         total += levels_of(codes, BITS) * scale[:, None]
-    write(out, place, total, inside, WHOLE)
+    write(out, index, total, inside, WHOLE)

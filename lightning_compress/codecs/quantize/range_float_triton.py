@@ -15,7 +15,7 @@ from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     Summands,
     float_view,
-    places,
+    indices,
     read,
     read_sum,
     sources,
@@ -122,8 +122,8 @@ def _measure(
     error = minifloat_triton.error(numbers, *minifloat_triton.build(low, high, mantissa, BITS, NEAREST)).to(tl.float64)
     counts = (inside & (column % skip == 0))[None, :]
     squares = tl.sum(tl.where(counts, error * error, 0.0), axis=1)
-    place = row * tl.num_programs(1) + mantissa
-    tl.store(errors + place + tl.arange(0, 1), squares)
+    index = row * tl.num_programs(1) + mantissa
+    tl.store(errors + index + tl.arange(0, 1), squares)
 
 
 @triton.jit(do_not_specialize=["gap", "used", "size", "count"])
@@ -157,14 +157,14 @@ def _encode_tile(
     SUM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = places(number, numel, BLOCK, WIDTH)
-    numbers = read_sum(first, second, place, inside, SUM, WHOLE)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
+    numbers = read_sum(first, second, index, inside, SUM, WHOLE)
     low, high = tl.min(numbers, axis=1), tl.max(numbers, axis=1)
     low, high = tl.where(low < 0, low, 0.0), tl.where(high > 0, high, 0.0)  # neither is -0.0
     tl.store(ranges + number, low, mask=number < count)
     tl.store(ranges + count + number, high, mask=number < count)
     codes, sent = minifloat_triton.encode(numbers, *minifloat_triton.build(low, high, mantissa, BITS, NEAREST))
-    write(vector, place, numbers - sent, inside, WHOLE)
+    write(vector, index, numbers - sent, inside, WHOLE)
     write_codes(codes, body, middle, last, number * BLOCK, numel, BLOCK, BITS, WHOLE)
 
 
@@ -189,8 +189,8 @@ def _decode_tile(
     ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = places(number, numel, BLOCK, WIDTH)
-    total = read(out, place, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
+    total = read(out, index, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
     for message in range(MESSAGES):
         row = header + message * step
         mantissa = tl.load(row).to(tl.int32, bitcast=True)
@@ -202,4 +202,4 @@ def _decode_tile(
         magnitudes, minus = minifloat_triton.decode(codes, shift, below, positive, negative, BITS)
         magnitudes *= weight
         total += tl.where(minus, -magnitudes, magnitudes)
-    write(out, place, total, inside, WHOLE)
+    write(out, index, total, inside, WHOLE)

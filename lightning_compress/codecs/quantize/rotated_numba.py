@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.codecs.quantize.levels_numba import fit, step
-from lightning_compress.kernels.numba import kernel, rows
+from lightning_compress.codecs.quantize.levels_numba import fit, step, to_codes, to_nibbles
+from lightning_compress.kernels.numba import kernel, simd
 
-TILE = rows.LANES
+TILE = simd.LANES
 """Blocks that are transformed at a time: the columns of a run."""
 
-_GAMMA = np.uint64(rows.GAMMA)
+_GAMMA = np.uint64(simd.GAMMA)
 
 
 @kernel
@@ -20,11 +20,19 @@ def _transform(tile, count):
     while 4 * distance <= count:  # two steps at once
         for first in range(0, count, 4 * distance):
             for row in range(first, first + distance):
-                rows.butterflies(tile, row * TILE, distance * TILE)
+                simd.butterflies(tile, row * TILE, distance * TILE)
         distance *= 4
     if distance < count:
-        for row in range(distance):
-            rows.butterfly(tile, row * TILE, distance * TILE)
+        _halves(tile[: distance * TILE], tile[distance * TILE :])
+
+
+@kernel
+def _halves(upper, lower):
+    """The last step, of all elements of either half."""
+    for index in range(len(upper)):
+        total = upper[index] + lower[index]
+        lower[index] = total - np.float32(2) * lower[index]
+        upper[index] = total
 
 
 @kernel
@@ -53,13 +61,13 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
         whole = first + count * TILE <= len(vector)
         if whole:
             for row in range(count):
-                rows.scale(tile, row * TILE, vector, first + row * TILE, signs[row] / np.float32(count))
+                simd.scale(tile, row * TILE, vector, first + row * TILE, signs[row] / np.float32(count))
         else:
             _load(tile, signs, vector, first, columns)
         _transform(tile, count)
         largest[:] = 0
         for row in range(0, count, 4):
-            rows.raise_to(largest, 0, tile, row * TILE, TILE)
+            simd.raise_to(largest, 0, tile, row * TILE, TILE)
         for column in range(columns):
             norms[block + column], factors[column] = fit(largest[column], top, limit)
             largest[column] = step(norms[block + column], top)
@@ -68,17 +76,17 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
         else:
             for row in range(0, count, 2):
                 state = start + np.uint64((first + row * TILE) // 4) * _GAMMA
-                rows.round_levels(tile, row * TILE, factors, 0, offset, state)
-            for row in range(count):
-                place = first + row * TILE
-                rows.fetch(vector, place + count * TILE)
-                if nibbles:
-                    rows.to_nibbles(codes, place // 2, tile, row * TILE)
-                else:
-                    rows.to_codes(codes, place, tile, row * TILE)
+                simd.round_levels(tile, row * TILE, tile, row * TILE, factors, 0, offset, state)
+                for each in (row, row + 1):  # of the next run
+                    simd.fetch(vector, first + (count + each) * TILE)
+            last = first + count * TILE
+            if nibbles:
+                to_nibbles(tile, codes[first // 2 : last // 2])
+            else:
+                to_codes(tile, codes[first:last])
         if keep:
             for row in range(count):
-                rows.to_numbers(tile, row * TILE, largest, 0, np.float32(shift))
+                simd.to_numbers(tile, row * TILE, largest, 0, np.float32(shift))
             _transform(tile, count)
             _add(vector, tile, signs, first, columns, whole, np.float32(-1))
 
@@ -87,33 +95,33 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
 def _load(tile, signs, vector, first, columns):
     """The last run, whose rows are shorter than a tile's; what is missing is 0."""
     tile[:] = 0
-    for place in range(first, len(vector)):
-        row, column = divmod(place - first, columns)
-        tile[row * TILE + column] = vector[place] * (signs[row] / np.float32(len(signs)))
+    for index in range(first, len(vector)):
+        row, column = divmod(index - first, columns)
+        tile[row * TILE + column] = vector[index] * (signs[row] / np.float32(len(signs)))
 
 
 @kernel
 def _round_rest(tile, factors, offset, start, codes, nibbles, first, columns):
     """``round_levels``, and codes, of the last run."""
     word = np.uint64(0)
-    for index in range(len(tile) // TILE * columns):
-        row, column = divmod(index, columns)
-        place, at = first + index, row * TILE + column
-        if place % 4 == 0:
-            word = start + np.uint64(place // 4) * _GAMMA
-            word = (word ^ (word >> np.uint64(30))) * np.uint64(rows.FACTORS[0])
-            word = (word ^ (word >> np.uint64(27))) * np.uint64(rows.FACTORS[1])
+    for element in range(len(tile) // TILE * columns):
+        row, column = divmod(element, columns)
+        index, at = first + element, row * TILE + column
+        if index % 4 == 0:
+            word = start + np.uint64(index // 4) * _GAMMA
+            word = (word ^ (word >> np.uint64(30))) * np.uint64(simd.FACTORS[0])
+            word = (word ^ (word >> np.uint64(27))) * np.uint64(simd.FACTORS[1])
             word = word ^ (word >> np.uint64(31))
         random = np.int16(word & np.uint64(0xFFFF))
         word >>= np.uint64(16)
         tile[at] = np.floor(offset + (tile[at] * factors[column] + np.float32(random)) * np.float32(1 / 65536))
         code = np.uint8(np.int32(tile[at]))
         if not nibbles:
-            codes[place] = code
-        elif place % 2:
-            codes[place // 2] |= code << 4
+            codes[index] = code
+        elif index % 2:
+            codes[index // 2] |= code << 4
         else:
-            codes[place // 2] = code & 15
+            codes[index // 2] = code & 15
 
 
 @kernel
@@ -121,11 +129,11 @@ def _add(vector, tile, signs, first, columns, whole, factor):
     """Add a tile, its signs turned back, to a run of the vector."""
     if whole:
         for row in range(len(signs)):
-            rows.add_scaled(vector, first + row * TILE, tile, row * TILE, factor * signs[row])
+            simd.add_scaled(vector, first + row * TILE, tile, row * TILE, factor * signs[row])
     else:
-        for place in range(first, len(vector)):
-            row, column = divmod(place - first, columns)
-            vector[place] += factor * signs[row] * tile[row * TILE + column]
+        for index in range(first, len(vector)):
+            row, column = divmod(index - first, columns)
+            vector[index] += factor * signs[row] * tile[row * TILE + column]
 
 
 @kernel
@@ -153,19 +161,19 @@ def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
                 _add_rest(tile, codes[message], nibbles, sign, shift, steps[message], block, columns)
             else:
                 for row in range(count):
-                    place = first + row * TILE
-                    rows.fetch(out, place)
+                    index = first + row * TILE
+                    simd.fetch(out, index)
                     if nibbles:
-                        source = place // 2
-                        rows.add_nibbles(tile, row * TILE, codes[message], source, steps[message], block, shift, sign)
+                        source = index // 2
+                        simd.add_nibbles(tile, row * TILE, codes[message], source, steps[message], block, shift, sign)
                     else:
-                        rows.add_codes(tile, row * TILE, codes[message], place, steps[message], block, shift, sign)
+                        simd.add_codes(tile, row * TILE, codes[message], index, steps[message], block, shift, sign)
         _transform(tile, count)
         if accumulate:
             _add(out, tile, signs, first, columns, whole, np.float32(1))
         elif whole:
             for row in range(count):
-                rows.scale(out, first + row * TILE, tile, row * TILE, signs[row])
+                simd.scale(out, first + row * TILE, tile, row * TILE, signs[row])
         else:
             out[first:] = 0
             _add(out, tile, signs, first, columns, whole, np.float32(1))
@@ -175,9 +183,9 @@ def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
 def _add_rest(tile, codes, nibbles, sign, shift, steps, block, columns):
     """``add_codes`` or ``add_nibbles`` of the last run."""
     count = len(tile) // TILE
-    for index in range(count * columns):
-        row, column = divmod(index, columns)
-        place = block * count + index
-        code = np.int32(codes[place // 2] >> (place % 2 * 4)) & 15 if nibbles else np.int32(codes[place])
+    for element in range(count * columns):
+        row, column = divmod(element, columns)
+        index = block * count + element
+        code = np.int32(codes[index // 2] >> (index % 2 * 4)) & 15 if nibbles else np.int32(codes[index])
         level = np.float32((code ^ sign) - sign)
         tile[row * TILE + column] += (level + shift) * steps[block + column]

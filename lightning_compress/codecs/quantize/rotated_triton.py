@@ -83,8 +83,8 @@ def encode(
     count = -(-len(vector) // block)
     first, second, both = sources(vector, summands)
     header = float_view(message, 0, count)
-    places = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
-    given = first, second, vector, signs, rest, *places, len(vector), count, signed(state)
+    parts = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
+    given = first, second, vector, signs, rest, *parts, len(vector), count, signed(state)
     for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
         _encode[grid](*given, *shape, block, bits, both, keep, whole, **options)
 
@@ -96,8 +96,8 @@ def decode(
     block = len(signs)
     count = -(-len(out) // block)
     header, codes = float_view(messages, 0, count), messages[:, body:]
-    places = header, header.stride(0), codes, codes.stride(0), *later_planes(count * block, bits)
-    given = *places, out, signs, rest, weight, len(out), count
+    parts = header, header.stride(0), codes, codes.stride(0), *later_planes(count * block, bits)
+    given = *parts, out, signs, rest, weight, len(out), count
     for grid, shape, whole, options in _launches(len(out), block, _WARPS_TO_DECODE):
         _decode[grid](*given, *shape, block, bits, accumulate, len(messages), whole, **options)
 
@@ -124,9 +124,9 @@ def _encode(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     top: tl.constexpr = 2 ** (BITS - 1) - 0.5
-    row, block, rows, place = _places(begin, BLOCK, COLUMNS)
+    row, block, rows, index = _indices(begin, BLOCK, COLUMNS)
     columns = count - begin * _RUN
-    numbers = read_sum(first, second, place, place < numel, SUM, WHOLE)
+    numbers = read_sum(first, second, index, index < numel, SUM, WHOLE)
     coefficients = _to_matrix(numbers, columns, rest, WHOLE) * (tl.load(signs + row) * (1 / BLOCK))[:, None]
     coefficients = transform(coefficients)
     norm, factor = fit(tl.max(tl.abs(coefficients), axis=0), top, _LIMIT)
@@ -137,7 +137,7 @@ def _encode(
     if KEEP:
         sent = transform(_to_matrix(level + 0.5, columns, rest, WHOLE) * step_of(norm, top)[None, :])
         sent = _from_matrix(sent * tl.load(signs + row)[:, None], columns, rest, WHOLE)
-        write(vector, place, numbers - sent, place < numel, WHOLE)
+        write(vector, index, numbers - sent, index < numel, WHOLE)
     if begin + tl.program_id(0) == 0:
         clear(gap, padding)
 
@@ -149,7 +149,7 @@ def _decode(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    row, block, rows, place = _places(begin, BLOCK, COLUMNS)
+    row, block, rows, index = _indices(begin, BLOCK, COLUMNS)
     columns = count - begin * _RUN
     block = block[None, :]
     if not WHOLE:
@@ -164,12 +164,12 @@ def _decode(
     sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs + row)[:, None]
     sums = _from_matrix(sums, columns, rest, WHOLE)
     if ADD:
-        sums += read(out, place, place < numel, WHOLE)
-    write(out, place, sums, place < numel, WHOLE)
+        sums += read(out, index, index < numel, WHOLE)
+    write(out, index, sums, index < numel, WHOLE)
 
 
 @triton.jit
-def _places(begin, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+def _indices(begin, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """What a program does: rows of the matrix, blocks, and the numbers of each row's first element and of all."""
     row, column = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     parts: tl.constexpr = _RUN // COLUMNS
@@ -180,7 +180,7 @@ def _places(begin, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _index(BLOCK: tl.constexpr):
-    """The places in a run."""
+    """The indices of a run's elements."""
     return tl.arange(0, BLOCK)[:, None] * _RUN + tl.arange(0, _RUN)[None, :]
 
 
@@ -191,8 +191,8 @@ def _to_matrix(dense, columns, rest, WHOLE: tl.constexpr):
         matrix = dense
     else:
         index = _index(dense.shape[0])
-        place = index // _RUN * columns + index % _RUN
-        matrix = tl.where(index % _RUN < columns, _move(dense, rest, index, place), 0.0)
+        dense_index = index // _RUN * columns + index % _RUN
+        matrix = tl.where(index % _RUN < columns, _move(dense, rest, index, dense_index), 0.0)
     return matrix
 
 
@@ -203,14 +203,14 @@ def _from_matrix(matrix, columns, rest, WHOLE: tl.constexpr):
         dense = matrix
     else:
         index = _index(matrix.shape[0])
-        place = index // _RUN * columns + index % _RUN
-        dense = _move(matrix, rest, tl.where(index % _RUN < columns, place, -1), index)
+        dense_index = index // _RUN * columns + index % _RUN
+        dense = _move(matrix, rest, tl.where(index % _RUN < columns, dense_index, -1), index)
     return dense
 
 
 @triton.jit
 def _move(tile, rest, there, here):
-    """Write a tile to places in scratch, but for those below 0, and read what is at other ones."""
+    """Write a tile to some indices of scratch, but for those below 0, and read what is at other ones."""
     tl.debug_barrier()  # what was there has been read
     tl.store(rest + there, tile, mask=there >= 0)
     tl.debug_barrier()

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_compress.codecs.quantize.levels_triton import fit
 from lightning_compress.kernels.triton.launch import OPTIONS, Summands, read_sum, sources
 
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 _TILES = 1 << 13, 1 << 15
 """Elements that a program measures, less where a segment begins or ends: of short vectors, and of long ones."""
@@ -36,7 +36,7 @@ class Segments:
         factors: float32 ``[count]``: what brings elements to 65536 at most, written by ``measure``.
     """
 
-    def __init__(self, edges: Places, clips: npt.NDArray[np.float64] | None, device: torch.device) -> None:
+    def __init__(self, edges: Indices, clips: npt.NDArray[np.float64] | None, device: torch.device) -> None:
         count, numel = len(edges) - 1, int(edges[-1])
         self._tile = _TILES[numel >= _LONG]
         parts = np.union1d(np.arange(0, numel, self._tile), edges)
@@ -100,9 +100,9 @@ def _sums(
     tile = start // TILE * TILE
     column = tl.arange(0, _ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     for move in range(0, TILE, 4 * _ROWS):
-        place = tile + move + column
-        inside = (place >= start) & (place < stop)
-        numbers = read_sum(first, second, place, inside, SUM, WHOLE)
+        index = tile + move + column
+        inside = (index >= start) & (index < stop)
+        numbers = read_sum(first, second, index, inside, SUM, WHOLE)
         largest = tl.maximum(largest, tl.max(tl.abs(numbers), axis=1))
         if CLIP:
             wide = numbers.to(tl.float64) - middle.to(tl.float64)
@@ -122,12 +122,12 @@ def _scale(found, programs, begin, end, count, clip, CLIP: tl.constexpr):
     largest = tl.zeros([_PARTS], tl.float64)
     total, squares = tl.zeros([_PARTS], tl.float64), tl.zeros([_PARTS], tl.float64)
     while begin < end:
-        place = begin + tl.arange(0, _PARTS)
-        inside = place < end
-        largest = tl.maximum(largest, tl.load(found + place, inside, 0.0, cache_modifier=".cg"))
+        index = begin + tl.arange(0, _PARTS)
+        inside = index < end
+        largest = tl.maximum(largest, tl.load(found + index, inside, 0.0, cache_modifier=".cg"))
         if CLIP:
-            total += tl.load(found + programs + place, inside, 0.0, cache_modifier=".cg")
-            squares += tl.load(found + 2 * programs + place, inside, 0.0, cache_modifier=".cg")
+            total += tl.load(found + programs + index, inside, 0.0, cache_modifier=".cg")
+            squares += tl.load(found + 2 * programs + index, inside, 0.0, cache_modifier=".cg")
         begin += _PARTS
     scale = tl.max(largest, axis=0)
     if CLIP:

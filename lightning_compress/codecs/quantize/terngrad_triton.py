@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.codecs.quantize.levels_triton import round_levels
-from lightning_compress.codecs.quantize.terngrad_scales_triton import Places, Segments
+from lightning_compress.codecs.quantize.terngrad_scales_triton import Indices, Segments
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     Summands,
@@ -51,15 +51,15 @@ def up_to(stop, start):
 
 
 @triton.jit
-def own(values, edges, start, place, owner, last, WHOLE: tl.constexpr):
+def own(values, edges, start, index, owner, last, WHOLE: tl.constexpr):
     """The value of each element's segment, by the segments' values; where they are all of one, that one's."""
     found = tl.load(values + owner)
     if not WHOLE:
-        found = tl.full(place.shape, 0.0, tl.float32) + found
+        found = tl.full(index.shape, 0.0, tl.float32) + found
         while owner < last:
             owner += 1
             edge = (tl.load(edges + owner) - start).to(tl.int32)
-            found = tl.where(place >= edge, tl.load(values + owner), found)
+            found = tl.where(index >= edge, tl.load(values + owner), found)
     return found
 
 
@@ -73,31 +73,31 @@ def round_tile(
     ``owner`` and ``last`` are the segments of the first one and of the last one. ``WHOLE`` says that these are one
     segment, that all are before ``stop``, and that ``start`` is a multiple of 4.
     """
-    place = tile()
-    inside = place < up_to(stop, start)
-    numbers = read_sum(first + start, second + start, place, inside, SUM, WHOLE)
-    scaled = numbers * own(factors, edges, start, place, owner, last, WHOLE)
+    index = tile()
+    inside = index < up_to(stop, start)
+    numbers = read_sum(first + start, second + start, index, inside, SUM, WHOLE)
+    scaled = numbers * own(factors, edges, start, index, owner, last, WHOLE)
     if CLIP:
         scaled = tl.maximum(tl.minimum(scaled, 65536.0), -65536.0)
     if WHOLE:
         random = random16(state, start // 4 + tl.arange(0, ROWS))
     else:  # a byte's digits need not begin at a word's
-        random = (words(state, (start + place) // 4) >> ((start + place) % 4 * 16).to(tl.uint64)).to(tl.int32)
+        random = (words(state, (start + index) // 4) >> ((start + index) % 4 * 16).to(tl.uint64)).to(tl.int32)
     levels = round_levels(scaled, random.to(tl.int16).to(tl.float32), 0.0)
     if KEEP:
-        left = numbers - levels * own(scales, edges, start, place, owner, last, WHOLE)
-        write(vector + start, place, left, inside, WHOLE)
+        left = numbers - levels * own(scales, edges, start, index, owner, last, WHOLE)
+        write(vector + start, index, left, inside, WHOLE)
     codes = levels.to(tl.int32) + 1
     return codes if WHOLE else tl.where(inside, codes, 0)
 
 
 @triton.jit
-def begin(out, place, end, add, WHOLE: tl.constexpr):
+def begin(out, index, end, add, WHOLE: tl.constexpr):
     """What messages are added to: what is there, or 0, by the same (masked) load, so that it is spread out alike."""
     if WHOLE:
-        found = tl.load(out + place, mask=add != 0, other=0.0)
+        found = tl.load(out + index, mask=add != 0, other=0.0)
     else:
-        found = tl.load(out + place, mask=(place < end) & (add != 0), other=0.0)
+        found = tl.load(out + index, mask=(index < end) & (add != 0), other=0.0)
     return found
 
 
@@ -120,7 +120,7 @@ class Ternary:
     """
 
     def __init__(
-        self, edges: Places, clips: npt.NDArray[np.float64] | None, device: torch.device, base3: bool, body: int
+        self, edges: Indices, clips: npt.NDArray[np.float64] | None, device: torch.device, base3: bool, body: int
     ) -> None:
         self._segments = Segments(edges, clips, device)
         self._count, self._numel, self._clip = len(edges) - 1, int(edges[-1]), clips is not None
@@ -128,7 +128,7 @@ class Ternary:
         starts, stops = (_digits if base3 else _fields)(self._numel)
         self._programs = len(starts)
         spans = np.stack(
-            [np.searchsorted(edges, place, "right") - 1 for place in (starts, np.maximum(stops - 1, starts))], -1
+            [np.searchsorted(edges, index, "right") - 1 for index in (starts, np.maximum(stops - 1, starts))], -1
         )
         self._spans = torch.from_numpy(spans.clip(max=self._count - 1).astype(np.int32)).to(device)
         # five digits of as many elements as four fields have want more registers
@@ -164,13 +164,13 @@ class Ternary:
         )
 
 
-def _fields(numel: int) -> tuple[Places, Places]:
+def _fields(numel: int) -> tuple[Indices, Indices]:
     """Where a program's elements begin and end, ``[programs, 1]`` each."""
     starts = np.arange(0, numel, TILE.value)[:, None]
     return starts, np.minimum(starts + TILE.value, numel)
 
 
-def _digits(numel: int) -> tuple[Places, Places]:
+def _digits(numel: int) -> tuple[Indices, Indices]:
     """Where the elements of each digit of a program's bytes begin and end, ``[programs, 5]`` each."""
     whole, rest = divmod(numel, RUN.value)
     number = np.arange(whole * _EACH.value + triton.cdiv(triton.cdiv(rest, 5), TILE.value))[:, None]
@@ -271,14 +271,14 @@ def _add_fields(
     scales, step, body, stride, edges, owner, last, out, add, weight, start, numel,
     MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    byte, place, end = _field_bytes(), tile(), up_to(numel, start)
-    total = begin(out + start, place, end, add, WHOLE)
+    byte, index, end = _field_bytes(), tile(), up_to(numel, start)
+    total = begin(out + start, index, end, add, WHOLE)
     for message in range(MESSAGES):
         packed = read(body + message * stride, byte, 4 * byte < end, WHOLE).to(tl.int32)
         codes = (packed[:, None] >> (tl.arange(0, 4) * 2)[None, :]) & 3
-        steps = own(scales + message * step, edges, start, place, owner, last, WHOLE) * weight
+        steps = own(scales + message * step, edges, start, index, owner, last, WHOLE) * weight
         total += (codes - 1).to(tl.float32) * steps
-    write(out + start, place, total, place < end, WHOLE)
+    write(out + start, index, total, index < end, WHOLE)
 
 
 @triton.jit(do_not_specialize=["add", "numel"])
@@ -304,10 +304,10 @@ def _add_digits(
     scales, step, body, stride, edges, owner, last, out, add, weight, start, stop,
     WORTH: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    place, end = tile(), up_to(stop, start)
-    total = begin(out + start, place, end, add, WHOLE)
+    index, end = tile(), up_to(stop, start)
+    total = begin(out + start, index, end, add, WHOLE)
     for message in range(MESSAGES):
-        packed = read(body + message * stride, place, place < end, WHOLE).to(tl.int32)
-        steps = own(scales + message * step, edges, start, place, owner, last, WHOLE) * weight
+        packed = read(body + message * stride, index, index < end, WHOLE).to(tl.int32)
+        steps = own(scales + message * step, edges, start, index, owner, last, WHOLE) * weight
         total += (packed // WORTH % 3 - 1).to(tl.float32) * steps
-    write(out + start, place, total, place < end, WHOLE)
+    write(out + start, index, total, index < end, WHOLE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.kernels.numba import in_any_order, kernel, words
+from lightning_compress.kernels.numba import in_any_order, kernel, simd
 
 
 @in_any_order
@@ -12,8 +12,8 @@ def _two_sums(values):
     """Of what is >= 0 and of the rest, in float64, and how many are >= 0."""
     upper = lower = 0.0
     count = 0
-    for place in range(len(values)):  # by index: iterators are not vectorised
-        value = values[place]
+    for index in range(len(values)):  # by index: iterators are not vectorised
+        value = values[index]
         upper += np.float64(max(value, np.float32(0)))
         lower += np.float64(min(value, np.float32(0)))
         count += np.int32(value >= 0)
@@ -23,8 +23,8 @@ def _two_sums(values):
 @in_any_order
 def _magnitude(values):
     total = 0.0
-    for place in range(len(values)):
-        total += np.float64(abs(values[place]))
+    for index in range(len(values)):
+        total += np.float64(abs(values[index]))
     return total
 
 
@@ -45,10 +45,10 @@ def split_signs(vector, bits, values):
         low = np.float32(lower / max(block - count, 1))
         values[0, number] = high
         values[1, number] = low
-        for place in range(start, start + block, 32):
-            word = words.signs(vector, place)
-            bits[place // 32] = word
-            words.add(vector, place, word, -high, -low)
+        for index in range(start, start + block, 32):
+            word = simd.signs(vector, index)
+            bits[index // 32] = word
+            simd.add_chosen(vector, index, word, -high, -low)
 
 
 @kernel
@@ -59,10 +59,10 @@ def scale_signs(vector, bits, values):
         start = number * block
         mean = np.float32(_magnitude(vector[start : start + block]) / block)
         values[0, number] = mean
-        for place in range(start, start + block, 32):
-            word = words.signs(vector, place)
-            bits[place // 32] = word
-            words.add(vector, place, word, -mean, mean)
+        for index in range(start, start + block, 32):
+            word = simd.signs(vector, index)
+            bits[index // 32] = word
+            simd.add_chosen(vector, index, word, -mean, mean)
 
 
 @kernel
@@ -82,8 +82,8 @@ def add_signs(bits, high, low, out, accumulate):
     for number in range(high.shape[1]):
         for message in range(len(bits)):
             one, other = high[message, number], low[message, number]
-            for place in range(number * block, (number + 1) * block, 32):
+            for index in range(number * block, (number + 1) * block, 32):
                 if message == 0 and not accumulate:
-                    words.put(out, place, bits[message, place // 32], one, other)
+                    simd.write_chosen(out, index, bits[message, index // 32], one, other)
                 else:
-                    words.add(out, place, bits[message, place // 32], one, other)
+                    simd.add_chosen(out, index, bits[message, index // 32], one, other)

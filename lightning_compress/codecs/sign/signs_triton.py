@@ -12,7 +12,7 @@ from lightning_compress.kernels.triton.launch import (
     Summands,
     clear,
     float_view,
-    places,
+    indices,
     read,
     read_sum,
     sources,
@@ -87,8 +87,8 @@ def _encode_tile(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = places(number, numel, BLOCK, WIDTH)
-    numbers = read_sum(first, second, place, inside, SUM, WHOLE)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
+    numbers = read_sum(first, second, index, inside, SUM, WHOLE)
     length = tl.minimum(numel - number * BLOCK, BLOCK).to(tl.int32)
     above = numbers >= 0
     signs = above.to(tl.int32) if WHOLE else (above & inside).to(tl.int32)
@@ -103,7 +103,7 @@ def _encode_tile(
         high = (tl.sum(tl.abs(numbers).to(tl.float64), axis=1) / tl.maximum(length, 1).to(tl.float64)).to(tl.float32)
         low = -high
     tl.store(header + number, high, mask=number < count)
-    write(vector, place, numbers - tl.where(above, high[:, None], low[:, None]), inside, WHOLE)
+    write(vector, index, numbers - tl.where(above, high[:, None], low[:, None]), inside, WHOLE)
     write_codes(signs, bits, 0, 0, number * BLOCK, numel, BLOCK, 1, WHOLE)
 
 
@@ -127,8 +127,8 @@ def _decode_tile(
     MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place, inside = places(number, numel, BLOCK, WIDTH)
-    total = read(out, place, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
+    total = read(out, index, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
     for message in range(MESSAGES):
         row = header + message * step
         high = tl.load(row + number, mask=number < count, other=0.0) * weight
@@ -137,4 +137,4 @@ def _decode_tile(
             low = tl.load(row + count + number, mask=number < count, other=0.0) * weight
         signs = read_codes(bits + message * stride, 0, 0, number * BLOCK, numel, BLOCK, WIDTH, 1, WHOLE)
         total += tl.where(signs != 0, high[:, None], low[:, None])
-    write(out, place, total, inside, WHOLE)
+    write(out, index, total, inside, WHOLE)

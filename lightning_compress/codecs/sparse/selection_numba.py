@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from lightning_compress.kernels.numba import kernel, words
+from lightning_compress.kernels.numba import kernel, simd
+from lightning_compress.kernels.numba.bits import lowest, without_lowest
 
 
 @kernel
 def collect(source, least, first, last, candidates, magnitudes, count):
-    """Append the places of ``source[first:last]`` whose magnitude reaches ``least``, and the magnitudes.
+    """Append the indices of ``source[first:last]`` whose magnitude reaches ``least``, and the magnitudes.
 
     Args:
         source: float32 ``[n]``.
@@ -23,20 +22,20 @@ def collect(source, least, first, last, candidates, magnitudes, count):
     Returns:
         how many there are then.
     """
-    place = first
-    while place + 32 <= last:
-        word = words.reaching(source, place, least)
+    index = first
+    while index + 32 <= last:
+        word = simd.reaching(source, index, least)
         while word:
-            found = place + words.lowest(word)
+            found = index + lowest(word)
             candidates[count] = found
             magnitudes[count] = abs(source[found])
             count += 1
-            word &= word - np.uint32(1)
-        place += 32
-    while place < last:
-        if abs(source[place]) >= least:
-            candidates[count] = place
-            magnitudes[count] = abs(source[place])
+            word = without_lowest(word)
+        index += 32
+    while index < last:
+        if abs(source[index]) >= least:
+            candidates[count] = index
+            magnitudes[count] = abs(source[index])
             count += 1
-        place += 1
+        index += 1
     return count

@@ -33,7 +33,7 @@ _LARGEST = tl.constexpr(65504.0)
 
 @triton.jit
 def collect(first, second, vector, tiles, parts, state, listed, found, SUM: tl.constexpr):
-    """Write the sum, and list a tile's elements that reach the bound of its part: int64, the place above the bits."""
+    """Write the sum, and list a tile's elements that reach the bound of its part: int64, the index above the bits."""
     tile = tiles + tl.program_id(0) * 4
     begin, end = tl.load(tile), tl.load(tile + 1)
     if end - begin == _TILE:
@@ -102,7 +102,7 @@ def _count(numbers, STEP: tl.constexpr, amount, least, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["spare"])
 def emit(
-    vector, listed, places, tiles, parts, state, found, counts, runs, indices, values, spare,
+    vector, listed, origins, tiles, parts, state, found, counts, runs, indices, values, spare,
     LISTED_WIDTH: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Write what is larger, and of what is equal the first ones, in order; what was not sent stays in the vector."""
@@ -117,14 +117,14 @@ def emit(
             start = 2 * (tl.load(part + LIST) + tl.load(found + 2 * number)).to(tl.int64)
             amount = tl.load(found + 2 * number + 1)
             _emit(
-                vector, listed + start, places + start, amount, 0, before, least, rest,
+                vector, listed + start, origins + start, amount, 0, before, least, rest,
                 indices + slot, values + slot, True, LISTED_WIDTH, HALF,
             )  # fmt: skip
         else:
             begin = tl.load(tiles + number * 4)
             amount = tl.load(tiles + number * 4 + 1) - begin
             _emit(
-                vector, vector + begin, places, amount, begin, before, least, rest,
+                vector, vector + begin, origins, amount, begin, before, least, rest,
                 indices + slot, values + slot, False, WIDTH, HALF,
             )  # fmt: skip
     if (number == 0) & (spare >= 0):
@@ -148,7 +148,7 @@ def _before(counts, runs, first):
 
 @triton.jit
 def _emit(
-    vector, numbers, places, amount, begin, before, least, rest, indices, values,
+    vector, numbers, origins, amount, begin, before, least, rest, indices, values,
     LISTED: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     above, earlier = (before >> 32).to(tl.int32), (before & 0xFFFFFFFF).to(tl.int32)
@@ -164,11 +164,11 @@ def _emit(
         ties = earlier + (local & 0xFFFF)
         chosen = larger | (equal & (ties < rest))
         slot = above + (local >> 16) + tl.minimum(ties, rest)
-        place = tl.load(places + 2 * number, mask=chosen, other=0) if LISTED else begin + number
+        index = tl.load(origins + 2 * number, mask=chosen, other=0) if LISTED else begin + number
         sent = tl.minimum(tl.maximum(found, -_LARGEST), _LARGEST).to(values.dtype.element_ty) if HALF else found
-        tl.store(indices + slot, place, mask=chosen)
+        tl.store(indices + slot, index, mask=chosen)
         tl.store(values + slot, sent, mask=chosen)
-        tl.store(vector + place, found - sent.to(tl.float32), mask=chosen)
+        tl.store(vector + index, found - sent.to(tl.float32), mask=chosen)
         total = tl.sum(word, axis=0)
         above += total >> 16
         earlier += total & 0xFFFF

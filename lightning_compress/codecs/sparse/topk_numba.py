@@ -1,4 +1,4 @@
-"""Lists of places and numbers, added up; see ``topk.py``."""
+"""Lists of indices and values, added up; see ``topk.py``."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def sample(
     size = ((length - offset + stride - 1) // stride).to(tl.int32)
     number = tl.load(owners + 2 * tl.program_id(0) + 1) * CHUNK + tl.arange(0, CHUNK)
     inside = number < size
-    place = tl.load(part + START) + offset + number * stride
-    numbers = read_sum(first, second, place, inside, SUM, False)
+    index = tl.load(part + START) + offset + number * stride
+    numbers = read_sum(first, second, index, inside, SUM, False)
     counts = tl.histogram(magnitude_bits(numbers) >> SHIFT, 1 << DIGIT, mask=inside)
     if arrive(counts, histogram + owner * _BINS, mine, tl.load(part + LOOKS), DIGIT):
         rank = tl.load(part + FEW) if size == length // stride.to(tl.int32) else tl.load(part + MORE)
@@ -75,7 +75,7 @@ def narrow(
     step = 1
     if is_listed != 0:
         numbers = listed + 2 * tl.load(part + LIST).to(tl.int64)
-        step = 2  # beside each one its place
+        step = 2  # beside each one its index
     counts = tl.zeros([1 << DIGIT], tl.int32)
     while position < amount:
         number = position + tl.arange(0, CHUNK)

@@ -2,7 +2,7 @@
 
 A sample says from which magnitude on elements may be among the k largest. One pass over the numbers adds the residual
 and lists those, tile by tile; the rest is done with the list: find the k-th largest (``narrowing``), count what is
-larger in each tile, write places and values in order (``candidates``). Where the list cannot do (fewer than k reached
+larger in each tile, write indices and values in order (``candidates``). Where the list cannot do (fewer than k reached
 the bound, or more than there is room for) the same kernels go over the vector; nobody waits for the device to learn
 of it. All parts are handled by the same 7 launches.
 """
@@ -27,7 +27,7 @@ def add(indices: Tensor, values: Tensor, out: Tensor, weight: float) -> None:
     """``out[indices] += weight * values``, where a value is not 0.
 
     Args:
-        indices: int32 ``[k]``; no place has two values that are not 0. Places beyond the vector are moved inside.
+        indices: int32 ``[k]``; no index has two values that are not 0. Indices beyond the vector are moved inside.
         values: float32 or float16 ``[k]``.
         out: float32 ``[n]``, n > 0.
         weight: rounded to float32.
@@ -42,10 +42,10 @@ def _add(indices, values, out, weight, count, last, CHUNK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(values + number, mask=number < count, other=0.0).to(tl.float32)
     filled = value != 0
-    place = tl.load(indices + number, mask=filled, other=0)
-    place = tl.minimum(tl.maximum(place, 0), last)
-    total = tl.load(out + place, mask=filled, other=0.0) + value * weight
-    tl.store(out + place, total, mask=filled)
+    index = tl.load(indices + number, mask=filled, other=0)
+    index = tl.minimum(tl.maximum(index, 0), last)
+    total = tl.load(out + index, mask=filled, other=0.0) + value * weight
+    tl.store(out + index, total, mask=filled)
 
 
 PROGRAMS = 384
@@ -59,7 +59,7 @@ class Part(NamedTuple):
     """Elements to choose among.
 
     Args:
-        start: place of the first one.
+        start: index of the first one.
         numel: how many there are; the vector has fewer than 2^31.
         kept: how many are chosen.
         stride: every so-manieth one is looked at, from the key modulo it on; 0 where none need be.
@@ -99,7 +99,7 @@ class TopK:
             return torch.tensor(rows, dtype=torch.int32, device=device)
 
         self._listed = listed
-        self._numbers, self._places = listed.view(torch.float32), listed.view(torch.int32)[1:]
+        self._numbers, self._origins = listed.view(torch.float32), listed.view(torch.int32)[1:]
         rows, tiles, looks, seeks, runs = _tables(parts)
         self._parts, self._tiles, self._looks, self._seeks = map(table, (rows, tiles, looks, seeks))
         self._state = torch.zeros(len(parts), topk_radix_triton.FIELDS, dtype=torch.int32, device=device)
@@ -112,7 +112,7 @@ class TopK:
         self._widths = min(max(width, 64), _WIDTH), _WIDTH
 
     def select(self, vector: Tensor, summands: Summands, key: int, indices: Tensor, values: Tensor, spare: int) -> None:
-        """Move the largest elements of each part to the slots of the part, in ascending order of place.
+        """Move the largest elements of each part to the slots of the part, in ascending order of index.
 
         Args:
             vector: float32 ``[n]``; gets what stays, of itself or of the summands' sum.
@@ -137,7 +137,7 @@ class TopK:
         topk_candidates_triton.count[tiles](vector, self._numbers, *given, *tally, *self._widths, **_FEW)
         slots, half = (indices, values, spare), values.dtype == torch.float16
         topk_candidates_triton.emit[tiles](
-            vector, self._numbers, self._places, *given, *tally, *slots, *self._widths, half, **_FEW
+            vector, self._numbers, self._origins, *given, *tally, *slots, *self._widths, half, **_FEW
         )  # fmt: skip
 
     def _look(self, first: Tensor, second: Tensor, both: bool, key: int) -> None:

@@ -50,16 +50,16 @@ def largest(energy, last, KEEP: tl.constexpr, EXTRA: tl.constexpr):
 
 @triton.jit
 def write(
-    chosen, before, final, places, number, inside,
+    chosen, before, final, bins, number, inside,
     KEEP: tl.constexpr, EXTRA: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Write the places of rows, as a bitmap or as a list; nothing where all are chosen.
+    """Write the bins of rows, as a bitmap or as a list; nothing where all are chosen.
 
     Args:
         chosen: from ``largest``, as the next two.
         before: how many stand before.
         final: whether the last one is chosen.
-        places: where they begin in the message, uint8.
+        bins: where they begin in the message, uint8.
         number: of the rows, int64 ``[ROWS]``.
         inside: whether there are such rows.
         KEEP: see ``largest``.
@@ -73,13 +73,13 @@ def write(
     if KEEP == B + EXTRA:
         pass
     elif LISTED:
-        target = places.to(tl.pointer_type(tl.int16)) + row * KEEP
+        target = bins.to(tl.pointer_type(tl.int16)) + row * KEEP
         column = tl.broadcast_to(tl.arange(0, B)[None, :], chosen.shape).to(tl.int16)
         tl.store(target + before, column, mask=chosen & some)
         if EXTRA:
             tl.store(target + (KEEP - 1), tl.full(final.shape, B, tl.int32).to(tl.int16), mask=final & some)
     else:
-        target = places + row * SIZE
+        target = bins + row * SIZE
         if EACH == 8:
             tl.store(target + tl.arange(0, B // 8)[None, :], pack(chosen.to(tl.int32), 1), mask=some)
             if EXTRA:
@@ -91,7 +91,7 @@ def write(
 
 @triton.jit
 def read(
-    places, number, inside,
+    bins, number, inside,
     B: tl.constexpr, KEEP: tl.constexpr, EXTRA: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Which are chosen, and how many before each, whatever the bytes: fewer than ``KEEP`` ones are; see ``write``."""
@@ -102,14 +102,14 @@ def read(
         before = tl.broadcast_to(column, [number.shape[0], B])
         chosen, final = before >= 0, some
     elif LISTED:
-        source = places.to(tl.pointer_type(tl.int16)) + row * KEEP
+        source = bins.to(tl.pointer_type(tl.int16)) + row * KEEP
         before = _search(source, column, some, KEEP)
         found = tl.load(source + before, mask=some & (before < KEEP), other=-1).to(tl.int32) & 0xFFFF
         chosen = found == column
         chosen = chosen & (before < KEEP)
         final = ((tl.load(source + (KEEP - 1), mask=some, other=0).to(tl.int32) & 0xFFFF) == B) & some
     else:
-        source = places + row * SIZE
+        source = bins + row * SIZE
         if EACH == 8:
             marks = unpack(tl.load(source + tl.arange(0, B // 8)[None, :], mask=some, other=0), 1)
             final = (tl.load(source + B // 8, mask=some & (EXTRA > 0), other=0) & 1) != 0
@@ -124,12 +124,12 @@ def read(
 
 @triton.jit
 def _search(source, column, some, KEEP: tl.constexpr):
-    """How many places of an ascending list stand before each column."""
+    """How many bins of an ascending list stand before each column."""
     before = tl.zeros([some.shape[0], column.shape[1]], tl.int32)
     for step in tl.static_range(16):
         if KEEP >> (15 - step) > 0:
             candidate = before + (1 << (15 - step))
             reach = candidate <= KEEP
-            place = tl.load(source + (candidate - 1), mask=some & reach, other=0).to(tl.int32) & 0xFFFF
-            before = tl.where(reach & (place < column), candidate, before)
+            index = tl.load(source + (candidate - 1), mask=some & reach, other=0).to(tl.int32) & 0xFFFF
+            before = tl.where(reach & (index < column), candidate, before)
     return before

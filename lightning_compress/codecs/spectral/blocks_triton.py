@@ -12,13 +12,13 @@ from lightning_compress.codecs.spectral.fourier_triton import product, real_inve
 
 
 @triton.jit
-def places(number, inside, start, length, L: tl.constexpr, COSINE: tl.constexpr):
+def indices(number, inside, start, length, L: tl.constexpr, COSINE: tl.constexpr):
     """Where the elements of blocks stand in the vector, ``[ROWS, L / 2, 2]``, in the transform's order."""
     order = 2 * tl.arange(0, L // 2)[:, None] + tl.arange(0, 2)[None, :]
     if COSINE:  # the odd ones, and then the even ones backwards
         order = tl.where(order == 0, 0, tl.where(2 * order <= L, 2 * order - 1, 2 * (L - order)))
-    place = start + (number * L)[:, None, None] + order[None, :, :]
-    return place, inside[:, None, None] & (order < length)[None, :, :]
+    index = start + (number * L)[:, None, None] + order[None, :, :]
+    return index, inside[:, None, None] & (order < length)[None, :, :]
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def analyse(numbers, table, L: tl.constexpr, COSINE: tl.constexpr):
     """Transform blocks.
 
     Args:
-        numbers: float32 ``[ROWS, L / 2, 2]``, in the order of ``places``.
+        numbers: float32 ``[ROWS, L / 2, 2]``, in the order of ``indices``.
         table: as ``transforms.py`` has it, from ``waves``.
         L: the length.
         COSINE: cosine transform.

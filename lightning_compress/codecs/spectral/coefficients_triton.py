@@ -12,7 +12,7 @@ import triton.language as tl
 from lightning_compress.codecs.packing.planes_triton import read_code, write_codes
 from lightning_compress.codecs.quantize import minifloat_triton
 from lightning_compress.codecs.spectral import bins_triton
-from lightning_compress.codecs.spectral.blocks_triton import analyse, limit, places, spread, synthesise
+from lightning_compress.codecs.spectral.blocks_triton import analyse, indices, limit, spread, synthesise
 from lightning_compress.kernels.triton.launch import read, read_sum, write
 
 
@@ -25,8 +25,8 @@ def measure(
     """Squared errors of a block that each number of bits of mantissa makes, a program for each pair of them."""
     mantissa = tl.program_id(1)
     number = tl.program_id(0) * step + tl.arange(0, 1)
-    place, inside = places(number, number >= 0, start, length, L, COSINE)
-    numbers = read_sum(first, second, place, inside, SUM, False)
+    index, inside = indices(number, number >= 0, start, length, L, COSINE)
+    numbers = read_sum(first, second, index, inside, SUM, False)
     _, kept, last, _, _, _ = _select(numbers, table, L, COSINE, KEEP)
     format = minifloat_triton.build(*_range(kept, last), mantissa, BITS, True)
     error, final = (
@@ -75,8 +75,8 @@ def encode(
         mantissa = tl.full([], MANTISSA, tl.int32)
     number = base + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some = number < blocks
-    place, inside = places(number, some, start, length, L, COSINE)
-    numbers = read_sum(first, second, place, inside, SUM, WHOLE)
+    index, inside = indices(number, some, start, length, L, COSINE)
+    numbers = read_sum(first, second, index, inside, SUM, WHOLE)
     scale, kept, last, chosen, before, final = _select(numbers, table, L, COSINE, KEEP)
     low, high = _range(kept, last)
     tl.store(ranges + number, tl.max(scale, axis=1), mask=some)
@@ -94,7 +94,7 @@ def encode(
         target = room + row + 2 * (KEEP - 1)
         tl.store(target, code, mask=final & some[:, None])
         tl.store(target + 1, tl.zeros_like(code), mask=final & some[:, None])
-    write(vector, place, numbers - synthesise(sent, end, table, L, COSINE) * scale[:, :, None], inside, WHOLE)
+    write(vector, index, numbers - synthesise(sent, end, table, L, COSINE) * scale[:, :, None], inside, WHOLE)
     if tl.program_id(0) == 0:
         byte, zeros = tl.arange(0, 16), tl.zeros([16], tl.uint8)
         if HEAD:
@@ -110,8 +110,8 @@ def pack(
     WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Pack the ``some`` codes that wait, of which the first one is number ``base`` in the message."""
-    place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    codes = tl.load(room + place, mask=place < some, other=0)[None, :]
+    index = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    codes = tl.load(room + index, mask=index < some, other=0)[None, :]
     first = base + tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, 1)
     write_codes(codes, body, middle, last, first, count, WIDTH, BITS, False)
 
@@ -150,11 +150,11 @@ def decode(
             codes = read_code(code, middle, final, index, end, count, BITS)
             magnitudes, minus = minifloat_triton.decode(codes, shift, below, positive, negative, BITS)
             last += tl.where(minus, -magnitudes, magnitudes) * scale
-    place, inside = places(number, some, start, length, L, COSINE)
+    element, inside = indices(number, some, start, length, L, COSINE)
     numbers = synthesise(total, last, table, L, COSINE)
     if ADD:
-        numbers += read(out, place, inside, WHOLE)
-    write(out, place, numbers, inside, WHOLE)
+        numbers += read(out, element, inside, WHOLE)
+    write(out, element, numbers, inside, WHOLE)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def product(a, b, c, d):
 def _mirrored(rows):
     """Element ``-k mod N`` at k.
 
-    In two steps, of the low half of a place's bits and of the high one: the compiler gathers within a warp, all of an
+    In two steps, of the low half of an index's bits and of the high one: the compiler gathers within a warp, all of an
     axis by each, which would take thousands of moves if the axis were a row.
     """
     ROWS: tl.constexpr = rows.shape[0]
@@ -117,8 +117,8 @@ def _steps(real, imaginary, table, DONE: tl.constexpr):
 @triton.jit
 def _factor(table, ROWS: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, DONE: tl.constexpr):
     """What the second one of every ``EACH`` numbers is multiplied with; the others with its powers."""
-    place = (tl.arange(0, ROWS * N // EACH) % (N // EACH)) // DONE * (2 * DONE)
-    return tl.load(table + place), tl.load(table + N + place)
+    index = (tl.arange(0, ROWS * N // EACH) % (N // EACH)) // DONE * (2 * DONE)
+    return tl.load(table + index), tl.load(table + N + index)
 
 
 @triton.jit

@@ -39,10 +39,10 @@ class Shape:
         padded: what it is filled up to, a power of two of at most ``LONGEST``.
         cosine: cosine transforms in place of Fourier ones.
         keep: coefficients that are kept of each.
-        listed: places are a list, not a bitmap.
+        listed: bins are a list, not a bitmap.
         bits: of a code.
         mantissa: bits of mantissa, or -1: those with the least of the errors that ``measure`` finds.
-        ranges, where, codes, stop: where scales and ranges, places, and codes begin in the message, and where they end.
+        ranges, where, codes, stop: where scales and ranges, bins, and codes begin in the message, and where they end.
         ends: where each of the three ends before it is filled up.
     """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.kernels.numba import kernel, marks, words
+from lightning_compress.kernels.numba import kernel, simd
+from lightning_compress.kernels.numba.bits import lowest, ones, without_lowest
 
 _TILE = 4096
 """Elements that stay in the nearest cache from when they are zeroed."""
@@ -13,19 +14,19 @@ _TILE = 4096
 @kernel
 def mark(values, bitmap):
     """Write which of float32 ``[n]`` are not 0 as bits of uint32 ``[ceil(n / 32)]``, lowest first; returns how many."""
-    count, place = 0, 0
-    while place + 32 <= len(values):
-        word = marks.nonzero(values, place)
-        bitmap[place // 32] = word
-        count += marks.ones(word)
-        place += 32
-    if place < len(values):
+    count, index = 0, 0
+    while index + 32 <= len(values):
+        word = simd.nonzero(values, index)
+        bitmap[index // 32] = word
+        count += ones(word)
+        index += 32
+    if index < len(values):
         word = np.uint32(0)
-        for bit in range(len(values) - place):
-            if values[place + bit] != 0:
+        for bit in range(len(values) - index):
+            if values[index + bit] != 0:
                 word |= np.uint32(1) << np.uint32(bit)
-        bitmap[place // 32] = word
-        count += marks.ones(word)
+        bitmap[index // 32] = word
+        count += ones(word)
     return count
 
 
@@ -34,7 +35,7 @@ def count(bitmap, numel):
     """How many bits are 1; -1 if one is beyond the first ``numel``."""
     total = 0
     for word in bitmap:
-        total += marks.ones(word)
+        total += ones(word)
     rest = numel % 32
     if rest and bitmap[-1] >> np.uint32(rest):
         return -1
@@ -48,9 +49,9 @@ def places(bitmap, out):
     for number in range(len(bitmap)):
         word = bitmap[number]
         while word:
-            out[found] = 32 * number + words.lowest(word)
+            out[found] = 32 * number + lowest(word)
             found += 1
-            word &= word - np.uint32(1)
+            word = without_lowest(word)
 
 
 @kernel
@@ -60,9 +61,9 @@ def take(bitmap, values, out):
     for number in range(len(bitmap)):
         word = bitmap[number]
         while word:
-            out[found] = values[32 * number + words.lowest(word)]
+            out[found] = values[32 * number + lowest(word)]
             found += 1
-            word &= word - np.uint32(1)
+            word = without_lowest(word)
 
 
 @kernel
@@ -75,6 +76,6 @@ def spread(bitmap, values, out):
         for number in range(first // 32, (last + 31) // 32):
             word = bitmap[number]
             while word:
-                out[32 * number + words.lowest(word)] = values[found]
+                out[32 * number + lowest(word)] = values[found]
                 found += 1
-                word &= word - np.uint32(1)
+                word = without_lowest(word)

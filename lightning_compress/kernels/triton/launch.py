@@ -31,30 +31,30 @@ def float_view(message: Tensor, start: int, count: int) -> Tensor:
 
 
 @triton.jit
-def read(numbers, place, inside, WHOLE: tl.constexpr):
+def read(numbers, index, inside, WHOLE: tl.constexpr):
     """What is there, and 0 outside. Only without a mask (``WHOLE``) does the compiler read 16 bytes at a time."""
     if WHOLE:
-        found = tl.load(numbers + place)
+        found = tl.load(numbers + index)
     else:
-        found = tl.load(numbers + place, mask=inside, other=0)
+        found = tl.load(numbers + index, mask=inside, other=0)
     return found
 
 
 @triton.jit
-def write(numbers, place, values, inside, WHOLE: tl.constexpr):
+def write(numbers, index, values, inside, WHOLE: tl.constexpr):
     """Write what is inside; see ``read``."""
     if WHOLE:
-        tl.store(numbers + place, values)
+        tl.store(numbers + index, values)
     else:
-        tl.store(numbers + place, values, mask=inside)
+        tl.store(numbers + index, values, mask=inside)
 
 
 @triton.jit
-def read_sum(first, second, place, inside, SUM: tl.constexpr, WHOLE: tl.constexpr):
+def read_sum(first, second, index, inside, SUM: tl.constexpr, WHOLE: tl.constexpr):
     """The vector's numbers: those of ``first``, or sums of both; see ``sources`` and ``read``."""
-    numbers = read(first, place, inside, WHOLE)
+    numbers = read(first, index, inside, WHOLE)
     if SUM:
-        numbers += read(second, place, inside, WHOLE)
+        numbers += read(second, index, inside, WHOLE)
     return numbers
 
 
@@ -66,11 +66,11 @@ def clear(gap, padding):
 
 
 @triton.jit
-def places(number, numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def indices(number, numel, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Where the elements of blocks stand, ``[ROWS, WIDTH]``, and whether they are any."""
     column = tl.arange(0, WIDTH)
-    place = number[:, None] * BLOCK + column[None, :]
-    return place, (column < BLOCK)[None, :] & (place < numel)
+    index = number[:, None] * BLOCK + column[None, :]
+    return index, (column < BLOCK)[None, :] & (index < numel)
 
 
 @triton.jit
