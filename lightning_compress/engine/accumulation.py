@@ -9,7 +9,7 @@ which the step began: as if all passes but the last had been under ``no_sync``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -70,3 +70,60 @@ class Accumulation:
             hook.remove()
         self._hooks.clear()
         self._totals.clear()
+
+
+class Passes:
+    """The backward passes of a step that synchronise.
+
+    Args:
+        parameters: names and tensors of those that a pass may bring several times in a step; see ``Accumulation``.
+
+    Attributes:
+        number: how many came before, in this step.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        self._parameters = parameters
+        self._sums: Accumulation | None = None
+        self._reduced: set[str] = set()  # parameters, in this pass
+        self._seen: set[str] = set()  # parameters, in this step
+        self.number = 0
+
+    def watch(self) -> None:
+        """See from now on that no output is taken for a gradient."""
+        if self._sums is None and self._parameters:
+            self._sums = Accumulation(self._parameters)
+
+    def again(self, names: Collection[str]) -> bool:
+        """Whether any of these parameters has come in this pass already, so that another one has begun."""
+        return not self._reduced.isdisjoint(names)
+
+    def add(self, names: Iterable[str]) -> None:
+        """These parameters have come."""
+        self._reduced.update(names)
+
+    def add_up(self, names: Sequence[str], gradients: Sequence[Tensor]) -> bool:
+        """Make each gradient the sum of this step's; returns whether any of them came in a pass before."""
+        if self._sums:
+            self._sums.add(names, gradients)
+        before = not self._seen.isdisjoint(names)
+        self._seen.update(names)
+        return before
+
+    def next(self) -> None:
+        """Another pass of the step begins."""
+        self._reduced.clear()
+        self.number += 1
+
+    def begin_step(self) -> None:
+        """Nothing has come."""
+        self._reduced.clear()
+        self._seen.clear()
+        self.number = 0
+        if self._sums:
+            self._sums.begin_step()
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._sums:
+            self._sums.close()

@@ -1,12 +1,11 @@
-"""The compression of one model from step to step: what is reduced, made true, or forgotten."""
+"""The compression of one model, step by step: gradients are taken over; what is kept is committed or rolled back."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import is_dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,16 +14,15 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures, snapshot
 from lightning_compress.core.buffers import Workspace
 from lightning_compress.core.meter import Meter
+from lightning_compress.core.registry import describe
 from lightning_compress.engine import checks
-from lightning_compress.engine.accumulation import Accumulation
+from lightning_compress.engine.accumulation import Passes
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.forecast import Forecast
-from lightning_compress.engine.group import Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.nonfinite import Soundness
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
-from lightning_compress.engine.tuning import Tuning
-from lightning_compress.settings.arguments import CompressorLike
+from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.schedule import Progress
 from lightning_compress.settings.settings import Settings
@@ -54,6 +52,8 @@ class Compression:
     Attributes:
         active: it does the averaging; otherwise DistributedDataParallel does.
         family: what the run began with, which state is of.
+        settings: what runs now.
+        next_settings: what the next step begins with.
         step: optimizer steps so far.
         epoch: which one it is; whoever trains sets it, where a schedule goes by epochs.
         meter: counts.
@@ -72,7 +72,8 @@ class Compression:
         caps: tuple[int, int] | None = None,
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
-        self._tuning = Tuning(settings.bound(kinds_of(module)))
+        self.settings = self.next_settings = settings.bound(kinds_of(module))
+        self._scheduled: dict[str, object] = {}  # what the schedule said last, as primitives
         self.family = settings.family
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
@@ -82,32 +83,21 @@ class Compression:
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self._orders = snapshot.orders(parameters)  # in which DistributedDataParallel has laid them out by now
         self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
         self._workspace = Workspace()  # other models of the process average at the same time
         self._soundness = Soundness(self.device, settings.guards)
-        self._reduced: set[str] = set()  # parameters, in this backward pass
-        self._seen: set[str] = set()  # parameters, in this step
-        self._passes = 0
-        self._accumulation: Accumulation | None = None
-        self._accumulating = parameters if accumulates else []
+        self._passes = Passes(parameters if accumulates else [])
         self._last_state: snapshot.Snapshot | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
         self.forecast = Forecast()
-        self._at_close: list[Callable[[], None]] = []
+        self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
         self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
-        self._watch_outputs(settings)
+        if not settings.averages:
+            self._passes.watch()
         watch(self)
-
-    def _watch_outputs(self, settings: Settings) -> None:
-        """See that no output is taken for a gradient, where that may happen."""
-        if self._accumulation is None and self._accumulating and not settings.averages:
-            self._accumulation = Accumulation(self._accumulating)
-            self.at_close(self._accumulation.close)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Replace gradients by their mean over the ranks; all ranks come with the same parameters in the same order.
@@ -124,29 +114,22 @@ class Compression:
             self._begin_step()
         parts = self.groups.of(parameters, self.settings)
         names = [name for group, _ in parts for name in group.given]
-        if not self._reduced.isdisjoint(names):  # a second backward in the same step
+        if self._passes.again(names):
             self._begin_pass()
-        self._reduced.update(names)
+        self._passes.add(names)
         self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
         for group, places in parts:
             own = [gradients[place] for place in places]
-            turn = self._passes
-            if not group.averages:
-                turn = self._accumulate(group, own)
+            turn = self._passes.number
+            if not group.averages:  # the method gets all gradients of this step, in the state with which it began
+                turn = 0
+                if self._passes.add_up(group.given, own):
+                    for state in group.states.values():
+                        state.roll_back()
             with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
                 flag = group.reduce(own, self.step, self._scale(), turn)
             self._soundness.add(flag, group.names)
             self._drift.note(self.step, group.given, own)
-
-    def _accumulate(self, group: Group, gradients: Sequence[Tensor]) -> int:
-        """Give the method all of this step's gradients, from the state with which the step began: as in its pass 0."""
-        if self._accumulation:
-            self._accumulation.add(group.given, gradients)
-        if not self._seen.isdisjoint(group.given):
-            for state in group.states.values():
-                state.roll_back()
-        self._seen.update(group.given)
-        return 0
 
     def count(self, sent: int) -> None:
         """A step begins in which others average, and send so many bytes; more of it before it ends is not counted."""
@@ -156,7 +139,7 @@ class Compression:
             self.meter.bytes_dense += sent
 
     def _begin_step(self) -> None:
-        """The first bucket of a step: what no optimizer made true in the last one was thrown away."""
+        """The first bucket of a step: what no optimizer committed in the last one was thrown away."""
         self._stepped = False
         self._soundness.begin_step()
         self._forget()
@@ -165,17 +148,25 @@ class Compression:
             for residual in self.groups.residuals() if factors else ():
                 residual.scale(factors)
         rate = self._optimizers.rate() if self.settings.schedule.by_rate else None
-        if self._tuning.begin_step(Progress(self.step, self.epoch, rate)):
+        self._follow_schedule(Progress(self.step, self.epoch, rate))
+        if self.next_settings is not self.settings:
+            self.settings = self.next_settings
             self.groups.look_again()  # they are made anew, and take their states over by name
         self.meter.begin_step()
 
+    def _follow_schedule(self, progress: Progress) -> None:
+        """Retune where the schedule's values are others than in the last step; in between ``retune`` has the say."""
+        values = self.next_settings.schedule.values(progress)
+        described = {
+            name: describe(value, COMPRESSORS) if is_dataclass(value) else value for name, value in values.items()
+        }
+        if described != self._scheduled:
+            self._scheduled = described
+            self.next_settings = self.next_settings.retuned(None, values)
+
     def _forget(self) -> None:
         """Drop what was reduced since the last optimizer step."""
-        self._reduced.clear()
-        self._seen.clear()
-        self._passes = 0
-        if self._accumulation:
-            self._accumulation.begin_step()
+        self._passes.begin_step()
         for state in self.groups.states():
             state.roll_back()
 
@@ -183,24 +174,24 @@ class Compression:
         """Another backward of the step begins; one that was not finite, which a GradScaler skipped, is forgotten."""
         rejected = self._soundness.settle()
         self._soundness.begin_step()
-        self._reduced.clear()
-        self._passes += 1
+        self._passes.next()
         for state in self.groups.states():
             state.reject(rejected)
 
     def state_dict(self) -> snapshot.Snapshot:
-        """What the optimizer steps have made true so far, on this rank: tensors and primitives.
+        """What the optimizer steps have committed so far, on this rank: tensors and primitives.
 
         Every rank has its own. It refers to memory that later steps replace or reuse: save or copy it at once.
         """
         if self._last_state is not None:
             return self._last_state
-        groups = [(group.given, group.states) for group in self.groups]
-        rates, running = self._optimizers.rates, self._tuning.running()
-        return snapshot.take(self.family, self.step, rates, running, groups, self._orders)
+        running = self.next_settings.running() | {"scheduled": dict(self._scheduled)}
+        return self.groups.save(self.family, self.step, self._optimizers.rates, running)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
-        """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew. All ranks must come.
+        """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
+
+        All ranks must call it.
 
         Raises:
             ValueError: it is none, or of another method, and nothing changed; or parts of it have no place here, and
@@ -210,14 +201,16 @@ class Compression:
         if state["method"] not in self.settings.families:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()
-        before = copy.copy(self._tuning)
+        before = self.settings, self.next_settings, self._scheduled
         try:
-            self._tuning.resume(state["running"])
+            running, kinds = state["running"], self.settings.rules.kinds
+            self._scheduled = dict(running["scheduled"])
+            self.settings = self.next_settings = self.settings.resumed(running).bound(kinds)
             if self.active or not self.settings.plain:
                 with self._workspace.used():
-                    self.groups.restore(snapshot.reordered(state, self._shapes, self._orders), self.settings)
+                    self.groups.restore(state, self.settings)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # nothing of it stays
-            self._tuning = before
+            self.settings, self.next_settings, self._scheduled = before
             self.reset()
             raise ValueError(str(error)) from error
         self._optimizers.rates.update(state["rates"])
@@ -257,7 +250,7 @@ class Compression:
             self._soundness.before_step(optimizer, f"step {self.step}: gradients are not finite {where}")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer stepped: the residuals of its parameters become true, unless a gradient was not finite."""
+        """An optimizer stepped: the residuals of its parameters are committed, unless a gradient was not finite."""
         if not (names := self._optimizers.owned(optimizer)) or self._soundness.refused:
             return
         rejected = self._soundness.rejected(optimizer, names)
@@ -268,8 +261,7 @@ class Compression:
                 state.commit(rejected, moved if state is group.residual else names)
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
-            if self._accumulation:
-                self._accumulation.begin_step()
+            self._passes.begin_step()
             self._soundness.note()
             self.step += 1
             self.meter.end_step()
@@ -285,16 +277,6 @@ class Compression:
             self._soundness.settle()
             self._forget()
             self._stepped = True
-
-    @property
-    def settings(self) -> Settings:
-        """What runs now."""
-        return self._tuning.now
-
-    @property
-    def next_settings(self) -> Settings:
-        """What the next step begins with."""
-        return self._tuning.next
 
     def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
         """Compress otherwise from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
@@ -321,8 +303,9 @@ class Compression:
                 f"the run began with {began} leaves the average to DistributedDataParallel for good; "
                 "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
             )
-        self._tuning.retune(compressor, changes)
-        self._watch_outputs(self._tuning.next)
+        self.next_settings = self.next_settings.retuned(compressor, changes)
+        if not self.next_settings.averages:
+            self._passes.watch()
 
     def reset(self) -> None:
         """Begin again: no residuals, no steps."""
@@ -342,12 +325,8 @@ class Compression:
             residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
             ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
-        norm = self._residual_norm() if self._last_norm is None else self._last_norm
+        norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
         return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(self._soundness.count)}
-
-    def _residual_norm(self) -> float:
-        norms = [residual.committed.norm(dtype=torch.float32) for residual in self.groups.residuals()]
-        return float(torch.stack(norms).norm()) if norms else 0.0
 
     @property
     def summary(self) -> str:
@@ -369,7 +348,7 @@ class Compression:
         """
         if self.active and self._last_state is None:
             self._last_state = snapshot.on_cpu(self.state_dict())
-            self._last_norm = self._residual_norm()
+            self._last_norm = self.groups.residual_norm()
         unwatch(self)
         for callback in self._at_close:
             callback()

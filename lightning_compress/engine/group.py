@@ -185,7 +185,7 @@ class Group:
         )
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in stretches)
         corrected = self._make_states(stretches, settings.error_feedback and (owed or not exact))
-        fused = kernels.compiler(device) == "triton"
+        self._fused = kernels.compiler(device) == "triton"
         embeddings = settings.rules.of_kind("embedding")
         self._unused = plan_unused(stretches, self._segments, embeddings, self.states, self.residual, world, unused)
         self._correction = settings.correction and settings.correction.plan(
@@ -203,8 +203,8 @@ class Group:
         self._sections = composite.encoded(stretches)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
-        self._plain = self.residual is not None and not special and device.type == "cpu" and not fused
-        self._fuses = fused and not halved
+        self._plain = self.residual is not None and not special and device.type == "cpu" and not self._fused
+        self._fuses = self._fused and not halved
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 

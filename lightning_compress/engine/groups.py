@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -42,6 +42,7 @@ class Groups:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._dtypes = {name: parameter.dtype for name, parameter in parameters}
+        self._orders = snapshot.orders(parameters)  # in which DistributedDataParallel has laid them out by now
         self._world = world
         self._groups: list[Group] = []
         self._owner: dict[str, Group] = {}
@@ -115,13 +116,20 @@ class Groups:
         }
         return group
 
-    def restore(self, groups: Sequence[snapshot.Snapshot], settings: Settings) -> None:
+    def save(
+        self, method: str, step: int, rates: Mapping[str, float], running: Mapping[str, object]
+    ) -> snapshot.Snapshot:
+        """The states of all groups, and what else belongs to them; see ``snapshot.take``."""
+        groups = [(group.given, group.states) for group in self._groups]
+        return snapshot.take(method, step, rates, running, groups, self._orders)
+
+    def restore(self, state: snapshot.Snapshot, settings: Settings) -> None:
         """Make the groups of a checked snapshot anew, with their states.
 
         Raises:
             ValueError: there is no place for some of it.
         """
-        for saved in groups:
+        for saved in snapshot.reordered(state, self._shapes, self._orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
                 group = self.add(names, settings, owed=True)
                 snapshot.fill(group.states, saved, names)
@@ -142,6 +150,11 @@ class Groups:
     def residuals(self) -> list[State]:
         """What encoding left behind."""
         return [group.residual for group in self._groups if group.residual]
+
+    def residual_norm(self) -> float:
+        """Of all residuals together, committed; waits for the device."""
+        norms = [residual.committed.norm(dtype=torch.float32) for residual in self.residuals()]
+        return float(torch.stack(norms).norm()) if norms else 0.0
 
     def clear(self) -> None:
         """Give the memory back."""
