@@ -10,6 +10,7 @@ from lightning_compress.collectives import World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
+from lightning_compress.corrections.base import zero_where_zero
 from lightning_compress.engine.gradients import add_gradients, copy_gradients
 from lightning_compress.engine.group import Group
 from lightning_compress.exchanges.sparse import coding
@@ -161,6 +162,20 @@ def test_numbers_of_which_many_are_zero(numel, share, both):
     for one, wanted in zip([*fast[2:], last], [*slow[2:], other], strict=True):
         assert np.array_equal(one.numpy(), wanted.numpy(), equal_nan=True)
         assert one.dtype == wanted.dtype
+
+
+@pytest.mark.parametrize("numel", [0, 31, 64, 9001])
+def test_what_is_forgotten_where_nothing_was_left(numel, both):
+    generator = torch.Generator().manual_seed(numel)
+    special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, 1e-45, 1.0])
+    target, source = special[torch.randint(6, (2, numel), generator=generator)]
+
+    def program():
+        zero_where_zero(out := target.clone(), source)
+        return out
+
+    for out in both(program):
+        assert out.numpy().tobytes() == torch.where(source == 0, 0.0, target).numpy().tobytes()
 
 
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
