@@ -84,7 +84,9 @@ def test_it_keeps_the_laws(site, tmp_path):
 def test_it_trains_by_name_and_goes_on(site, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     assert "linear8" in run(sys.executable, "train.py", cwd=tmp_path, site=site)
-    assert any(b"linear8" in path.read_bytes() for path in tmp_path.rglob("first.ckpt*") if path.is_file())
+    sidecars = list((tmp_path / "first.ckpt.lc").glob("*.pt"))
+    assert len(sidecars) == 2
+    assert all(b"linear8" in path.read_bytes() for path in sidecars)
     (tmp_path / "resumed.py").write_text(RESUMED)
     assert "THE SAME" in run(sys.executable, "resumed.py", cwd=tmp_path, site=site)
 
