@@ -13,18 +13,18 @@ _TILE = 4096
 @kernel
 def mark(values, bitmap):
     """Write which of float32 ``[n]`` are not 0 as bits of uint32 ``[ceil(n / 32)]``, lowest first; returns how many."""
-    count, place = 0, 0
-    while place + 32 <= len(values):
-        word = marks.nonzero(values, place)
-        bitmap[place // 32] = word
+    count, index = 0, 0
+    while index + 32 <= len(values):
+        word = marks.nonzero(values, index)
+        bitmap[index // 32] = word
         count += marks.ones(word)
-        place += 32
-    if place < len(values):
+        index += 32
+    if index < len(values):
         word = np.uint32(0)
-        for bit in range(len(values) - place):
-            if values[place + bit] != 0:
+        for bit in range(len(values) - index):
+            if values[index + bit] != 0:
                 word |= np.uint32(1) << np.uint32(bit)
-        bitmap[place // 32] = word
+        bitmap[index // 32] = word
         count += marks.ones(word)
     return count
 
@@ -42,7 +42,7 @@ def count(bitmap, numel):
 
 
 @kernel
-def places(bitmap, out):
+def indices(bitmap, out):
     """Write where bits are 1 to int64 ``[count]``."""
     found = 0
     for number in range(len(bitmap)):
