@@ -40,9 +40,9 @@ def levels_of(rank: int, size: int) -> list[Level]:
     """From the leaves to the root: as many on all ranks as the logarithm of ``size``, rounded up."""
     levels = []
     for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        place = rank % (2 * distance)
-        parent = rank - distance if place == distance else None
-        child = rank + distance if place == 0 and rank + distance < size else None
+        offset = rank % (2 * distance)
+        parent = rank - distance if offset == distance else None
+        child = rank + distance if offset == 0 and rank + distance < size else None
         levels.append(Level(parent, child))
     return levels
 

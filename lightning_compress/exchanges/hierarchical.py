@@ -2,7 +2,7 @@
 
 Links within a node are ten to a hundred times as fast as those between nodes: what crosses them needs no compression,
 and what has been summed before it leaves a node leaves it once. Each rank takes one part of the node's sum to the ranks
-of the same place in the other nodes, so that all of a node's ranks encode, and share its network card. Or its
+of the same index in the other nodes, so that all of a node's ranks encode, and share its network card. Or its
 first rank leads a node, as in S-Caffe (Awan, Hamidouche, Hashmi, Panda, PPoPP 2017): then nodes may differ in size.
 """
 

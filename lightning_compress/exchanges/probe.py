@@ -124,7 +124,7 @@ class Measured:
 
     Attributes:
         cluster: where; None if nothing was measured.
-        links: "ranks": between any two; "inside" and "between": of one node, and of the same place in each node, where
+        links: "ranks": between any two; "inside" and "between": of one node, and of the same index in each node, where
             there are several nodes of several ranks.
         speeds: of codecs, by ``kind_of``.
         node_size: ranks of a node; 1 if there is only one, or nodes are of several sizes.

@@ -64,7 +64,7 @@ class Straight:
         self._cuts = self._cuts or self._cut([each.numel() for each in gradients])
         begun, weight = [], 1 / self._collective.size
         for message, rows, pieces in self._cuts:
-            given = [gradients[place][start:stop] for place, start, stop in pieces]
+            given = [gradients[index][start:stop] for index, start, stop in pieces]
             with self._meter.span("encode"):
                 message[:1].copy_(flag)
                 torch._foreach_copy_(rows, given)
@@ -76,8 +76,8 @@ class Straight:
             wait()
             with self._meter.span("decode"):
                 flag.add_(message[0].float() * 0.0)
-                for row, (place, start, stop) in zip(rows, pieces, strict=True):
-                    out = gradients[place][start:stop]
+                for row, (index, start, stop) in zip(rows, pieces, strict=True):
+                    out = gradients[index][start:stop]
                     if row.dtype == out.dtype:
                         torch.mul(row, weight, out=out)
                     else:
@@ -90,7 +90,7 @@ class Straight:
         self._meter.add_error(before, after)
 
     def _cut(self, sizes: Sequence[int]) -> list[tuple[Tensor, list[Tensor], list[Piece]]]:
-        """Each message as numbers, and the stretches of it, each with the piece of a gradient that it is."""
+        """Each message as numbers, and the parts of it, each with the piece of a gradient that it is."""
         ends = list(accumulate(sizes))
         cuts = []
         for sections, messages in self._parts:
@@ -146,9 +146,9 @@ def _pieces(start: int, stop: int, ends: Sequence[int], most: int) -> list[Piece
     """What of tensors that end at ``ends`` makes up ``[start, stop)`` of them all, at most so many elements each."""
     pieces = []
     while start < stop:
-        place = bisect_right(ends, start)
-        begin = ends[place - 1] if place else 0
-        last = min(stop, ends[place], start + most)
-        pieces.append((place, start - begin, last - begin))
+        index = bisect_right(ends, start)
+        begin = ends[index - 1] if index else 0
+        last = min(stop, ends[index], start + most)
+        pieces.append((index, start - begin, last - begin))
         start = last
     return pieces

@@ -43,7 +43,7 @@ class OwnerAdaGrad:
 
     Args:
         eps: added to the root.
-        own: stretches of the vector that this rank owns.
+        own: slices of the vector that this rank owns.
         collective: the ranks.
         device: where vectors are.
         states: what ``state`` declared.

@@ -155,7 +155,7 @@ def test_numbers_of_which_many_are_zero(numel, share, both):
                 coding.read(message[:used], torch.empty(numel))
             except ValueError:
                 refused.append(count)
-        return used, refused, message, out, found, coding.places_of(values), values[:0] if places is None else places
+        return used, refused, message, out, found, coding.indices_of(values), values[:0] if places is None else places
 
     (*fast, last), (*slow, other) = both(program)
     assert fast[:2] == slow[:2]

@@ -1,1 +1,1 @@
-"""Exchanges of few numbers and their places."""
+"""Exchanges of few numbers and their indices."""

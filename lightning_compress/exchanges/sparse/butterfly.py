@@ -6,9 +6,10 @@ Kylix: Zhao, Canny, "Kylix: A Sparse Allreduce for Commodity Clusters", ICPP 201
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +23,16 @@ from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messag
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.layers import Configuration, Network, layers_of
-from lightning_compress.exchanges.sparse.lists import Listed
-from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds
+from lightning_compress.exchanges.sparse.lists import Listed, added, joined, united
+from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
 from lightning_compress.exchanges.sparse.selection import Compact, check_selective, expected_count
 
+BAD, AGAIN = 1, 2
+"""What a rank says first: its gradient is not finite; it has numbers at the indices of the step before only."""
 PACKET = 65536
 """Bytes from which on a message is worth its start: half a millisecond at 1 Gbit/s."""
+
+T = TypeVar("T")
 
 
 def chosen(ranks: int, volume: Callable[[int], float]) -> tuple[int, ...]:
@@ -80,8 +84,182 @@ def _prime(number: int) -> bool:
     return divisors(number) == [number]
 
 
-BAD, AGAIN = 1, 2
-"""What a rank says first: its gradient is not finite; it has numbers at the places of the step before only."""
+class Layer(NamedTuple):
+    """One layer as a rank sees it: the ranks, its index among them, where the vector is cut, bytes of a message."""
+
+    ranks: list[int]
+    digit: int
+    bounds: list[int]
+    most: int
+
+    @property
+    def peers(self) -> list[tuple[int, int]]:
+        """Indices and ranks of the others."""
+        return [(index, rank) for index, rank in enumerate(self.ranks) if index != self.digit]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The stretch that this rank goes on with."""
+        return self.bounds[self.digit], self.bounds[self.digit + 1]
+
+
+def layers_of(rank: int, degrees: Sequence[int], numel: int) -> list[Layer]:
+    """The layers from the first on."""
+    layers, stride, start, stop = [], 1, 0, numel
+    for degree in degrees:
+        digit = rank // stride % degree
+        ranks = [rank + (index - digit) * stride for index in range(degree)]
+        bounds = [start + (stop - start) * index // degree for index in range(degree + 1)]
+        stride *= degree
+        widest = -(-numel // stride)
+        most = HEADER + aligned(coding.HEADER + coding.bitmap_bytes(widest) + 4 * widest)
+        layers.append(Layer(ranks, digit, bounds, most))
+        start, stop = layers[-1].own
+    return layers
+
+
+@dataclass
+class Route:
+    """The way of numbers through a layer: how many go to and come from each rank, and what they are added to."""
+
+    cuts: list[int]
+    positions: list[Tensor | None]
+    counts: list[int]
+    total: int
+    back: list[int]
+
+
+@dataclass
+class Configuration:
+    """Indices of this rank's numbers and of the sum's, and the ways between."""
+
+    own: Tensor | None
+    routes: list[Route]
+    result: Tensor | None
+
+
+class Network:
+    """What travels through the layers, down and up again.
+
+    Args:
+        layers: from the first on.
+        world: the ranks.
+        rounds: in which lengths are told.
+    """
+
+    def __init__(self, layers: Sequence[Layer], world: World, rounds: Rounds) -> None:
+        self._layers = layers
+        self._rank = world.collective.rank
+        self._rounds = rounds
+        self._meter = world.meter
+        most = max((len(layer.ranks) * layer.most for layer in layers), default=0)
+        self._send, self._receive = new_messages(2, most, world.device)
+
+    def configure(self, held: Listed) -> tuple[Listed, Configuration]:
+        """Add up over the ranks, and remember the ways; what is wrong with a message is told in the next round."""
+        own, routes = held.indices, []
+        for layer in self._layers:
+            start = layer.bounds[0]
+            cuts = held.cuts([bound - start for bound in layer.bounds])
+            edges = zip(pairwise(layer.bounds), pairwise(cuts), strict=True)
+            parts = [held.part(a - start, b - start, first, last) for (a, b), (first, last) in edges]
+            width = parts[layer.digit].numel
+            parts = self._lists(layer, dict(enumerate(parts)), [width] * len(parts))
+            indices, positions = united(parts)
+            total = width if indices is None else len(indices)
+            held = Listed(width, indices, added([part.values for part in parts], positions, total))
+            routes.append(Route(cuts, positions, [len(part.values) for part in parts], total, []))
+        for layer, route in zip(self._layers[::-1], routes[::-1], strict=True):
+            parts = self._lists(layer, {layer.digit: held}, [b - a for a, b in pairwise(layer.bounds)])
+            route.back = [len(part.values) for part in parts]
+            held = joined(parts)
+        return held, Configuration(own, routes, held.indices)
+
+    def values_only(self, values: Tensor, known: Configuration, sound: bool) -> Tensor:
+        """The same for other numbers at the indices of the configuration; nobody believes what is not sound."""
+        for layer, route in zip(self._layers, known.routes, strict=True):
+            parts = [values[first:last] for first, last in pairwise(route.cuts)]
+            got = self._floats(layer, dict(enumerate(parts)), route.counts, sound)
+            values = added(got, route.positions, route.total)
+        for layer, route in zip(self._layers[::-1], known.routes[::-1], strict=True):
+            values = torch.cat(self._floats(layer, {layer.digit: values}, route.back, sound))
+        return values
+
+    def _lists(self, layer: Layer, parts: Mapping[int, Listed], widths: Sequence[int]) -> list[Listed]:
+        """Lists of every rank of a layer, this one's included; ``widths``: of the stretches that they are of."""
+
+        def read(index: int, body: Tensor) -> Listed:
+            return Listed.read(body, widths[index])
+
+        found = self._move(layer, parts, Listed.write, read, None)
+        nothing = torch.zeros(0, device=self._send.device)
+        return [found.get(index) or Listed(width, nothing.long(), nothing) for index, width in enumerate(widths)]
+
+    def _floats(self, layer: Layer, parts: Mapping[int, Tensor], counts: Sequence[int], sound: bool) -> list[Tensor]:
+        """Numbers of every rank of a layer, this one's included."""
+
+        def write(values: Tensor, body: Tensor) -> int:
+            body[: 4 * len(values)].view(torch.float32).copy_(values)
+            return 4 * len(values)
+
+        def read(index: int, body: Tensor) -> Tensor:
+            return body[: 4 * counts[index]].view(torch.float32)
+
+        lengths = [HEADER + aligned(4 * count) for count in counts]
+        found = self._move(layer, parts, write, read, lengths, sound)
+        return [
+            found[index] if index in found else torch.zeros(count, device=self._send.device)
+            for index, count in enumerate(counts)
+        ]
+
+    def _move(
+        self,
+        layer: Layer,
+        parts: Mapping[int, T],
+        write: Callable[[T, Tensor], int],
+        read: Callable[[int, Tensor], T],
+        lengths: Sequence[int] | None,
+        sound: bool = True,
+    ) -> dict[int, T]:
+        """Send each rank of a layer its part, or all of them the only one.
+
+        Args:
+            layer: whose ranks.
+            parts: by index in the layer.
+            write: a part into a body; returns bytes.
+            read: a body of the rank at an index.
+            lengths: of the messages that come, if they are known.
+            sound: whether the messages may be believed.
+
+        Returns:
+            what came, by index, and the own part; without what could not be read.
+        """
+        sizes, one = [0] * len(layer.ranks), len(parts) == 1
+        slots = {index: 0 if one else index for index, _ in layer.peers}
+        with self._meter.span("encode"):
+            for index, slot in {0: 0}.items() if one else slots.items():
+                message = self._slot(self._send, layer, slot)
+                sizes[slot] = seal(message, write(parts[layer.digit if one else index], message[HEADER:]))
+                message[0] ^= not sound
+        rows = None if lengths else self._rounds.agree(sizes, layer.most)
+        sends, receives, indices = {}, {}, {}
+        for index, peer in layer.peers:
+            indices[peer], theirs = index, 0 if one else layer.digit
+            size = rows[self._rank][1 + slots[index]] if rows else sizes[slots[index]]
+            length = rows[peer][1 + theirs] if rows else lengths[index] if lengths else 0
+            sends[peer] = self._slot(self._send, layer, slots[index])[:size]
+            receives[peer] = self._slot(self._receive, layer, index)[:length]
+        found = {layer.digit: parts[layer.digit]}
+
+        def keep(peer: int, body: Tensor) -> None:
+            found[indices[peer]] = read(indices[peer], body)
+
+        self._rounds.swap(sends, receives, keep)
+        return found
+
+    @staticmethod
+    def _slot(buffer: Tensor, layer: Layer, slot: int) -> Tensor:
+        return buffer[slot * layer.most : (slot + 1) * layer.most]
 
 
 @dataclass(frozen=True)
@@ -89,8 +267,8 @@ class Butterfly(Exchange):
     """Layers of degrees d: all-to-all among d ranks of what is left, cut in d; then all-gathers on the way back.
 
     Volume shrinks from layer to layer as far as ranks select the same elements; few, large messages: ``sum (d - 1)`` a
-    rank on either way. Sums are exact, so that nothing is lost twice. Places travel with the values, and every rank
-    remembers the way of each number. As long as every rank has numbers at places of the last such step only (a mask
+    rank on either way. Sums are exact, so that nothing is lost twice. Indices travel with the values, and every rank
+    remembers the way of each number. As long as every rank has numbers at indices of the last such step only (a mask
     that stays, or nearly everything), and at half of them at least, values alone travel. All ranks decide so together.
 
     Args:
@@ -157,12 +335,12 @@ class _Plan(ExchangePlan):
         )
 
     def _expected(self, sections: Sequence[Section]) -> int:
-        """Of a step in which places travel too, if the ranks select independently."""
+        """Of a step in which indices travel too, if the ranks select independently."""
         merged, total, size = 1, 0, self._collective.size
         for layer in self._layers:
             bounds = list(pairwise(layer.bounds))
-            for place, _ in layer.peers:
-                total += _message_bytes(sections, merged, *bounds[place]) + _message_bytes(sections, size, *layer.own)
+            for index, _ in layer.peers:
+                total += _message_bytes(sections, merged, *bounds[index]) + _message_bytes(sections, size, *layer.own)
             merged *= len(layer.ranks)
         return total + (2 * len(self._layers) + 2) * self._rounds.table_bytes if self._layers else 0
 
@@ -201,7 +379,7 @@ def _message_bytes(sections: Sequence[Section], merged: int, start: int, stop: i
 
 
 def _covered(room: Tensor, held: Listed, known: Tensor | None) -> bool:
-    """Whether numbers are at known places only, and at so many of them that values alone take less."""
+    """Whether numbers are at known indices only, and at so many of them that values alone take less."""
     count = len(held.values)
     if known is None:
         return 2 * count >= len(room)

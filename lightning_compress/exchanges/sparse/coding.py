@@ -52,30 +52,30 @@ def write(values: Tensor, message: Tensor) -> int:
             body[: bitmap.nbytes] = bitmap.view(np.uint8)
             fast.take(bitmap, values.numpy(), body[bitmap.nbytes :].view(np.float32))
             return used
-    found = places_of(values)
+    found = indices_of(values)
     if _kind(len(found), numel) == "dense":
         return _dense(len(found), values, message)
     return write_entries(found, values[found], numel, message)
 
 
-def write_entries(places: Tensor, values: Tensor, numel: int, message: Tensor, exact: bool = False) -> int:
-    """The same for numbers at ascending places, int64 ``[count]``, none of them twice.
+def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor, exact: bool = False) -> int:
+    """The same for numbers at ascending indices, int64 ``[count]``, none of them twice.
 
     Where ``exact``, these are what is read: zeros are none of them, nor are they left out. The message may take
     ``bitmap_bytes(numel)`` more.
     """
-    count, kind = len(places), _kind(len(places), numel, exact)
+    count, kind = len(indices), _kind(len(indices), numel, exact)
     if kind == "dense":
-        return _dense(count, values.new_zeros(numel).index_copy_(0, places, values), message)
+        return _dense(count, values.new_zeros(numel).index_copy_(0, indices, values), message)
     message[:4].view(torch.int32)[0] = count
     used = int(used_bytes(count, numel, exact))
     body = message[HEADER:used]
     if kind == "list":
-        body[: 4 * count].view(torch.int32).copy_(places)
+        body[: 4 * count].view(torch.int32).copy_(indices)
     else:
         bitmap = bitmap_bytes(numel)
         bits = torch.zeros(8 * bitmap, dtype=torch.bool, device=values.device)
-        bits[places] = True
+        bits[indices] = True
         packed = np.packbits(bits.cpu().numpy(), bitorder="little")
         body[:bitmap].copy_(torch.from_numpy(packed))
     body[len(body) - 4 * count :].view(torch.float32).copy_(values)
@@ -103,17 +103,17 @@ def read(message: Tensor, out: Tensor) -> int:
         bitmap, values = _bitmap(message, count, numel, exact=False)
         fast.spread(bitmap, values.numpy(), out.numpy())
         return int(used_bytes(count, numel))
-    places, values = read_entries(message, numel)
-    if places is None:
+    indices, values = read_entries(message, numel)
+    if indices is None:
         out.copy_(values)
     else:
         out.zero_()
-        out[places] = values
+        out[indices] = values
     return int(used_bytes(count, numel))
 
 
 def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tensor | None, Tensor]:
-    """Places, int64 ``[count]``, and the numbers there; no places and all ``numel`` numbers where these were written.
+    """Indices, int64 ``[count]``, and the numbers there; no indices and all ``numel`` numbers where these were written.
 
     Raises:
         ValueError: the message is damaged.
@@ -125,18 +125,18 @@ def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tens
     if kind == "dense":
         return None, body.view(torch.float32)
     if kind == "list":
-        places = body[: 4 * count].view(torch.int32).long()
+        indices = body[: 4 * count].view(torch.int32).long()
     elif fast := kernels.backend(__name__, message.device):
         bitmap, values = _bitmap(message, count, numel, exact)
-        places = torch.empty(count, dtype=torch.int64)
-        fast.places(bitmap, places.numpy())
-        return places, values
+        indices = torch.empty(count, dtype=torch.int64)
+        fast.indices(bitmap, indices.numpy())
+        return indices, values
     else:
         bits = np.unpackbits(body[: bitmap_bytes(numel)].cpu().numpy(), bitorder="little")
-        places = torch.from_numpy(np.flatnonzero(bits)).to(message.device)
-    if len(places) != count or (count and not 0 <= int(places.min()) <= int(places.max()) < numel):
+        indices = torch.from_numpy(np.flatnonzero(bits)).to(message.device)
+    if len(indices) != count or (count and not 0 <= int(indices.min()) <= int(indices.max()) < numel):
         raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
-    return places, body[len(body) - 4 * count :].view(torch.float32)
+    return indices, body[len(body) - 4 * count :].view(torch.float32)
 
 
 def _bitmap(message: Tensor, count: int, numel: int, exact: bool) -> tuple[npt.NDArray[np.uint32], Tensor]:
@@ -153,23 +153,23 @@ def _bitmap(message: Tensor, count: int, numel: int, exact: bool) -> tuple[npt.N
     return bitmap, message[middle:used].view(torch.float32)
 
 
-def check_ascending(places: Tensor | None, numel: int) -> None:
-    """Refuse places that are not in order, or named twice; None: all of them.
+def check_ascending(indices: Tensor | None, numel: int) -> None:
+    """Refuse indices that are not in order, or named twice; None: all of them.
 
     Raises:
         ValueError: the message that they came from is damaged.
     """
-    if places is not None and bool((places.diff() <= 0).any()):
+    if indices is not None and bool((indices.diff() <= 0).any()):
         raise ValueError(f"a message names places out of order among its {numel} numbers; it is damaged")
 
 
-def places_of(values: Tensor) -> Tensor:
+def indices_of(values: Tensor) -> Tensor:
     """Where numbers are not 0, int64, ascending."""
     if fast := kernels.backend(__name__, values.device):
         bitmap = np.empty(bitmap_bytes(len(values)) // 4, np.uint32)
-        places = torch.empty(int(fast.mark(values.numpy(), bitmap)), dtype=torch.int64)
-        fast.places(bitmap, places.numpy())
-        return places
+        indices = torch.empty(int(fast.mark(values.numpy(), bitmap)), dtype=torch.int64)
+        fast.indices(bitmap, indices.numpy())
+        return indices
     if values.device.type == "cpu":  # several times as fast as torch's
         return torch.from_numpy(np.flatnonzero(values.numpy()))
     return values.nonzero().flatten()

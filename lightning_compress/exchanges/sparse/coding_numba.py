@@ -43,7 +43,7 @@ def count(bitmap, numel):
 
 
 @kernel
-def places(bitmap, out):
+def indices(bitmap, out):
     """Write where bits are 1 to int64 ``[count]``."""
     found = 0
     for number in range(len(bitmap)):

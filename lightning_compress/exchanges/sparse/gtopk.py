@@ -151,9 +151,9 @@ class _Plan(ExchangePlan):
 
     def _keep(self, dropped: Listed, vector: Tensor) -> None:
         """What a merge drops goes out again with a later gradient of this rank."""
-        assert dropped.places is not None
+        assert dropped.indices is not None
         left = self._left.take(vector)
-        left.index_add_(0, dropped.places, dropped.values)
+        left.index_add_(0, dropped.indices, dropped.values)
         self._left.put(left, vector)
 
 
@@ -167,13 +167,13 @@ def merged(one: Listed, other: Listed, cuts: Tensor, whole: Sequence[bool]) -> t
             has that has more of them; of equal ones the first.
         whole: sections of which all are kept.
     """
-    places, (mine, theirs) = united([one, other])
-    if places is None:
-        places = torch.arange(one.numel, device=one.values.device)
-    values = added([one.values, other.values], [mine, theirs], len(places))
-    edges = torch.searchsorted(places, cuts).tolist()
+    indices, (mine, theirs) = united([one, other])
+    if indices is None:
+        indices = torch.arange(one.numel, device=one.values.device)
+    values = added([one.values, other.values], [mine, theirs], len(indices))
+    edges = torch.searchsorted(indices, cuts).tolist()
     counts = [each.cuts(cuts.tolist()) for each in (one, other)]
-    kept = torch.zeros(len(places), dtype=torch.bool, device=places.device)
+    kept = torch.zeros(len(indices), dtype=torch.bool, device=indices.device)
     for number, (first, last) in enumerate(pairwise(edges)):
         k = max(each[number + 1] - each[number] for each in counts)
         if whole[number]:
@@ -181,5 +181,5 @@ def merged(one: Listed, other: Listed, cuts: Tensor, whole: Sequence[bool]) -> t
         else:
             order = values[first:last].abs().sort(descending=True, stable=True).indices
             kept[order[:k] + first] = True
-    few = Listed(one.numel, None if bool(kept.all()) and len(kept) == one.numel else places[kept], values[kept])
-    return few, Listed(one.numel, places[~kept], values[~kept])
+    few = Listed(one.numel, None if bool(kept.all()) and len(kept) == one.numel else indices[kept], values[kept])
+    return few, Listed(one.numel, indices[~kept], values[~kept])

@@ -1,4 +1,4 @@
-"""Numbers at ascending places, cut into stretches, sent, and united: what a butterfly routes."""
+"""Numbers at ascending indices, cut into stretches, sent, and united: what a butterfly routes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lightning_compress.exchanges.sparse import coding
 
 @dataclass(frozen=True)
 class Listed:
-    """Numbers of a stretch of ``numel``: int64 ``[count]``, ascending, or None for all places; float32 ``[count]``."""
+    """Numbers of a stretch of ``numel``: int64 ``[count]``, ascending, or None for all indices; float32 ``[count]``."""
 
     numel: int
-    places: Tensor | None
+    indices: Tensor | None
     values: Tensor
 
     @classmethod
     def of(cls, vector: Tensor) -> Listed:
         """What is not 0."""
-        places = coding.places_of(vector)
-        return cls(len(vector), None, vector) if len(places) == len(vector) else cls.at(places, vector)
+        indices = coding.indices_of(vector)
+        return cls(len(vector), None, vector) if len(indices) == len(vector) else cls.at(indices, vector)
 
     @classmethod
-    def at(cls, places: Tensor | None, vector: Tensor) -> Listed:
-        """What stands at places."""
-        return cls(len(vector), places, vector if places is None else vector[places])
+    def at(cls, indices: Tensor | None, vector: Tensor) -> Listed:
+        """What stands at indices."""
+        return cls(len(vector), indices, vector if indices is None else vector[indices])
 
     @classmethod
     def read(cls, message: Tensor, numel: int) -> Listed:
@@ -37,28 +37,28 @@ class Listed:
         Raises:
             ValueError: the message is damaged.
         """
-        places, values = coding.read_entries(message, numel, exact=True)
-        coding.check_ascending(places, numel)
-        return cls(numel, places, values)
+        indices, values = coding.read_entries(message, numel, exact=True)
+        coding.check_ascending(indices, numel)
+        return cls(numel, indices, values)
 
     def write(self, message: Tensor) -> int:
         """Write it all; returns bytes of the message."""
-        if self.places is None:
+        if self.indices is None:
             return coding.write_all(self.values, message)
-        return coding.write_entries(self.places, self.values, self.numel, message, exact=True)
+        return coding.write_entries(self.indices, self.values, self.numel, message, exact=True)
 
     def cuts(self, bounds: Sequence[int]) -> list[int]:
-        """How many of the numbers stand before each of some places."""
-        if self.places is None:
+        """How many of the numbers stand before each of some indices."""
+        if self.indices is None:
             return list(bounds)
-        return [int(cut) for cut in torch.searchsorted(self.places, torch.tensor(bounds, device=self.places.device))]
+        return [int(cut) for cut in torch.searchsorted(self.indices, torch.tensor(bounds, device=self.indices.device))]
 
     def part(self, start: int, stop: int, first: int, last: int) -> Listed:
-        """The numbers ``[first, last)``, which are those of the places from ``start`` to ``stop``."""
-        places = None if self.places is None else self.places[first:last] - start
-        if places is not None and len(places) == stop - start:
-            places = None
-        return Listed(stop - start, places, self.values[first:last])
+        """The numbers ``[first, last)``, which are those of the indices from ``start`` to ``stop``."""
+        indices = None if self.indices is None else self.indices[first:last] - start
+        if indices is not None and len(indices) == stop - start:
+            indices = None
+        return Listed(stop - start, indices, self.values[first:last])
 
     @property
     def used_bytes(self) -> int:
@@ -67,32 +67,32 @@ class Listed:
 
     def add_to(self, out: Tensor) -> None:
         """Add the numbers to all of the stretch."""
-        if self.places is None:
+        if self.indices is None:
             out.add_(self.values)
         else:
-            out.index_add_(0, self.places, self.values)
+            out.index_add_(0, self.indices, self.values)
 
     def spread(self, out: Tensor) -> None:
         """Write all numbers of the stretch, zeros too."""
-        if self.places is None:
+        if self.indices is None:
             out.copy_(self.values)
         else:
             out.zero_()
-            out[self.places] = self.values
+            out[self.indices] = self.values
 
 
 def united(parts: Sequence[Listed]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """All places of lists of the same stretch, and where among them each list's are; None: all, in order."""
+    """All indices of lists of the same stretch, and where among them each list's are; None: all, in order."""
     numel = parts[0].numel
-    if any(part.places is None for part in parts):
-        return None, [part.places for part in parts]
+    if any(part.indices is None for part in parts):
+        return None, [part.indices for part in parts]
     marks = torch.zeros(numel, dtype=torch.bool, device=parts[0].values.device)
     for part in parts:
-        marks[part.places] = True
-    places = marks.nonzero().flatten()
-    if len(places) == numel:
-        return None, [part.places for part in parts]
-    return places, [torch.searchsorted(places, part.places) for part in parts if part.places is not None]
+        marks[part.indices] = True
+    indices = marks.nonzero().flatten()
+    if len(indices) == numel:
+        return None, [part.indices for part in parts]
+    return indices, [torch.searchsorted(indices, part.indices) for part in parts if part.indices is not None]
 
 
 def added(values: Sequence[Tensor], positions: Sequence[Tensor | None], count: int) -> Tensor:
@@ -109,11 +109,11 @@ def added(values: Sequence[Tensor], positions: Sequence[Tensor | None], count: i
 def joined(parts: Sequence[Listed]) -> Listed:
     """Lists of stretches that follow one another, as one."""
     values, numel = torch.cat([part.values for part in parts]), sum(part.numel for part in parts)
-    if all(part.places is None for part in parts):
+    if all(part.indices is None for part in parts):
         return Listed(numel, None, values)
-    places, start = [], 0
+    indices, start = [], 0
     for part in parts:
-        inside = torch.arange(part.numel, device=values.device) if part.places is None else part.places
-        places.append(inside + start)
+        inside = torch.arange(part.numel, device=values.device) if part.indices is None else part.indices
+        indices.append(inside + start)
         start += part.numel
-    return Listed(numel, torch.cat(places), values)
+    return Listed(numel, torch.cat(indices), values)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core.buffers import Growing
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import Declared, States, place_of
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest, new_messages
 from lightning_compress.exchanges.cost import Cost
@@ -28,7 +29,6 @@ from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed, joined
-from lightning_compress.exchanges.sparse.regions import Memory, declared
 from lightning_compress.exchanges.sparse.selection import (
     Compact,
     check_fed_back,
@@ -39,6 +39,91 @@ from lightning_compress.exchanges.sparse.selection import (
 
 MORE, FEWER, NUDGE = 4 / 3, 2 / 3, 1.008
 """How many times k may be kept, and must be, before the threshold changes, and by what it is lowered."""
+
+
+BINS = 64
+"""Parts of a parameter in which selected elements are counted."""
+
+
+def declared(layout: Layout) -> Mapping[str, Declared]:
+    """Counts of selected elements, thresholds and clocks; the same on all ranks."""
+    one = Layout.of((segment.name, (1,)) for segment in layout.segments)
+    bins = Layout.of((segment.name, (min(BINS, segment.numel),)) for segment in layout.segments)
+    return {"load": Declared(bins, "shared"), "threshold": Declared(one, "shared"), "clock": Declared(one, "shared")}
+
+
+class Memory:
+    """What is remembered from step to step, for the sections of one group.
+
+    Everything is kept by parameter, so that it moves with DistributedDataParallel's buckets, and whatever the number of
+    ranks is: how many elements of each of up to ``BINS`` parts of a parameter were selected, the threshold of its
+    section, and a clock.
+
+    Args:
+        sections: side by side.
+        states: what ``declared`` named.
+        device: where vectors are.
+    """
+
+    def __init__(self, sections: Sequence[Section], states: States, device: torch.device) -> None:
+        self._states = states
+        bins = {each.name: place_of(each) for each in states["load"].layout.segments}
+        ones = {each.name: each.offset for each in states["threshold"].layout.segments}
+        edges, start = [0], 0
+        slots: list[int] = []
+        self._owners: list[list[int]] = []
+        for section in sections:
+            segments = [segment for segment in section.layout.segments if segment.numel]
+            self._owners.append([ones[segment.name] for segment in segments])
+            for segment in segments:
+                span = bins[segment.name]
+                count = span.stop - span.start
+                edges += [start + segment.numel * (part + 1) // count for part in range(count)]
+                slots += range(span.start, span.stop)
+                start += segment.numel
+        self._edges, self._slots = np.array(edges), torch.tensor(slots, dtype=torch.int64, device=device)
+        self._all = torch.tensor([index for owners in self._owners for index in owners], device=device).long()
+
+    def clock(self) -> int:
+        """Steps so far; modulo what the last ``tick`` said."""
+        clocks = self._states["clock"].base()[self._all]
+        return int(clocks.min()) if len(clocks) else 0
+
+    def thresholds(self) -> list[float]:
+        """Of each section; the least of its parameters', which may come from other groups."""
+        numbers = self._states["threshold"].base()
+        return [float(numbers[owners].min()) if owners else 0.0 for owners in self._owners]
+
+    def carry(self) -> None:
+        """Let the numbers of the step before be those of this one."""
+        for state in self._states.values():
+            state.pending.copy_(state.base())
+
+    def tick(self, clock: int, thresholds: Sequence[float]) -> None:
+        """Write what the next step goes on from; after ``carry``."""
+        self._states["clock"].pending[self._all] = float(clock)
+        for owners, threshold in zip(self._owners, thresholds, strict=True):
+            self._states["threshold"].pending[owners] = threshold
+
+    def count(self, held: Listed) -> Tensor:
+        """How many numbers there are in each part, float32."""
+        cuts = held.cuts(self._edges.tolist())
+        return torch.tensor(cuts, dtype=torch.float32, device=self._slots.device).diff()
+
+    def weigh(self, counts: Tensor) -> None:
+        """Write how many all ranks selected in each part; after ``carry``."""
+        self._states["load"].pending[self._slots] = counts
+
+    def bounds(self, ranks: int) -> list[int]:
+        """Where regions begin and end in which equally many elements were selected, as ``weigh`` said."""
+        loads = self._states["load"].pending[self._slots].double().cpu().numpy()
+        loads = np.clip(np.nan_to_num(loads), 0, 2.0**31)
+        if not loads.sum():
+            loads = np.diff(self._edges).astype(np.float64)
+        reached = np.concatenate([[0.0], np.cumsum(loads)])
+        wanted = reached[-1] * np.arange(1, ranks) / ranks
+        inner = np.floor(np.interp(wanted, reached, self._edges)).astype(np.int64)
+        return [0, *inner.tolist(), int(self._edges[-1])]
 
 
 class OwnersPlan(ExchangePlan):
@@ -168,15 +253,15 @@ class OwnersPlan(ExchangePlan):
     def _filter(self, sums: Tensor, start: int, minimum: Sequence[float]) -> Listed:
         """Those that reach the thresholds of their sections."""
         found = Listed.of(sums)
-        places = torch.arange(found.numel, device=sums.device) if found.places is None else found.places
-        least = torch.tensor(minimum, device=sums.device)[self._section_of(places + start)]
+        indices = torch.arange(found.numel, device=sums.device) if found.indices is None else found.indices
+        least = torch.tensor(minimum, device=sums.device)[self._section_of(indices + start)]
         kept = ~(found.values.abs() < least)  # what is no number is kept, and found
-        if found.places is None and bool(kept.all()):
+        if found.indices is None and bool(kept.all()):
             return found
-        return Listed(found.numel, places[kept], found.values[kept])
+        return Listed(found.numel, indices[kept], found.values[kept])
 
-    def _section_of(self, places: Tensor) -> Tensor:
-        return torch.searchsorted(self._ends[1:], places, right=True)
+    def _section_of(self, indices: Tensor) -> Tensor:
+        return torch.searchsorted(self._ends[1:], indices, right=True)
 
     def _read(self, messages: Tensor, bounds: Sequence[int], flag: Tensor) -> Listed:
         flag.copy_((flags_of(messages) * 0.0).sum())
@@ -209,20 +294,20 @@ class OwnersPlan(ExchangePlan):
                 threshold /= NUDGE
             later.append(threshold)
         if not bool(chosen.all()):
-            places = torch.arange(kept.numel, device=chosen.device) if kept.places is None else kept.places
-            kept = Listed(kept.numel, places[chosen], kept.values[chosen])
+            indices = torch.arange(kept.numel, device=chosen.device) if kept.indices is None else kept.indices
+            kept = Listed(kept.numel, indices[chosen], kept.values[chosen])
         return kept, used, later
 
     def _take_back(self, held: Listed, result: Listed, used: Sequence[float], vector: Tensor) -> None:
         """What this rank sent and nobody applied goes out again with a later gradient."""
-        if result.places is None or not any(used):
+        if result.indices is None or not any(used):
             return
-        self._kept.zero_()[result.places] = True
-        places = torch.arange(held.numel, device=vector.device) if held.places is None else held.places
+        self._kept.zero_()[result.indices] = True
+        indices = torch.arange(held.numel, device=vector.device) if held.indices is None else held.indices
         dropping = torch.tensor([each > 0 for each in used], device=vector.device)
-        back = ~self._kept[places] & dropping[self._section_of(places)]
+        back = ~self._kept[indices] & dropping[self._section_of(indices)]
         left = self._left.take(vector)
-        left.index_add_(0, places[back], held.values[back])
+        left.index_add_(0, indices[back], held.values[back])
         self._left.put(left, vector)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,111 @@ from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
 from lightning_compress.exchanges.sparse.selection import Compact, check_selective, expected_count
-from lightning_compress.exchanges.sparse.sums import Coding, SparseSum
+
+
+class Coding(Protocol):
+    """How sums are written; see ``coding``."""
+
+    def most_bytes(self, numel: int, /) -> int: ...  # noqa: D102
+
+    def write(self, values: Tensor, message: Tensor, /) -> int: ...  # noqa: D102
+
+    def write_entries(self, indices: Tensor, values: Tensor, numel: int, message: Tensor, /) -> int: ...  # noqa: D102
+
+    def read_entries(self, message: Tensor, numel: int, /) -> tuple[Tensor | None, Tensor]: ...  # noqa: D102
+
+
+class SparseSum:
+    """A sum under way: ascending indices and values while few are not 0, else all numbers.
+
+    The streams of SparCML. A sum becomes dense where its two parts have half of all elements together, which bounds
+    their union without counting it, and stays so.
+
+    Args:
+        room: float32 ``[numel]``, contiguous: what the sum begins with, and where it is when it is dense.
+        way: how it is written.
+
+    Attributes:
+        indices: int64 ``[count]``, ascending, or None where the sum is dense.
+        values: the numbers there; all of them where the sum is dense.
+    """
+
+    def __init__(self, room: Tensor, way: Coding = coding) -> None:
+        self._room, self._way = room, way
+        self._take(coding.indices_of(room), None)
+
+    def _take(self, indices: Tensor | None, values: Tensor | None) -> None:
+        few = indices is not None and 2 * len(indices) < len(self._room)
+        if few:
+            self.values = self._room[indices] if values is None else values
+        elif values is not None:
+            self._spread(indices, values)
+        self.indices = indices if few else None
+        if not few:
+            self.values = self._room
+
+    def add(self, message: Tensor) -> None:
+        """Add what ``write`` wrote elsewhere.
+
+        Raises:
+            ValueError: the message is damaged.
+        """
+        indices, values = self._entries(message)
+        if self.indices is None or indices is None or 2 * (len(self.indices) + len(indices)) >= len(self._room):
+            self.spread()
+            self.indices, self.values = None, self._room
+            self._room.add_(values) if indices is None else self._room.index_add_(0, indices, values)
+        else:
+            self.indices, self.values = merged(self.indices, self.values, indices, values)
+
+    def load(self, message: Tensor) -> None:
+        """Take what ``write`` wrote elsewhere in place of what was here.
+
+        Raises:
+            ValueError: the message is damaged.
+        """
+        self._take(*self._entries(message))
+
+    def write(self, message: Tensor) -> int:
+        """Write it; returns bytes of the message."""
+        if self.indices is None:
+            return self._way.write(self._room, message)
+        return self._way.write_entries(self.indices, self.values, len(self._room), message)
+
+    def spread(self) -> None:
+        """Write all numbers to where the sum began, if they are not there."""
+        if self.indices is not None:
+            self._spread(self.indices, self.values)
+
+    def _entries(self, message: Tensor) -> tuple[Tensor | None, Tensor]:
+        indices, values = self._way.read_entries(message, len(self._room))
+        coding.check_ascending(indices, len(self._room))
+        return indices, values
+
+    def _spread(self, indices: Tensor | None, values: Tensor) -> None:
+        if indices is None:
+            self._room.copy_(values)
+        else:
+            self._room.zero_().index_copy_(0, indices, values)
+
+
+def merged(indices: Tensor, values: Tensor, others: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Add two lists: int64 indices, ascending in each, and float32 values; what adds up to 0 stays in the list."""
+    at = torch.searchsorted(indices, others)
+    known = torch.zeros_like(at, dtype=torch.bool)
+    inside = at < len(indices)
+    known[inside] = indices[at[inside]] == others[inside]
+    sums = values.clone()
+    sums[at[known]] += theirs[known]
+    new = ~known
+    slots = at[new]
+    slots += torch.arange(len(slots), device=slots.device)
+    old = torch.ones(len(indices) + len(slots), dtype=torch.bool, device=slots.device)
+    old[slots] = False
+    both, all_values = indices.new_empty(len(old)), values.new_empty(len(old))
+    both[slots], both[old] = others[new], indices
+    all_values[slots], all_values[old] = theirs[new], sums
+    return both, all_values
 
 
 @dataclass(frozen=True)

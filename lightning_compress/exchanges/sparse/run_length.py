@@ -38,21 +38,21 @@ def expected_bytes(numel: int, share: float) -> float:
 
 def write(values: Tensor, message: Tensor) -> int:
     """Write float32 ``[numel]`` to uint8 ``[most_bytes(numel)]``; returns bytes of the message."""
-    places = coding.places_of(values)
-    return write_entries(places, values[places], len(values), message)
+    indices = coding.indices_of(values)
+    return write_entries(indices, values[indices], len(values), message)
 
 
-def write_entries(places: Tensor, values: Tensor, numel: int, message: Tensor) -> int:
-    """The same for numbers at ascending places, int64 ``[count]``, none of them twice."""
+def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor) -> int:
+    """The same for numbers at ascending indices, int64 ``[count]``, none of them twice."""
     there = values != 0
-    places, values = places[there], values[there]
+    indices, values = indices[there], values[there]
     message[:HEADER] = 0
-    if not len(places):
+    if not len(indices):
         return HEADER
-    begins = torch.ones(len(places), dtype=torch.bool, device=places.device)
-    begins[1:] = places.diff() > GAP + 1
+    begins = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
+    begins[1:] = indices.diff() > GAP + 1
     first = begins.nonzero().flatten()
-    starts, ends = places[first], places[torch.cat([first[1:] - 1, first.new_tensor([len(places) - 1])])] + 1
+    starts, ends = indices[first], indices[torch.cat([first[1:] - 1, first.new_tensor([len(indices) - 1])])] + 1
     lengths = ends - starts
     offsets = lengths.cumsum(0) - lengths
     zeros = starts - torch.cat([starts.new_zeros(1), ends[:-1]])
@@ -61,12 +61,12 @@ def write_entries(places: Tensor, values: Tensor, numel: int, message: Tensor) -
     middle, used = HEADER + 8 * runs, HEADER + 8 * runs + 4 * count
     message[HEADER:middle].view(torch.int32).copy_(torch.stack([zeros, lengths], dim=1).flatten())
     body = message[middle:used].view(torch.float32).zero_()
-    body[places - (starts - offsets)[begins.cumsum(0) - 1]] = values
+    body[indices - (starts - offsets)[begins.cumsum(0) - 1]] = values
     return used
 
 
 def read_entries(message: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
-    """Places, int64 ``[count]``, and the numbers there; no places and all ``numel`` numbers where these were written.
+    """Indices, int64 ``[count]``, and the numbers there; no indices and all ``numel`` numbers where these were written.
 
     Raises:
         ValueError: the message is damaged.
@@ -83,9 +83,9 @@ def read_entries(message: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
     values = message[middle : middle + 4 * count].view(torch.float32)
     if count == numel:
         return None, values
-    places = torch.arange(count, device=message.device) + zeros.cumsum(0).repeat_interleave(lengths)
+    indices = torch.arange(count, device=message.device) + zeros.cumsum(0).repeat_interleave(lengths)
     there = values != 0
-    return places[there], values[there]
+    return indices[there], values[there]
 
 
 class Runs:

@@ -1,4 +1,4 @@
-"""What exchanges of sums have in common: who may use them, what to expect, and stretches as one vector."""
+"""What exchanges of sums have in common: who may use them, what to expect, and sections as one tensor."""
 
 from __future__ import annotations
 

@@ -171,13 +171,13 @@ class _Plan(ExchangePlan):
 
 
 def _quantiles(held: Listed, parts: int) -> Tensor:
-    """Places that cut a list into equal parts, int64 ``[parts - 1]``, nearest to equal lengths."""
+    """Indices that cut a list into equal parts, int64 ``[parts - 1]``, nearest to equal lengths."""
     count, numbers = len(held.values), torch.arange(1, parts, device=held.values.device)
     even = numbers * held.numel // parts
-    if held.places is None or not count:
+    if held.indices is None or not count:
         return even
     before = (numbers * count + parts - 1) // parts  # numbers of the list in front of each cut
-    ends = torch.cat([held.places, held.places.new_tensor([held.numel])])
+    ends = torch.cat([held.indices, held.indices.new_tensor([held.numel])])
     return torch.minimum(torch.maximum(even, ends[before - 1] + 1), ends[before])
 
 

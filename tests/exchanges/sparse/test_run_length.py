@@ -12,7 +12,7 @@ from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import RunLength
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.sparse import run_length
-from lightning_compress.exchanges.sparse.sums import SparseSum
+from lightning_compress.exchanges.sparse.recursive_doubling import SparseSum
 
 CPU = torch.device("cpu")
 VECTORS = st.lists(st.sampled_from([0.0, 0.0, 0.0, -0.0, 1.0, -1.0, 2.5]), min_size=1, max_size=120)

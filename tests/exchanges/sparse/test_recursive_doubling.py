@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.sums import SparseSum, merged
+from lightning_compress.exchanges.sparse.recursive_doubling import SparseSum, merged
 
 
 def sparse(numel, share, seed):
@@ -29,8 +29,8 @@ def test_sums_are_dense_sums(numel, shares, seed):
     dense = False
     for part in parts[1:]:
         total.add(message(part))
-        assert not (dense and total.places is not None)  # once dense, always dense
-        dense = total.places is None
+        assert not (dense and total.indices is not None)  # once dense, always dense
+        dense = total.indices is None
         out = torch.full((16 + 4 * numel,), 255, dtype=torch.uint8)
         other = SparseSum(torch.full((numel,), 7.0))
         other.load(out[: total.write(out)])
@@ -48,12 +48,12 @@ def test_the_switch_to_dense():
         other = torch.zeros(100)
         other[:more] = 1  # the same places: the rule bounds the union, and does not count it
         total.add(message(other))
-        return total.places is None
+        return total.indices is None
 
     assert not added(20, 29)
     assert added(20, 30)
-    assert SparseSum(torch.ones(100)).places is None
-    assert SparseSum(torch.zeros(0)).places is None
+    assert SparseSum(torch.ones(100)).indices is None
+    assert SparseSum(torch.zeros(0)).indices is None
 
 
 def test_all_places_in_a_list_are_no_dense_sum():
