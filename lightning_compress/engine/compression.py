@@ -85,7 +85,7 @@ class Compression:
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
         self._workspace = Workspace()  # other models of the process average at the same time
-        self._soundness = Soundness(self.device, settings.guards)
+        self._soundness = Soundness(self.device, settings)
         self._passes = Passes(parameters if accumulates else [])
         self._last_state: snapshot.Snapshot | None = None
         self._last_norm: float | None = None
@@ -94,7 +94,7 @@ class Compression:
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
-        self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
+        self._drift = DriftGuard(parameters, same, self._collective, settings)
         if not settings.averages:
             self._passes.watch()
         watch(self)

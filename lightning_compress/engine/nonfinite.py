@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_compress.settings.settings import Guards
+from lightning_compress.settings.settings import Settings
 
 
 class Soundness:
@@ -16,17 +16,17 @@ class Soundness:
 
     Args:
         device: where gradients are.
-        guards: what is done about it.
+        settings: what is done about it.
 
     Attributes:
         count: int64 scalar, steps so far that were not sound.
         refused: the optimizers of this step were kept from stepping.
     """
 
-    def __init__(self, device: torch.device, guards: Guards) -> None:
+    def __init__(self, device: torch.device, settings: Settings) -> None:
         self._flags: list[tuple[Tensor, frozenset[str]]] = []
         self._sound = torch.zeros((), device=device)
-        self._policy = guards.on_nonfinite
+        self._policy = settings.on_nonfinite
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.refused = False
 
