@@ -35,7 +35,7 @@ from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.hook import register
 from lightning_compress.engine.unused import Unused
 from lightning_compress.exchanges import Auto
-from lightning_compress.settings.settings import Guards, Settings
+from lightning_compress.settings.settings import Settings
 from recipes.resnet.model import ResNet
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     for name, median in medians.items():
         table.add_row(name, f"{median:.1f}", f"{100 * extra[name]:+.1f} %")
     Console().print(table)
-    every = Guards().check_drift_every
+    every = Settings.of("onebit").check_drift_every
     step_ms = parts.pop("step") - parts["guard"] * (1 - 1 / every)
     parts["guard"] /= every
     share = {name: spent / step_ms for name, spent in parts.items()}

@@ -20,7 +20,7 @@ from lightning_compress.engine.accumulation import Passes
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.forecast import Forecast
 from lightning_compress.engine.groups import Groups
-from lightning_compress.engine.nonfinite import Soundness
+from lightning_compress.engine.nonfinite import FiniteGuard
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.settings.rules import kinds_of
@@ -85,7 +85,7 @@ class Compression:
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
         self._workspace = Workspace()  # other models of the process average at the same time
-        self._soundness = Soundness(self.device, settings.guards)
+        self._finite = FiniteGuard(self.device, settings)
         self._passes = Passes(parameters if accumulates else [])
         self._last_state: snapshot.Snapshot | None = None
         self._last_norm: float | None = None
@@ -94,7 +94,7 @@ class Compression:
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
-        self._drift = DriftGuard(parameters, same, self._collective, settings.guards)
+        self._drift = DriftGuard(parameters, same, self._collective, settings)
         if not settings.averages:
             self._passes.watch()
         watch(self)
@@ -128,7 +128,7 @@ class Compression:
                         state.roll_back()
             with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
                 flag = group.reduce(own, self.step, self._scale(), turn)
-            self._soundness.add(flag, group.names)
+            self._finite.add(flag, group.names)
             self._drift.note(self.step, group.given, own)
 
     def count(self, sent: int) -> None:
@@ -141,7 +141,7 @@ class Compression:
     def _begin_step(self) -> None:
         """The first bucket of a step: what no optimizer committed in the last one was thrown away."""
         self._stepped = False
-        self._soundness.begin_step()
+        self._finite.begin_step()
         self._forget()
         if self.settings.residual_follows_lr:
             factors = self._optimizers.changes()
@@ -172,8 +172,8 @@ class Compression:
 
     def _begin_pass(self) -> None:
         """Another backward of the step begins; one that was not finite, which a GradScaler skipped, is forgotten."""
-        rejected = self._soundness.settle()
-        self._soundness.begin_step()
+        rejected = self._finite.settle()
+        self._finite.begin_step()
         self._passes.next()
         for state in self.groups.states():
             state.reject(rejected)
@@ -236,7 +236,7 @@ class Compression:
     @property
     def looks(self) -> bool:
         """Whether something is done about gradients that are not finite."""
-        return self.active and self._soundness.looks and self._scale() is None  # a GradScaler sees to it by itself
+        return self.active and self._finite.looks and self._scale() is None  # a GradScaler sees to it by itself
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Keep the optimizer from stepping with gradients that are not finite.
@@ -247,13 +247,13 @@ class Compression:
         if self._optimizers.owned(optimizer):
             names = [name for group in self.groups for name in group.nonfinite]
             where = f"on rank {self._collective.rank}, of {', '.join(names[:3])}" if names else "on another rank"
-            self._soundness.before_step(optimizer, f"step {self.step}: gradients are not finite {where}")
+            self._finite.before_step(optimizer, f"step {self.step}: gradients are not finite {where}")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer stepped: the residuals of its parameters are committed, unless a gradient was not finite."""
-        if not (names := self._optimizers.owned(optimizer)) or self._soundness.refused:
+        if not (names := self._optimizers.owned(optimizer)) or self._finite.refused:
             return
-        rejected = self._soundness.rejected(optimizer, names)
+        rejected = self._finite.rejected(optimizer, names)
         follows = self.settings.residual_follows_lr
         moved = names - self._optimizers.stepped(optimizer) if follows else names
         for group in self.groups:
@@ -262,7 +262,7 @@ class Compression:
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
             self._passes.begin_step()
-            self._soundness.note()
+            self._finite.note()
             self.step += 1
             self.meter.end_step()
 
@@ -274,7 +274,7 @@ class Compression:
     def roll_back(self) -> None:
         """The optimizer did not step: residuals stay as they were. Nothing happens where it did."""
         if not self._stepped:
-            self._soundness.settle()
+            self._finite.settle()
             self._forget()
             self._stepped = True
 
@@ -312,7 +312,7 @@ class Compression:
         for state in self.groups.states():
             state.reset()
         self._optimizers.forget()
-        self._soundness.forget()
+        self._finite.forget()
         self._stepped = True
         self.step = 0
 
@@ -326,7 +326,7 @@ class Compression:
             ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
-        return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(self._soundness.count)}
+        return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(self._finite.count)}
 
     @property
     def summary(self) -> str:

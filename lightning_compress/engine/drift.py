@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
-from lightning_compress.settings.settings import Guards
+from lightning_compress.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class DriftGuard:
         parameters: names and parameters, in the same order on all ranks.
         same: returns what else has to be the same on all ranks, in the same order.
         collective: the ranks.
-        guards: how often, and what to do.
+        settings: how often, and what to do.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class DriftGuard:
         parameters: Sequence[tuple[str, Tensor]],
         same: Callable[[], Iterable[Tensor]],
         collective: Collective,
-        guards: Guards,
+        settings: Settings,
     ) -> None:
         self._parameters = parameters
         self._same = same
         self._collective = collective
-        self._every = guards.check_drift_every if collective.size > 1 else 0
-        self._resyncs = guards.on_drift == "resync"
+        self._every = settings.check_drift_every if collective.size > 1 else 0
+        self._resyncs = settings.on_drift == "resync"
         self._gradients: dict[str, Tensor] = {}
         self._looked = 0
 

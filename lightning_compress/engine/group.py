@@ -290,7 +290,7 @@ class Group:
         if straight is None or not pieces or self._correction or self.settings.local_clip_norm is not None:
             return None
         if not self.states and straight.is_own(pieces[0].dtype):  # what DistributedDataParallel does, on all ranks
-            if self.settings.guards.on_nonfinite == "raise":  # and names the parameters
+            if self.settings.on_nonfinite == "raise":  # and names the parameters
                 self._note((_extremes(pieces) * 0.0).sum(), pieces)
             return average_in_place(pieces, self._collective)
         if not self._goes_straight(given, pieces):

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_compress.settings.settings import Guards
+from lightning_compress.settings.settings import Settings
 
 
-class Soundness:
+class FiniteGuard:
     """What is known of the step under way, on the device; every rank knows the same.
 
     Args:
         device: where gradients are.
-        guards: what is done about it.
+        settings: what is done about it.
 
     Attributes:
-        count: int64 scalar, steps so far that were not sound.
+        count: int64 scalar, steps so far with gradients that were not finite.
         refused: the optimizers of this step were kept from stepping.
     """
 
-    def __init__(self, device: torch.device, guards: Guards) -> None:
+    def __init__(self, device: torch.device, settings: Settings) -> None:
         self._flags: list[tuple[Tensor, frozenset[str]]] = []
-        self._sound = torch.zeros((), device=device)
-        self._policy = guards.on_nonfinite
+        self._zero = torch.zeros((), device=device)
+        self._policy = settings.on_nonfinite
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.refused = False
 
@@ -47,7 +47,7 @@ class Soundness:
     def _found(self, names: Collection[str] | None = None) -> Tensor:
         """Bool scalar: a gradient was not finite, of a group that has any of these parameters."""
         flags = [flag for flag, own in self._flags if names is None or not own.isdisjoint(names)]
-        return torch.stack([self._sound, *flags]).sum().isnan()
+        return torch.stack([self._zero, *flags]).sum().isnan()
 
     def rejected(self, optimizer: Optimizer, names: Collection[str]) -> Tensor:
         """Bool scalar: a step that the optimizer of these parameters made does not count: gradients were not finite."""
@@ -55,11 +55,11 @@ class Soundness:
         return found if scaled is None else found | (scaled > 0).to(found.device).squeeze()
 
     def note(self) -> None:
-        """Count the step if it was not sound."""
+        """Count the step if its gradients were not finite."""
         self.count.add_(self._found())
 
     def settle(self) -> Tensor:
-        """Count the step if it was not sound, and forget it; returns whether it was not, a bool scalar."""
+        """Count the step if its gradients were not finite, and forget it; returns a bool scalar, whether it was so."""
         rejected = self._found()
         self.count.add_(rejected)
         self._flags.clear()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
 
@@ -33,37 +36,53 @@ from lightning_compress.settings.automatic import Automatic, Chosen
 from lightning_compress.settings.rules import Compressor, Rules
 from lightning_compress.settings.schedule import Schedule, changed
 
-ON_NONFINITE = ("pass", "skip", "raise")
-ON_DRIFT = ("error", "resync")
+
+def _must(fits: Callable[[Any], bool], be: str) -> Callable[[str, object], object]:
+    def read(name: str, given: object) -> object:
+        if not fits(given):
+            raise ValueError(f"{name}={given!r} must be {be}")
+        return given
+
+    return read
 
 
-@dataclass(frozen=True)
-class Guards:
-    """The arguments of that name of ``CompressedDDPStrategy``.
-
-    Raises:
-        ValueError: a value is not allowed.
-    """
-
-    on_nonfinite: str = "pass"
-    on_drift: str = "error"
-    check_drift_every: int = 100
-
-    def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("on_nonfinite", self.on_nonfinite, ON_NONFINITE),
-            ("on_drift", self.on_drift, ON_DRIFT),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
-        every = self.check_drift_every
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ValueError(f"check_drift_every={every!r} must be a number of steps, or 0 for never")
+def _count(be: str) -> Callable[[str, object], object]:
+    return _must(lambda given: isinstance(given, int) and not isinstance(given, bool) and given >= 0, be)
 
 
-@dataclass(frozen=True)
+def _one_of(*allowed: str) -> Callable[[str, object], object]:
+    return _must(lambda given: given in allowed, f"one of {', '.join(map(repr, allowed))}")
+
+
+_whole = _count("an integer, 0 or more")
+_truth = _must(lambda given: isinstance(given, bool), "true or false")
+
+
+def _share(name: str, given: object) -> float:
+    if not isinstance(given, (int, float)) or not 0 <= given <= 1:
+        raise ValueError(f"{name}={given!r} must be in [0, 1]; 1 keeps all of it")
+    return float(given)
+
+
+def _dtype(name: str, given: object) -> torch.dtype:
+    return read_dtype(given)
+
+
+def _norm(name: str, given: object) -> float | None:
+    return read_norm(given, None)
+
+
+def _clip_by(name: str, given: ClipBy) -> ClipBy:
+    check_by(name, given)
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything that decides what travels; must be equal on all ranks.
+
+    What is ``Annotated`` is an argument of ``CompressedDDPStrategy``, which documents it; that function reads what the
+    user gave under this name.
 
     Attributes:
         chosen: what ``compressor="auto"`` became, which ``compressor`` is then; else None.
@@ -75,16 +94,18 @@ class Settings:
     correction: Correction | None
     error_feedback: bool
     as_needed: bool
-    warmup_steps: int
-    seed: int
     schedule: Schedule
-    residual_decay: float
-    residual_follows_lr: bool
-    residual_dtype: torch.dtype
-    local_clip_norm: float | None
-    local_clip_by: ClipBy
-    deterministic: bool
-    guards: Guards
+    warmup_steps: Annotated[int, _whole] = 0
+    seed: Annotated[int, _whole] = 0
+    residual_decay: Annotated[float, _share] = 1.0
+    residual_follows_lr: Annotated[bool, _truth] = False
+    residual_dtype: Annotated[torch.dtype, _dtype] = torch.float32
+    local_clip_norm: Annotated[float | None, _norm] = None
+    local_clip_by: Annotated[ClipBy, _clip_by] = "parameter"
+    deterministic: Annotated[bool, _truth] = False
+    on_nonfinite: Annotated[str, _one_of("pass", "skip", "raise")] = "pass"
+    on_drift: Annotated[str, _one_of("error", "resync")] = "error"
+    check_drift_every: Annotated[int, _count("a number of steps, or 0 for never")] = 100
     chosen: Chosen | None = None
 
     @property
@@ -204,26 +225,18 @@ class Settings:
         compressor: CompressorLike,
         exchange: ExchangeLike = "auto",
         error_feedback: bool | None = None,
-        warmup_steps: int = 0,
+        *,
         min_numel: int = 1024,
         exclude: Sequence[str] | None = (),
-        seed: int = 0,
-        schedule: ScheduleLike = None,
         rules: Sequence[Mapping[str, object]] | None = (),
-        residual_decay: float = 1.0,
-        residual_follows_lr: bool = False,
-        residual_dtype: str | torch.dtype = "float32",
-        local_clip_norm: float | None = None,
-        deterministic: bool = False,
-        on_nonfinite: str = "pass",
-        on_drift: str = "error",
-        check_drift_every: int = 100,
-        local_clip_by: ClipBy = "parameter",
+        schedule: ScheduleLike = None,
+        **options: Any,
     ) -> Settings:
         """Check and complete what the user gave; the arguments are those of ``CompressedDDPStrategy``.
 
         Raises:
             ValueError: a value is not allowed; the message names it, what is allowed, and the fix.
+            TypeError: there is no such argument.
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
         if isinstance(given, Automatic):
@@ -237,36 +250,22 @@ class Settings:
         pattern = pattern.flat() if correction else pattern
         if correction and pattern.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
-        for name, value in (("warmup_steps", warmup_steps), ("min_numel", min_numel), ("seed", seed)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
         if error_feedback not in (None, True, False):
             raise ValueError(
                 f"error_feedback={error_feedback!r} must be true, false, or null (on for methods that need it)"
             )
-        if not isinstance(residual_decay, (int, float)) or not 0 <= residual_decay <= 1:
-            raise ValueError(f"residual_decay={residual_decay!r} must be in [0, 1]; 1 keeps all of it")
-        for name, value in (("residual_follows_lr", residual_follows_lr), ("deterministic", deterministic)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} must be true or false")
-        check_by("local_clip_by", local_clip_by)
+        chosen = cls._read(options)
+        read_norm(chosen["local_clip_norm"], given)
+        _whole("min_numel", min_numel)
         made = cls(
             compressor=given,
             rules=Rules(method, min_numel, read_patterns("exclude", exclude), read_rules(rules)),
-            exchange=pattern.fixed() if deterministic else pattern,
+            exchange=pattern.fixed() if chosen["deterministic"] else pattern,
             correction=correction,
             error_feedback=bool(error_feedback),
             as_needed=error_feedback is None,
-            warmup_steps=warmup_steps,
-            seed=seed,
             schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
-            residual_decay=float(residual_decay),
-            residual_follows_lr=residual_follows_lr,
-            residual_dtype=read_dtype(residual_dtype),
-            local_clip_norm=read_norm(local_clip_norm, given),
-            local_clip_by=local_clip_by,
-            deterministic=deterministic,
-            guards=Guards(on_nonfinite, on_drift, check_drift_every),
+            **chosen,
         )
         if isinstance(given, Automatic) and len(made.candidates) == 1:
             raise ValueError(
@@ -274,6 +273,25 @@ class Settings:
                 f"({', '.join(map(str, Automatic.candidates))}); name a compressor, or use exchange='auto'"
             )
         return made._checked()
+
+    @classmethod
+    def _read(cls, given: Mapping[str, object]) -> dict[str, Any]:
+        """Values of all fields that a user sets, the defaults included.
+
+        Raises:
+            TypeError: there is no such field.
+            ValueError: a value is not allowed.
+        """
+        readers = {
+            name: hint.__metadata__[0]
+            for name, hint in get_type_hints(cls, include_extras=True).items()
+            if get_origin(hint) is Annotated
+        }
+        for name in given.keys() - readers.keys():
+            close = difflib.get_close_matches(name, [*inspect.signature(cls.of).parameters, *readers], n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"Settings.of() got an unexpected keyword argument {name!r}{meant}")
+        return {name: read(name, given.get(name, getattr(cls, name))) for name, read in readers.items()}
 
     def bound(self, kinds: Mapping[str, str]) -> Settings:
         """The same for a model whose parameters are of these kinds."""

@@ -68,29 +68,11 @@ class CompressedDDPMixin(_Base):
         local_clip_by: Literal["parameter", "bucket"] = "parameter",
         **kwargs: Any,
     ) -> None:
+        given = locals()  # settings by name: Settings has their checks and nothing here repeats them
         checks.check_known(kwargs, type(self), _OURS)
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
-        self._settings = Settings.of(
-            compressor,
-            exchange,
-            error_feedback,
-            warmup_steps,
-            min_numel,
-            exclude,
-            seed,
-            schedule,
-            rules,
-            residual_decay,
-            residual_follows_lr,
-            residual_dtype,
-            local_clip_norm,
-            deterministic,
-            on_nonfinite,
-            on_drift,
-            check_drift_every,
-            local_clip_by,
-        )
+        self._settings = Settings.of(**{name: given[name] for name in _OURS if name not in _ON_CHECKPOINTS})
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
         self._kept: object = None
@@ -262,6 +244,7 @@ class CompressedDDPMixin(_Base):
                     strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
 
 
+_ON_CHECKPOINTS = ("state", "strict_state")
 _OURS = [name for name in inspect.signature(CompressedDDPMixin.__init__).parameters if name not in ("self", "kwargs")]
 
 

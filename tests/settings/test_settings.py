@@ -1,0 +1,74 @@
+"""A setting is written where it is checked, and where a user sees it: the strategy and the configuration agree."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress import CompressedDDPStrategy, attach
+from lightning_compress.settings.settings import Settings
+
+NO_SETTINGS = {"self", "kwargs", "state", "strict_state"}
+SHOWN = {
+    name: each.default
+    for name, each in inspect.signature(CompressedDDPStrategy.__init__).parameters.items()
+    if name not in NO_SETTINGS
+}
+CONFIGURED = yaml.safe_load((Path(__file__).parents[2] / "conf/strategy/compressed_ddp.yaml").read_text())
+
+
+def test_what_the_strategy_shows_is_what_runs_without_it():
+    assert Settings.of(**SHOWN) == Settings.of("auto")
+    assert CompressedDDPStrategy()._settings == Settings.of("auto")
+
+
+def test_the_configuration_changes_nothing():
+    given = {name: CONFIGURED[name] for name in SHOWN.keys() - {"compressor", "exchange"}}
+    assert Settings.of("auto", **given) == Settings.of("auto")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_setting_is_documented(name):
+    assert f"\n    {name}: " in inspect.getdoc(CompressedDDPStrategy)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"warmup_steps": 3},
+        {"seed": 5},
+        {"residual_decay": 0.5},
+        {"residual_follows_lr": True},
+        {"residual_dtype": torch.bfloat16},
+        {"local_clip_norm": 2.0},
+        {"local_clip_by": "bucket"},
+        {"deterministic": True},
+        {"on_nonfinite": "skip"},
+        {"on_drift": "resync"},
+        {"check_drift_every": 7},
+    ],
+    ids=str,
+)
+def test_every_setting_arrives(changed):
+    ((name, value),) = changed.items()
+    given = "bfloat16" if value is torch.bfloat16 else value
+    assert getattr(CompressedDDPStrategy("topk", **{name: given})._settings, name) == value
+    assert getattr(Settings.of("topk"), name) != value
+
+
+@pytest.mark.parametrize(("given", "meant"), [("residual_decai", "residual_decay"), ("exclud", "exclude")])
+def test_attach_refuses_what_it_does_not_know_and_says_what_may_be_meant(pools, given, meant):
+    for said in pools[1].run(_attached, given):
+        assert f"unexpected keyword argument {given!r}; did you mean {meant!r}?" in said
+
+
+def _attached(name):
+    try:
+        attach(DistributedDataParallel(nn.Linear(3, 3)), "topk", **{name: 1})
+    except TypeError as error:
+        return str(error)
+    return ""
