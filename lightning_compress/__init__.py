@@ -29,7 +29,7 @@ _LIGHTNING = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what wants Lightning when it is asked for: that takes seconds, which ``attach`` does without."""
+    """Import what needs Lightning on first use: that takes seconds, which ``attach`` does without."""
     if name not in _LIGHTNING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LIGHTNING[name]}"), name)

@@ -17,7 +17,7 @@ class MonitorMixin:
         self._steps = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Say so where the strategy has nothing to tell."""
+        """Warn where the strategy does not compress."""
         if stage == "fit" and not _tells(trainer):
             rank_zero_warn(
                 f"CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), not "

@@ -50,7 +50,7 @@ def looser(settings: Settings, name: str, values: Sequence[float] = ()) -> float
         settings: what runs.
         name: ``theta``, a share that is dropped: what is left doubles, down to 0. A density doubles, at most to 1.
             Whole numbers (bits, rank) double, or go to 8, 16 or 32, as the compressor allows.
-        values: to be taken in turn instead, from strong to weak.
+        values: used one after the other instead, from strong to weak.
     """
     now = getattr(settings.compressor, name)
     if values:
@@ -177,12 +177,12 @@ class ThetaRecovery(RecoveryMixin, Callback):
 
     After the recovery of Wang et al., HPDC 2020, arXiv:1811.08596: train with a large theta, and lower it when
     accuracy falls behind; it comes back to that of a lossless run. Rank 0 decides, and all ranks follow from the next
-    step on. Where a ``schedule`` moves the same setting, its next change has the say again.
+    step on. Where a ``schedule`` changes the same setting, its next change overrides this one.
 
     Args:
         setting: what is loosened: ``theta`` is lowered (what is left of the spectrum doubles, until theta is 0),
             ``density``, ``bits`` or ``rank`` are doubled (as long as the compressor allows).
-        values: to be taken in turn instead, e.g. ``[0.9, 0.5, 0.0]``.
+        values: used one after the other instead, e.g. ``[0.9, 0.5, 0.0]``.
         bound: of the relative error of a sampled step (norm of what was not sent over that of gradient plus
             residual); steps are sampled as ``CommunicationMonitor`` logs, or each 50th.
         monitor: name of a logged metric, looked at after each validation, or each epoch where there is none.

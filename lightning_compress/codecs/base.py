@@ -83,7 +83,7 @@ class Plan(ABC):
         """
 
     def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """Write the same message where nobody asks for what stays: the vector may hold anything afterwards."""
+        """Write the same message where the residual is unused: the vector may hold anything afterwards."""
         self.encode(vector, message, key)
 
     def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of 16 bits; see ``cast.py`` and ``cast.py``, whose bits these are.
+"""Numbers of 16 bits; see ``cast.py``, whose bits these are.
 
 bfloat16 travels as int16, the upper half of a float32: its rounding is two additions of integers everywhere.
 """

@@ -23,7 +23,7 @@ class FusedPlan(Plan):
             summands: two more of these, or None.
             message: uint8 ``[message_size]``, which begins at a multiple of 16 bytes.
             key: see ``Plan.encode``.
-            keep: somebody asks for what stays.
+            keep: the residual is used.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ class Collective(ABC):
 
     @property
     def uncounted(self) -> Collective:
-        """The same ranks without a counter around them, for what is no part of a step."""
+        """The same collective without byte counting, for communication outside of a step."""
         return self
 
     @abstractmethod
@@ -29,7 +29,7 @@ class Collective(ABC):
         """Sum over the ranks, in place, in the tensor's own dtype; every rank gets the same bits."""
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
-        """``all_reduce`` that may go on beside others begun after it; the tensor is ready when what it returns does."""
+        """``all_reduce`` that may overlap with later ones; the tensor is ready when the returned function returns."""
         self.all_reduce(tensor)
         return lambda: None
 
@@ -38,7 +38,7 @@ class Collective(ABC):
         """The largest over the ranks, element by element, in place."""
 
     def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
-        """``all_reduce_max`` that may go on beside others begun after it, as ``begin_all_reduce``."""
+        """``all_reduce_max`` that may overlap with later ones, as ``begin_all_reduce``."""
         self.all_reduce_max(tensor)
         return lambda: None
 
@@ -60,7 +60,7 @@ class Collective(ABC):
 
     @abstractmethod
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """This rank's part of the world, with ranks and size of its own; all ranks come with the same partition.
+        """This rank's part of the world, with its own ranks and size; a collective call, with one partition for all.
 
         Args:
             ranks: of each part, in order; every rank is in one of them.

@@ -35,7 +35,7 @@ class CountingCollective(Collective):
             self._inner.all_reduce(tensor)
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
-        """Count it when it begins; what it takes is what somebody waits for it."""
+        """Count the bytes when it begins; its time is the time spent waiting for it."""
         return self._begin(tensor, self._inner.begin_all_reduce)
 
     def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:

@@ -30,7 +30,7 @@ class LocalCollective(Collective):
         receive.copy_(send)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """There is nobody to swap with."""
+        """There is no other rank: nothing to do."""
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """There is only one."""

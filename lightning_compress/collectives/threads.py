@@ -36,7 +36,7 @@ class _World:
 
 
 class ThreadCollective(Collective):
-    """One thread's view of a world of threads; a rank that does not come breaks the barrier of all."""
+    """One thread's view of a world of threads; a rank that misses a collective call breaks the barrier for all."""
 
     def __init__(self, world: _World, rank: int, size: int) -> None:
         self._world = world

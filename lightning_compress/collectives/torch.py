@@ -65,8 +65,8 @@ class TorchCollective(Collective):
         dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Everything at once, so that no order can lock: asynchronous on Gloo, one group call on NCCL."""
-        # from an accelerator Gloo sends nothing from rank to rank by itself: it goes by the host
+        """All transfers at once, so that no order can deadlock: asynchronous on Gloo, one group call on NCCL."""
+        # Gloo sends no accelerator memory point to point: copy through the host
         if self._gloo and any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):
             arriving = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
             self.swap({peer: tensor.cpu() for peer, tensor in sends.items()}, arriving)
@@ -87,7 +87,7 @@ class TorchCollective(Collective):
             work.wait()
 
     def apart(self) -> TorchCollective:
-        """The same ranks over a process group of their own, which ``close`` gives back; all ranks come."""
+        """The same ranks over a separate process group, which ``close`` destroys; a collective call."""
         return TorchCollective(_part(self._whole, (tuple(range(self.size)),)))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory that plans use in turn, or make when it is first used; pieces that fit a cache; a check of what arrives."""
+"""Memory that plans share, or allocate at first use; pieces that fit a cache; a check of messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chunk_size(device: torch.device) -> int:
 
 
 class Workspace:
-    """Scratch memory that plans use in turn; those that may work at the same time need one each."""
+    """Scratch memory that plans share; plans that may run at the same time need one each."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
@@ -57,7 +57,7 @@ _local = _Local()
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[numel]`` elements of undefined content, which all users of a workspace take in turn under this name.
+    """``[numel]`` elements of undefined content, which all users of a workspace share under this name.
 
     They are valid until the next ``scratch`` of that name. A plan takes them when it is made; those made before a
     larger one keep the memory that they have. Without a ``Workspace`` in use, each thread has its own.

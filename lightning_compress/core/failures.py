@@ -1,4 +1,4 @@
-"""What a rank says when it cannot go on: where it was, and why, in plain words."""
+"""The error of a rank that cannot continue: where it was, and the probable cause."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ SPANS = ("encode", "exchange", "decode")
 
 @dataclass
 class _Sample:
-    """Raw measurements of one step; on CUDA they are read when somebody asks."""
+    """Raw measurements of one step; on CUDA they are read only on request."""
 
     spans: list[tuple[str, object, object]] = field(default_factory=list)
     errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)

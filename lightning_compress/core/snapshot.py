@@ -40,7 +40,7 @@ def take(
     groups: Iterable[tuple[Sequence[str], States]],
     orders: Orders,
 ) -> Snapshot:
-    """What the optimizer steps have made true so far; refers to the states' own memory, which a commit replaces.
+    """The committed state; refers to the states' own memory, which a commit replaces.
 
     Args:
         method: the settings, as text.

@@ -1,4 +1,4 @@
-"""State in two buffers: what an optimizer step has made true, and what the step under way would make true."""
+"""State in two buffers: committed by the last optimizer step, and pending in the current one."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class State:
 
     Attributes:
         committed: the numbers after the last optimizer step, ``[numel]``.
-        pending: those of the step under way, ``[numel]``.
-        touched: names of the parameters of which ``pending`` holds what no optimizer step has made true yet.
+        pending: those of the current step, ``[numel]``.
+        touched: names of the parameters whose ``pending`` numbers are not committed yet.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class State:
         self.reset()
 
     def base(self) -> Tensor:
-        """What the next step goes on from."""
+        """The numbers that the next step starts from."""
         return self.pending if self.touched else self.committed
 
     @property
     def empty(self) -> bool:
-        """Whether the next step goes on from zeros; looks only where numbers were written since the last look."""
+        """Whether the next step starts from zeros; checked again only after numbers were written."""
         if self.touched or self.committed.device.type != "cpu":
             return False
         written = (self.committed.data_ptr(), self.committed._version)
@@ -90,10 +90,10 @@ class State:
         self.touched.update(self.layout.names)
 
     def commit(self, rejected: Tensor, stepped: Collection[str]) -> None:
-        """Make the pending numbers of the parameters that were stepped true.
+        """Commit the pending numbers of the parameters that were stepped.
 
         Args:
-            rejected: bool scalar: the step was not sound, and its numbers are dropped instead.
+            rejected: bool scalar: a gradient was not finite, and the pending numbers are discarded instead.
             stepped: names of the optimizer's parameters.
         """
         ours = self.touched.intersection(stepped)
@@ -119,7 +119,7 @@ class State:
                 self.committed[place_of(segment)] *= factors[segment.name]
 
     def reject(self, rejected: Tensor) -> None:
-        """Roll back if the bool scalar ``rejected`` says so; on an accelerator without a wait for it."""
+        """Roll back if the bool scalar ``rejected`` is true; on an accelerator without waiting for its value."""
         if fused := kernels.backend(__name__, rejected.device):
             fused.replace(rejected, self.pending, self.committed)
         elif rejected.device.type != "cpu":
@@ -128,7 +128,7 @@ class State:
             self.roll_back()
 
     def roll_back(self) -> None:
-        """Forget the pending numbers."""
+        """Discard the pending numbers."""
         self.touched.clear()
 
     def reset(self) -> None:
@@ -140,7 +140,7 @@ class State:
                 self.committed[place_of(segment)] = self._initial(segment).to(self.committed.device)
 
     def adopt(self, other: State, names: Collection[str]) -> None:
-        """Take the named parameters' numbers over from a group that was laid out otherwise."""
+        """Copy the named parameters' numbers from a group with another layout."""
         targets = {segment.name: segment for segment in self.layout.segments}
         for segment in other.layout.segments:
             target = targets.get(segment.name)

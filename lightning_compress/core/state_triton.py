@@ -1,4 +1,4 @@
-"""Numbers taken back where a flag says so; see ``state.py``."""
+"""Rolls numbers back where a flag is set; see ``state.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TILE = 2048
 
 
 def replace(condition: Tensor, target: Tensor, source: Tensor) -> None:
-    """``target = source``, of one dtype and length, if the bool scalar ``condition`` says so."""
+    """``target = source``, of one dtype and length, if the bool scalar ``condition`` is true."""
     if len(target):
         _replace[(triton.cdiv(len(target), _TILE),)](condition, target, source, len(target), _TILE, **OPTIONS)
 

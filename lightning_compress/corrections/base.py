@@ -50,7 +50,7 @@ class CorrectionPlan(ABC):
     one step begins from ``committed`` again, with the gradients of both.
 
     Attributes:
-        idle: gradients and means stay as they are, so that nobody need call it.
+        idle: gradients and means stay as they are, so that it need not be called.
     """
 
     idle: bool = False

@@ -1,4 +1,4 @@
-"""What is forgotten where another vector is 0; see ``base.py``."""
+"""Zeroes elements where another vector is 0; see ``base.py``."""
 
 from __future__ import annotations
 

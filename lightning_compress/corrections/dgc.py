@@ -98,7 +98,7 @@ class MomentumCorrection(Correction):
 
 @dataclass(frozen=True)
 class DGC(Corrected):
-    """Accumulate the velocity ``u`` instead of the gradient, send its largest elements, and forget ``u`` of these.
+    """Accumulate the velocity ``u`` instead of the gradient, send its largest elements, and zero ``u`` of these.
 
     On every rank, for the parameters that are compressed::
 
@@ -133,7 +133,7 @@ class DGC(Corrected):
         clip: threshold of the local gradient clipping, or None. A rank's share ``g / W`` of the mean is
             clipped to ``clip * W^(-1/2)``, so that the mean of independent gradients is clipped to ``clip``.
         clip_by: whose norm is clipped: that of each "parameter", which does not depend on buckets, or that of a whole
-            "bucket" of DistributedDataParallel. The paper clips the norm of the whole gradient, which nobody knows when
+            "bucket" of DistributedDataParallel. The paper clips the norm of the whole gradient, which is unknown when
             the first bucket is sent: that is "bucket" where one holds all of the model (``bucket_cap_mb``).
         selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
             again among what passed, as the paper does; "exact" selects among all.

@@ -37,7 +37,7 @@ class Accumulation:
         ]
 
     def _set_aside(self, name: str, gradient: Tensor) -> None:
-        """Called before ``gradient`` is accumulated: what is there since the last ``add`` is an output, and goes."""
+        """Called before ``gradient`` is accumulated: ``grad`` since the last ``add`` is an output, and is set aside."""
         parameter = self._parameters[name]()
         if parameter is None or name not in self._open or name in self._before:
             return

@@ -1,4 +1,4 @@
-"""The public door: compress the averaging of a DistributedDataParallel model."""
+"""The entry point: compress the averaging of a DistributedDataParallel model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attach(
             survive a change of it; None where there is no scaler.
         **settings: ``error_feedback`` and the others of ``CompressedDDPStrategy``, from ``warmup_steps``
             to ``check_drift_every``; but for those on checkpoints, ``state`` and ``strict_state``. Where a schedule
-            goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins: nobody else knows of it.
+            goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins.
 
     Returns:
         the handle: ``summary`` (what runs, in a line), ``stats()``, ``retune()``, ``roll_back()`` (for steps that you

@@ -55,9 +55,9 @@ class Compression:
         settings: what runs now.
         next_settings: what the next step begins with.
         step: optimizer steps so far.
-        epoch: which one it is; whoever trains sets it, where a schedule goes by epochs.
+        epoch: the current one; the training loop sets it, where a schedule counts epochs.
         meter: counts.
-        forecast: what runs, and what it sends, where somebody asked.
+        forecast: what runs, and what it sends, once it was computed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Compression:
         watch(self)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Replace gradients by their mean over the ranks; all ranks come with the same parameters in the same order.
+        """Replace gradients by their mean over the ranks; a collective call, with equal parameters in equal order.
 
         Args:
             parameters: of the model, in any order and number; those that come together once do so in every step.
@@ -132,7 +132,7 @@ class Compression:
             self._drift.note(self.step, group.given, own)
 
     def count(self, sent: int) -> None:
-        """A step begins in which others average, and send so many bytes; more of it before it ends is not counted."""
+        """A step begins that DistributedDataParallel averages with so many bytes; counted once a step."""
         if self._stepped:
             self._begin_step()
             self.meter.bytes_sent += sent
@@ -151,7 +151,7 @@ class Compression:
         self._follow_schedule(Progress(self.step, self.epoch, rate))
         if self.next_settings is not self.settings:
             self.settings = self.next_settings
-            self.groups.look_again()  # they are made anew, and take their states over by name
+            self.groups.look_again()  # groups are rebuilt, and take over their states by name
         self.meter.begin_step()
 
     def _follow_schedule(self, progress: Progress) -> None:
@@ -165,13 +165,13 @@ class Compression:
             self.next_settings = self.next_settings.retuned(None, values)
 
     def _forget(self) -> None:
-        """Drop what was reduced since the last optimizer step."""
+        """Roll back what was averaged since the last optimizer step."""
         self._passes.begin_step()
         for state in self.groups.states():
             state.roll_back()
 
     def _begin_pass(self) -> None:
-        """Another backward of the step begins; one that was not finite, which a GradScaler skipped, is forgotten."""
+        """Another backward of the step begins; a non-finite one, which a GradScaler skipped, is rolled back."""
         rejected = self._finite.settle()
         self._finite.begin_step()
         self._passes.next()
@@ -222,10 +222,10 @@ class Compression:
             callback()
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """Let a method that does a part of the optimizer's work see that it is not done twice.
+        """Let a method that takes over a part of the optimizer's work check that the optimizer does not repeat it.
 
         Raises:
-            ValueError: the optimizer does what the method cannot go with.
+            ValueError: the method cannot work with this optimizer.
         """
         self._optimizers.see(optimizer)
         workers = [each for each in (self.settings.correction, self.settings.exchange) if each and each.optimizes]
@@ -236,7 +236,7 @@ class Compression:
     @property
     def looks(self) -> bool:
         """Whether something is done about gradients that are not finite."""
-        return self.active and self._finite.looks and self._scale() is None  # a GradScaler sees to it by itself
+        return self.active and self._finite.looks and self._scale() is None  # a GradScaler skips such steps itself
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Keep the optimizer from stepping with gradients that are not finite.
@@ -281,8 +281,8 @@ class Compression:
     def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
         """Compress otherwise from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
 
-        All ranks must come, in the same step, with the same arguments: else they cannot read each other's messages.
-        States stay; a residual that the new method needs not is sent with the next gradient. On one rank only the
+        A collective call, in the same step, with the same arguments: else ranks cannot read each other's messages.
+        States stay; a residual that the new method does not use is sent with the next gradient. On one rank only the
         settings change.
 
         Args:
@@ -344,7 +344,7 @@ class Compression:
     def close(self) -> None:
         """Stop watching the optimizers and give memory back, when the model will not be trained any more.
 
-        ``state_dict`` goes on giving the last state, which waits on the CPU, and ``stats`` the last figures.
+        ``state_dict`` keeps returning the last state, held on the CPU, and ``stats`` the last figures.
         """
         if self.active and self._last_state is None:
             self._last_state = snapshot.on_cpu(self.state_dict())

@@ -57,7 +57,7 @@ class DriftGuard:
             self._gradients |= {name: _checksum(each) for name, each in zip(names, gradients, strict=True)}
 
     def look(self, step: int) -> None:
-        """Compare, if this step is due and was not looked at; all ranks come, when no optimizer is at work.
+        """Compare, if this step is due and was not checked; a collective call, outside of an optimizer's step.
 
         Args:
             step: optimizer steps so far.

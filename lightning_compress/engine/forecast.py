@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def line(self) -> str:
-        """What is said at the start."""
+        """The line that rank 0 logs at the start."""
         return f"lightning_compress: {self.summary}{self.why and f' ({self.why})'}"
 
     def hyperparameters(self) -> dict[str, str | float]:
@@ -68,7 +68,7 @@ class Forecast:
 
 
 def decide(settings: Settings, parameters: Parameters, world: World, kept: object = None) -> Settings:
-    """Let ``compressor="auto"`` become what it chooses; other settings stay as they are. All ranks come.
+    """Let ``compressor="auto"`` become what it chooses; other settings stay as they are. A collective call.
 
     Args:
         settings: bound to the model.
@@ -138,7 +138,7 @@ def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: Wo
 
 
 def forecast(settings: Settings, parameters: Parameters, world: World) -> Forecast:
-    """What these settings will send; all ranks come.
+    """What these settings will send; a collective call.
 
     Args:
         settings: bound to the model, and decided.

@@ -62,7 +62,7 @@ def copy_gradients(gradients: Sequence[Tensor], out: Tensor) -> bool:
 
 
 def clean(gradient: Tensor, limit: float) -> Tensor:
-    """Write zeros where a gradient is not finite; on an accelerator nobody waits for what is found.
+    """Write zeros where a gradient is not finite; on an accelerator without waiting for the result.
 
     Args:
         gradient: float32 ``[n]``; becomes 0 at least where it is not finite.

@@ -35,7 +35,7 @@ from lightning_compress.settings.settings import Settings
 
 RESIDUAL = "residual"
 GRADIENT, MEAN = "group gradient", "group mean"
-"""Scratch that groups take in turn."""
+"""Scratch that groups share."""
 _LARGE = 1e30
 """Magnitudes beyond it are those of a run that is lost."""
 
@@ -101,7 +101,7 @@ class Fed:
 
 @dataclass(frozen=True)
 class Copied:
-    """A copy of the gradients, with everything that may happen to it.
+    """A copy of the gradients, for loss scaling, clipping and non-finite values.
 
     Args:
         vector: float32 ``[numel]``, what is averaged; afterwards what this rank did not send.
@@ -145,7 +145,7 @@ class Group:
         world: the ranks to average over.
         unused: parameters may be without a gradient in a step, and have zeros there.
         dtype: of the gradients.
-        owed: there may be a residual of these parameters already.
+        owed: these parameters may have a residual already.
 
     Attributes:
         settings: what the user chose.
@@ -153,8 +153,8 @@ class Group:
         names: the same, in the vector's order.
         averages: the optimizer is given a mean of the ranks' gradients.
         states: what is kept from step to step: the residual, and what reducers and the correction declare.
-        nonfinite: names of parameters whose gradients on this rank were not finite last time; on CUDA always none,
-            which nobody has to wait for.
+        nonfinite: names of parameters whose gradients on this rank were not finite last time; on CUDA always empty,
+            since reading them would wait.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class Group:
 
     def _goes_straight(self, given: Pass, pieces: Sequence[Tensor]) -> bool:
         """Whether what is sent is all there is: nothing is added to the gradients, and nothing of them is kept."""
-        if self._device.type != "cpu" and (self.states or self._limit < _LARGE):  # a device is not asked for numbers
+        if self._device.type != "cpu" and (self.states or self._limit < _LARGE):  # looking would wait for the device
             return False
         if (given.scale is not None and self._unscales) or any(each.dtype != torch.float32 for each in pieces):
             return False
@@ -332,7 +332,7 @@ class Group:
         if given.scale is None and copy_gradients(given.slices, gradient):
             flag = torch.zeros((), device=self._device)
         else:
-            # where the message saturates, the scaler has to hear of it
+            # where the message saturates, the scaler must see a non-finite value
             limit = torch.inf if given.scale is None or self._unscales else self._limit
             flag = self._note(clean(torch.cat(given.slices, out=gradient), limit), given.pieces)
         if scale is not None:
@@ -365,11 +365,11 @@ class Group:
                 vector.vector[place].zero_()
 
     def _take(self, name: str) -> Tensor:
-        """Memory for a vector, which other groups take in turn."""
+        """Memory for a vector, shared with other groups."""
         return scratch(name, self.layout.numel, torch.float32, self._device)
 
     def _unused_of(self, plan: ExchangePlan) -> Unused | None:
-        """Who looks for what no rank uses, on all ranks alike: nobody where some may average in place."""
+        """What finds unused parameters, on all ranks alike; None where some ranks may average in place."""
         keeps = self._unused is not None and self._unused.keeps
         return self._unused if keeps or plan.straight is None else None
 
@@ -378,7 +378,7 @@ class Group:
         return [place for place in self._compressed if not plan.is_dense(place)]
 
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        """Remember whose gradients are not finite; nobody waits for a device to tell. Returns the flag."""
+        """Note parameters with non-finite gradients, on the CPU only, where it costs no wait. Returns the flag."""
         if flag.device.type == "cpu" and float(flag) != 0.0:
             named = zip(self._segments, pieces, strict=True)
             self.nonfinite = [segment.name for segment, each in named if not each.isfinite().all()]

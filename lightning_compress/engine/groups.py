@@ -1,4 +1,4 @@
-"""The groups of a model: which bucket is made up of which, and what happens when DDP builds its buckets anew."""
+"""The groups of a model: which buckets they form, and what happens when DDP rebuilds its buckets."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Groups:
         return [part for part in parts if part]
 
     def add(self, names: Sequence[str], settings: Settings, owed: bool = False) -> Group:
-        """A new group, with the state that its parameters have so far; groups that have none left go."""
+        """A new group, with its parameters' state so far; groups without parameters are removed."""
         shaped = [(name, self._shapes[name]) for name in names]
         release(GRADIENT, MEAN)  # while two states of some parameters are held
         owed = owed or any(old.residual and not set(names).isdisjoint(old.names) for old in self._groups)
@@ -136,7 +136,7 @@ class Groups:
                 group.adopted()
 
     def look_again(self) -> None:
-        """Settings have changed: the groups of each bucket are made anew when it comes."""
+        """Settings have changed: the groups of each bucket are rebuilt when it is next averaged."""
         self._by_bucket.clear()
 
     def states(self) -> list[State]:

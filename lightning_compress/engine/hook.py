@@ -23,10 +23,10 @@ Work = tuple[Callable[[], None], Callable[[], None]]
 
 
 class Background:
-    """Does what it is given in the order in which it came; after an error, nothing more until somebody heard of it.
+    """Runs submitted work in order in a thread; after an error, nothing more until ``wait`` has raised it.
 
-    The thread begins with the first work. It keeps no process alive: who leaves in the middle of a step does not wait
-    for ranks that never come.
+    The thread begins with the first work. It is a daemon: a process that exits in the middle of a step does not wait
+    for the other ranks.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Background:
 
 
 def _end(queue: Queue[Work | None], thread: threading.Thread) -> None:
-    """Let an idle thread come to its end, also before the interpreter's, which aborts where threads wake up late."""
+    """Let an idle thread end before the interpreter does, which would abort where a thread wakes up during exit."""
     idle = not queue.unfinished_tasks
     queue.put(None)
     if idle and thread is not threading.current_thread():
@@ -75,7 +75,7 @@ def _serve(queue: Queue[Work | None], errors: list[BaseException]) -> None:
             if not errors:
                 with torch.no_grad():
                     work()
-        except BaseException as error:  # of whatever kind, it is raised where somebody waits
+        except BaseException as error:  # of whatever kind, it is raised by ``wait``
             errors.append(error)
         finally:
             done()
@@ -123,12 +123,12 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 class ThreadHook:
     """A communication hook for the CPU: works in a thread of its own, beside backward.
 
-    All collectives come from that thread, in the order of the buckets, and over a process group that nobody else uses:
+    All collectives come from that thread, in the order of the buckets, and over a separate process group:
     Gloo matches collectives by their order alone.
 
     Args:
         compression: averages.
-        transport: its process group, which is given back when the compression closes.
+        transport: its process group, destroyed when the compression closes.
     """
 
     def __init__(self, compression: Compression, transport: TorchCollective | None) -> None:
@@ -154,7 +154,7 @@ class ThreadHook:
 
 
 def register(compression: Compression, ddp: DistributedDataParallel, transport: TorchCollective | None = None) -> None:
-    """Let ``compression`` average for ``ddp``, until the model is thrown away; see ``ThreadHook``."""
+    """Let ``compression`` average for ``ddp``, until the model is deleted; see ``ThreadHook``."""
 
     def before(module: DistributedDataParallel, _: object) -> None:
         checks.check_running(module)

@@ -12,7 +12,7 @@ from lightning_compress.settings.settings import Settings
 
 
 class FiniteGuard:
-    """What is known of the step under way, on the device; every rank knows the same.
+    """Whether the current step's gradients are finite, on the device; equal on all ranks.
 
     Args:
         device: where gradients are.
@@ -86,4 +86,4 @@ class FiniteGuard:
             raise FloatingPointError(f"{problem}; on_nonfinite='skip' leaves such steps out")
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None  # which every optimizer passes over, its state too
+                parameter.grad = None  # every optimizer skips such a parameter and its state

@@ -39,7 +39,7 @@ class Worker(Protocol):
 
 
 class Optimizers:
-    """The optimizers of one model, as they show themselves.
+    """The optimizers of one model, found when they first step.
 
     Args:
         names: of the model's parameters, by their ``id``.
@@ -66,7 +66,7 @@ class Optimizers:
         """Remember it, if it steps any of the model's parameters.
 
         Raises:
-            ValueError: it would step a parameter that nobody averages.
+            ValueError: it would step a parameter that is not averaged.
         """
         if self._frozen and (late := self._unfrozen(optimizer)):
             raise ValueError(
@@ -83,7 +83,7 @@ class Optimizers:
         return [self._frozen[id(each)] for each in stepped if id(each) in self._frozen]
 
     def take_over(self, optimizer: Optimizer, workers: Sequence[Worker]) -> list[str]:
-        """Let those who do a part of its work see that it is not done twice; what they say, if it is new.
+        """Let methods that take over a part of its work check that it is not done twice; returns new log lines.
 
         Raises:
             ValueError: the optimizer does what they cannot go with, or there are several and a worker takes one only.
@@ -121,7 +121,7 @@ class Optimizers:
         return {name for name, rate in rates.items() if not rate}
 
     def changes(self) -> dict[str, float]:
-        """Factor by which what was kept of each parameter keeps its worth, learning rate times number, in this step.
+        """Factors for residuals such that learning rate times residual is unchanged in this step, by parameter.
 
         Parameters whose rate is 0, or the same as it was, are left out; those of the others count as noted.
         """

@@ -106,7 +106,7 @@ class Unused:
         self._clear(self._mixed, self._parts[len(self._kept) :], [mean, vector], stale)
 
     def restore(self, vector: Tensor) -> None:
-        """Put back what is kept of parameters without a gradient; ``vector`` is what stays of the residual."""
+        """Put back what is kept of parameters without a gradient; ``vector`` is the new residual."""
         for state, base in self._bases:
             self._restore(state, base, vector if state is self._residual else state.pending)
         self._bases = []

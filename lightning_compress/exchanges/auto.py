@@ -32,7 +32,7 @@ TWO_SHOT_RANKS = 4
 """Below this, two-shot sends as much as all-gather and encodes twice."""
 
 GAIN = 0.9
-"""What another way must take less than, of the time of the one that sends least: figures are measured, and vary."""
+"""Another exchange must take less than this share of the time of the one that sends least: measurements vary."""
 
 SPARSE: tuple[Exchange, ...] = (AllGather(), SplitGather())
 """Ways of sparse messages that add up to the same."""
@@ -41,7 +41,7 @@ TRUST = 0.75
 """Likewise of a float32 all-reduce, for compression: predictions may be a quarter off, and doing nothing is safe."""
 
 THROUGH = 2.0
-"""Copies that what is encoded costs beside: into a vector with what is owed, and the mean back; see ``Straight``."""
+"""Additional copies of encoded data: gradient plus residual into a vector, and the mean back; see ``Straight``."""
 
 INSIDE = 10
 """How many times as fast links within a node are, at least, where that is not measured."""
@@ -140,7 +140,7 @@ class Auto(Exchange):
         return choice.plan
 
     def seconds(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> float:
-        """What one exchange of such vectors is predicted to take, without the memory for it; all ranks come.
+        """What one exchange of such vectors is predicted to take, without the memory for it; a collective call.
 
         No way is taken to have fewer rounds than an all-reduce: a transport sums little in fewer, too.
 

@@ -1,7 +1,7 @@
 """The specification that every exchange keeps.
 
-An exchange leaves the mean over the ranks in ``out``, bit-identical on all of them, and in ``vector`` what did not get
-through, such that ``W * mean + sum over ranks of vector_after == sum over ranks of vector_before``.
+An exchange leaves the mean over the ranks in ``out``, bit-identical on all of them, and in ``vector`` what was not
+sent, such that ``W * mean + sum over ranks of vector_after == sum over ranks of vector_before``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.straight import Straight
 
 META = torch.device("meta")
-"""Where a plan has no memory: it is asked for its price, and never run."""
+"""Where a plan has no memory: for its cost only, never run."""
 Sums = Literal["refined", "same"]
 """How an exchange encodes sums: as ``Codec.refined`` says, or as it encodes what a rank sends."""
 
@@ -106,7 +106,7 @@ class Exchange(ABC):
 
     Attributes:
         hands_over: what a rank sent may end in the residual of another one.
-        talks: ranks talk while they plan, and cannot do so on ``META``.
+        talks: planning is a collective call, which is impossible on ``META``.
     """
 
     counts_steps: ClassVar[bool] = False
@@ -127,7 +127,7 @@ class Exchange(ABC):
         return {}
 
     def measure(self, codecs: Sequence[Codec], collective: Collective, world: Collective, device: torch.device) -> None:  # noqa: B027
-        """Measure what the choice among several patterns depends on; all ranks of ``world`` come, and decide alike."""
+        """Measure what the choice among several patterns depends on; a collective call over ``world``."""
 
     def measured(self) -> dict[str, Any]:
         """What it measured, as primitives, with which a resumed run goes on."""

@@ -81,7 +81,7 @@ class Chain:
 def agreed(
     plan: Callable[[], ExchangePlan] | None, collective: Collective, device: torch.device
 ) -> ExchangePlan | None:
-    """What the leaders plan, and None on the other ranks; all ranks come.
+    """What the leaders plan, and None on the other ranks; a collective call.
 
     Raises:
         ValueError: a leader's plan does; on every rank.

@@ -124,7 +124,7 @@ def wire_seconds(cost: Cost, link: Link, inside: Link | None = None, sharing: in
         sharing: ranks whose messages share one network card.
     """
     inside = inside or link
-    waits = (cost.rounds - cost.inner_rounds) * link.latency_s  # nobody sends what depends on what is not there yet
+    waits = (cost.rounds - cost.inner_rounds) * link.latency_s  # a message waits for those it depends on
     within = cost.inner_bytes + cost.inner_waited_bytes
     beyond = cost.bytes_sent + cost.waited_bytes - within
     outward = beyond * sharing / link.bytes_per_s  # the card sends for all of its ranks

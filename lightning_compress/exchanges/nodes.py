@@ -41,7 +41,7 @@ class Cluster:
 
 
 def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
-    """Each rank's host name, padded to 256 bytes; all ranks come."""
+    """Each rank's host name, padded to 256 bytes; a collective call."""
     own = torch.zeros(256, dtype=torch.uint8, device=device)
     name = socket.gethostname().encode()[:256]
     own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
@@ -51,7 +51,7 @@ def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
 
 
 def nodes_of(collective: Collective, size: int | None, device: torch.device, one_size: bool = True) -> list[list[int]]:
-    """The ranks of each node, in order; all ranks come.
+    """The ranks of each node, in order; a collective call.
 
     Raises:
         ValueError: nodes are of several sizes, and have to be of one.

@@ -1,4 +1,4 @@
-"""How fast the link and the codecs are, measured once at setup; the figures of rank 0 go for all ranks."""
+"""How fast the link and the codecs are, measured once at setup; all ranks use the figures of rank 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOO_LONG = 0.1
 
 
 def time_link(collective: Collective, device: torch.device) -> Link:
-    """Probe the link; all ranks come. On 1 Gbit/s it takes a quarter of a second, and less on anything else."""
+    """Probe the link; a collective call. On 1 Gbit/s it takes a quarter of a second, and less on anything else."""
     size = collective.size
 
     def seconds(count: int) -> float:  # of an all-reduce and an all-to-all of so many bytes each
@@ -175,7 +175,7 @@ class Measured:
         return flags.tolist()
 
     def _come_to(self, cluster: Cluster, world: Collective, device: torch.device) -> None:
-        """Forget what was measured on another cluster; all ranks come."""
+        """Discard what was measured on another cluster; a collective call."""
         moved = torch.tensor([cluster != self.cluster], dtype=torch.int32, device=device)
         world.all_reduce_max(moved)
         if moved:

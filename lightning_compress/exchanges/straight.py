@@ -20,7 +20,7 @@ Piece = tuple[int, int, int]
 
 
 class Straight:
-    """The same messages, and to the bit the same means, as those of an all-reduce of sections that nobody encodes.
+    """The same messages, and to the bit the same means, as those of an all-reduce of sections that are not encoded.
 
     Args:
         parts: sections that share a message, of each message; together they cover the vector.

@@ -213,7 +213,7 @@ class Schedule:
         return {name: each.at(progress) for name, each in self.courses}
 
     def compressors(self, compressor: Compressor) -> list[Compressor]:
-        """What the compressor becomes in turn.
+        """The compressors that the schedule produces, in order.
 
         Raises:
             ValueError: at some time it would have a value out of range.

@@ -160,7 +160,7 @@ class Settings:
 
     @property
     def _scheduled(self) -> list[Compressor]:
-        """What a schedule makes of the compressor in turn."""
+        """The compressors that a schedule produces, in order."""
         return [] if isinstance(self.compressor, Automatic) else self.schedule.compressors(self.compressor)
 
     @property
@@ -304,7 +304,7 @@ class Settings:
     def retuned(self, compressor: CompressorLike | None, changes: Mapping[str, object]) -> Settings:
         """The same with another compressor (None: this one), or other settings of it; see ``Compression.retune``.
 
-        A residual that is kept once is kept for good, so that nothing is lost in between.
+        Once there is a residual, the run keeps one until its end, so that nothing is lost.
 
         Raises:
             ValueError: see ``Compression.retune``.
@@ -333,7 +333,7 @@ class Settings:
     def resumed(self, running: Mapping[str, object]) -> Settings:
         """The same with what ``running`` gave in an earlier run.
 
-        What the user names is what runs, and what was chosen goes on where it was chosen. A compressor that somebody
+        A named compressor runs as named; one that ``auto`` chose is kept on the same cluster. A compressor that was
         changed in the middle of the run goes on, too.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Lightning glue and nothing else."""
+"""The Lightning strategy: passes its arguments to the engine, and the Trainer's events on."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class CompressedDDPMixin(_Base):
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the schedule which epoch it is; a step that the module's ``optimizer_step`` left out is forgotten."""
+        """Tell the schedule which epoch it is; roll back a step that the module skipped."""
         super().on_train_batch_start(batch, batch_idx)
         if self._compression is not None and self.lightning_module is not None:
             self._compression.epoch = self.lightning_module.current_epoch
@@ -194,7 +194,7 @@ class CompressedDDPMixin(_Base):
             self._resume.remove(str(filepath))
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for the other ranks; for nobody after an error, so that this process ends and the others hear of it."""
+        """Wait for the other ranks; not after an error, so that this process ends and the others get an error too."""
         if not self._gives_up():
             with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
                 super().barrier(name)
@@ -293,7 +293,7 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns
             the parameter) embedding, conv, linear, norm or other; both may be given. ``exclude`` and ``min_numel``
             come first. Error feedback is for those methods that need it, if it is None.
-        residual_decay: the residual is multiplied by it before it is added to the gradient; 1 forgets nothing, 0 all.
+        residual_decay: the residual is multiplied by it before it is added to the gradient; 1 keeps it, 0 discards it.
         residual_follows_lr: when an optimizer's learning rate changes from a to b, multiply the residual of its
             parameters by a / b, so that late gradients move the parameters as far as they would have in time: what is
             sent and what is kept then add up in units of updates (Stich et al., NeurIPS 2018), not of gradients. Where

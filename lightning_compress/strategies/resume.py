@@ -1,4 +1,4 @@
-"""The compression's part in a trainer's checkpoints: what it adds to them, and how it goes on from them."""
+"""The compression's part in a trainer's checkpoints: what it adds to them, and how it resumes from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Resume:
         self._saves = 0
 
     def begin(self, ranks: Collective, device: torch.device) -> None:
-        """A fit begins; all ranks come, and agree on a number for it."""
+        """A fit begins; a collective call, in which the ranks agree on a number for it."""
         own = torch.zeros((), dtype=torch.int64, device=device)
         if ranks.rank == 0:
             own.fill_(random.SystemRandom().getrandbits(62))
@@ -62,7 +62,7 @@ class Resume:
         ranks: Collective,
         alone: bool = False,
     ) -> None:
-        """Add to a checkpoint that is about to be written; every rank comes.
+        """Add to a checkpoint that is about to be written; a collective call.
 
         No rank goes on before all have written their part, so that no checkpoint is without one, and none is written
         over before its successor is whole.
@@ -73,7 +73,7 @@ class Resume:
             content: of the checkpoint.
             compression: what is saved.
             ranks: wait for each other.
-            alone: wait for nobody: the training is being given up, and the others may never come.
+            alone: do not wait for the others: training is being aborted, and they may have ended.
 
         Raises:
             Exception: this rank's part cannot be written.
@@ -103,7 +103,7 @@ class Resume:
         self._saves += 1
 
     def remember(self, path: str) -> None:
-        """A checkpoint was read; what belongs to it will be asked for when the model is ready."""
+        """A checkpoint was read; its files are read when the model is ready."""
         self._path = path
 
     def restore(
@@ -114,7 +114,7 @@ class Resume:
         ranks: Collective,
         device: torch.device,
     ) -> str:
-        """Go on from the checkpoint that was read last; every rank comes.
+        """Resume from the checkpoint that was read last; a collective call.
 
         Returns:
             why the compression begins anew instead, or an empty text.
@@ -153,7 +153,7 @@ class Resume:
         return f"{problem}. Error feedback begins again from zero, and warm-up and schedules at their first step"
 
     def remove(self, path: str) -> None:
-        """A checkpoint was removed; only rank 0 comes."""
+        """A checkpoint was removed; called on rank 0 only."""
         sidecar.remove(path)
 
 

@@ -72,7 +72,7 @@ def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state
         checkpoint: gets the manifest.
         save: which one, the same on all ranks.
         state: of this rank.
-        ranks: are not talked to: a save may be an answer to an exception or a signal.
+        ranks: not communicated with: a save may happen in an exception or signal handler.
     """
     folder = _beside(path)
     content = {"save": str(save), "state": state, "checksum": snapshot.checksum(state)}
@@ -150,7 +150,7 @@ def read(
         path: of the checkpoint.
         manifest: what the checkpoint has under ``KEY``.
         methods: whose state this run can go on from, its own first.
-        ranks: at another world size they sum up what they read; all of them must come.
+        ranks: at another world size they sum what they read, in a collective call.
         device: on which the ranks talk.
 
     Raises:

@@ -43,7 +43,7 @@ def encode(
         summands: see ``Summands``.
         message: uint8, wholly overwritten.
         state: before the first random word, 0 to 2^64 - 1.
-        keep: write the vector; else nobody asks for it.
+        keep: write the vector; else it is unused.
         bucket: elements that share a norm, at most ``LONGEST``; a multiple of 8.
         squares: the norm is the root of the squares' sum, not the largest magnitude.
         bits: of a code, 2 to 8.

@@ -73,7 +73,7 @@ def encode(
         summands: see ``Summands``.
         message: uint8, wholly overwritten.
         state: before the first random word, 0 to 2^64 - 1.
-        keep: write the vector; else nobody asks for it.
+        keep: write the vector; else it is unused.
         signs: float32 ``[block]``, 1 or -1; a block has at most ``LONGEST`` elements, a power of two, 8 or more.
         rest: float32 ``[RUN * block]``; scratch.
         bits: of a code, 2 to 8.

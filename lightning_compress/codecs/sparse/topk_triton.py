@@ -3,7 +3,7 @@
 A sample says from which magnitude on elements may be among the k largest. One pass over the numbers adds the residual
 and lists those, tile by tile; the rest is done with the list: find the k-th largest (``narrowing``), count what is
 larger in each tile, write indices and values in order (``candidates``). Where the list cannot do (fewer than k reached
-the bound, or more than there is room for) the same kernels go over the vector; nobody waits for the device to learn
+the bound, or more than there is room for) the same kernels go over the vector; no wait for the device to learn
 of it. All parts are handled by the same 7 launches.
 """
 

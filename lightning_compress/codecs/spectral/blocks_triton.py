@@ -1,6 +1,6 @@
 """Blocks in registers: read, scaled, transformed, and back; see ``spectrum.py`` and ``transforms.py``.
 
-Coefficients are ``[ROWS, L]`` numbers of blocks that are filled up to L elements, real and imaginary parts in turn.
+Coefficients are ``[ROWS, L]`` numbers of blocks that are filled up to L elements, real and imaginary parts alternately.
 """
 
 from __future__ import annotations

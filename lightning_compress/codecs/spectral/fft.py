@@ -27,7 +27,7 @@ class FFT(Spectral):
     A rest that is shorter than a block is filled up with zeros to a power of two, at least 8. A message is the bits of
     mantissa as int32 in 16 bytes; then, for whole blocks and once more for the rest: a scale (a power of two above the
     largest element), and the least and the largest kept part after division by it, each for all blocks as float32; the
-    places, as a bitmap or as uint16, or nothing where all are kept; the codes of real and imaginary parts in turn, in
+    places, as a bitmap or as uint16, or nothing where all are kept; the codes of real, imaginary parts alternately, in
     planes of 8, 4, 2 and 1 bits of all of them. Each of the three is filled up with zeros to a multiple of 16 bytes.
 
     Args:

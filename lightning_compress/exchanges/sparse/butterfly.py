@@ -176,7 +176,7 @@ class Network:
         return held, Configuration(own, routes, held.indices)
 
     def values_only(self, values: Tensor, known: Configuration, sound: bool) -> Tensor:
-        """The same for other numbers at the indices of the configuration; nobody believes what is not sound."""
+        """The same for other numbers at the indices of the configuration; damaged messages are refused."""
         for layer, route in zip(self._layers, known.routes, strict=True):
             parts = [values[first:last] for first, last in pairwise(route.cuts)]
             got = self._floats(layer, dict(enumerate(parts)), route.counts, sound)

@@ -299,7 +299,7 @@ class OwnersPlan(ExchangePlan):
         return kept, used, later
 
     def _take_back(self, held: Listed, result: Listed, used: Sequence[float], vector: Tensor) -> None:
-        """What this rank sent and nobody applied goes out again with a later gradient."""
+        """What this rank sent and no owner applied is sent again with a later gradient."""
         if result.indices is None or not any(used):
             return
         self._kept.zero_()[result.indices] = True

@@ -1,6 +1,6 @@
 """Rounds of point-to-point messages whose lengths vary, after which all ranks go on or all stop.
 
-Before a round every rank tells all others how long its messages are (an all-gather of a few bytes): nobody waits for
+Before a round every rank tells all others how long its messages are (an all-gather of a few bytes): no rank waits for
 bytes that do not come, whatever a rank said. Every message carries a checksum, since what goes to one rank only cannot
 be compared: a message that was changed on the way, or that cannot be read, is told in the next table, and then all
 ranks raise.
