@@ -145,7 +145,7 @@ class Group:
         world: the ranks to average over.
         unused: parameters may be without a gradient in a step, and have zeros there.
         dtype: of the gradients.
-        owed: these parameters may have a residual already.
+        had_residual: these parameters may have a residual already.
 
     Attributes:
         settings: what the user chose.
@@ -164,7 +164,7 @@ class Group:
         world: World,
         unused: bool = True,
         dtype: torch.dtype = torch.float32,
-        owed: bool = True,
+        had_residual: bool = True,
     ) -> None:
         collective, device, meter = world
         self.given = tuple(name for name, _ in parameters)
@@ -184,7 +184,7 @@ class Group:
             replace(each, method=self._plain_method) if isinstance(each.method, Dense) else each for each in stretches
         )
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in stretches)
-        corrected = self._make_states(stretches, settings.error_feedback and (owed or not exact))
+        corrected = self._make_states(stretches, settings.error_feedback and (had_residual or not exact))
         self._fused = kernels.compiler(device) == "triton"
         embeddings = settings.rules.of_kind("embedding")
         self._unused = plan_unused(stretches, self._segments, embeddings, self.states, self.residual, world, unused)

@@ -97,12 +97,14 @@ class Groups:
         parts = [[name for name, each in zip(names, dense, strict=True) if each is kind] for kind in (False, True)]
         return [part for part in parts if part]
 
-    def add(self, names: Sequence[str], settings: Settings, owed: bool = False) -> Group:
+    def add(self, names: Sequence[str], settings: Settings, had_residual: bool = False) -> Group:
         """A new group, with its parameters' state so far; groups without parameters are removed."""
         shaped = [(name, self._shapes[name]) for name in names]
         release(GRADIENT, MEAN)  # while two states of some parameters are held
-        owed = owed or any(old.residual and not set(names).isdisjoint(old.names) for old in self._groups)
-        group = Group(shaped, settings, self._world, self._unused, self._dtypes[names[0]], owed)
+        had_residual = had_residual or any(
+            old.residual and not set(names).isdisjoint(old.names) for old in self._groups
+        )
+        group = Group(shaped, settings, self._world, self._unused, self._dtypes[names[0]], had_residual)
         for old in self._groups:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():
@@ -131,7 +133,7 @@ class Groups:
         """
         for saved in snapshot.reordered(state, self._shapes, self._orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
-                group = self.add(names, settings, owed=True)
+                group = self.add(names, settings, had_residual=True)
                 snapshot.fill(group.states, saved, names)
                 group.adopted()
 

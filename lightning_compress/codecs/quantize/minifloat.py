@@ -17,7 +17,7 @@ MAGNITUDE = 0x7FFFFFFF
 """All bits of a float32 but its sign."""
 
 
-class Workspace:
+class Coder:
     """Scratch in which up to ``most`` values are encoded or decoded; every step is one pass over whole vectors.
 
     Codes are computed in ``code_dtype(bits)``, mostly bytes, of which a vector holds four times as many.
@@ -98,7 +98,7 @@ class Workspace:
 
 def encode(values: Tensor, formats: Formats, nearest: bool = True) -> Tensor:
     """Codes of float32 ``[R, n]``: to nearest (half away from zero) or cut off, saturating at the range's ends."""
-    work = Workspace(formats.bits, values.numel(), values.device)
+    work = Coder(formats.bits, values.numel(), values.device)
     half = (-formats.mask >> 1) * nearest
     work.encode(torch.clamp(values, formats.lowest, formats.highest), replace(formats, half=half))
     return work.codes(values.numel())[: values.numel()].view(values.shape).clone()
@@ -106,7 +106,7 @@ def encode(values: Tensor, formats: Formats, nearest: bool = True) -> Tensor:
 
 def decode(codes: Tensor, formats: Formats) -> Tensor:
     """Values of whole numbers ``[R, n]``; numbers that are no codes count as the last one."""
-    work = Workspace(formats.bits, codes.numel(), codes.device)
+    work = Coder(formats.bits, codes.numel(), codes.device)
     work.codes(codes.numel())[: codes.numel()].copy_(codes.reshape(-1))
     one, other = work.decode(codes.shape, formats)
     return one * other
@@ -135,5 +135,5 @@ def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest:
     mantissas = torch.arange(tried, device=values.device).view(-1, 1).expand(-1, len(values)).reshape(-1, 1)
     formats = build(bits, mantissas, low.repeat(tried), high.repeat(tried), nearest)
     copies = torch.clamp(values.repeat(tried, 1), formats.lowest, formats.highest)
-    rounded, kept = Workspace(bits, copies.numel(), values.device).encode(copies, formats)
+    rounded, kept = Coder(bits, copies.numel(), values.device).encode(copies, formats)
     return copies.sub_(rounded.mul_(kept)).double().square_().view(tried, -1).sum(dim=1).argmin()

@@ -14,7 +14,7 @@ from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
-from lightning_compress.codecs.quantize.minifloat import Workspace, best_mantissa, most_mantissa
+from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, most_mantissa
 from lightning_compress.core.buffers import check, chunk_size, pieces
 from lightning_compress.core.layout import Layout
 from lightning_compress.kernels import Summands
@@ -152,7 +152,7 @@ class _RangeFloatPlan(_Ranges):
         self._elements = list(pieces(whole * codec.block, rows * codec.block))
         if rest:
             self._elements.append(slice(layout.numel - rest, layout.numel))
-        self._work = Workspace(codec.bits, min(layout.numel, rows * codec.block), device)
+        self._work = Coder(codec.bits, min(layout.numel, rows * codec.block), device)
         self._low, self._high = torch.empty(2, self._blocks, device=device)
         self._ends = list(zip(self._low.split(self._sizes), self._high.split(self._sizes), strict=True))
         given = 0 if codec.mantissa == "auto" else codec.mantissa

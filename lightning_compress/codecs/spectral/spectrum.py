@@ -15,7 +15,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
-from lightning_compress.codecs.quantize.minifloat import Workspace, best_mantissa, most_mantissa
+from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, most_mantissa
 from lightning_compress.codecs.spectral.layout import SAMPLE, Area, stretches
 from lightning_compress.codecs.spectral.transforms import Transform
 from lightning_compress.core.buffers import check, pieces, scratch
@@ -84,7 +84,7 @@ class _Area(Area):
         self.floats = self._view("rows", (self.padded,), device)
         self.spectrum = self._view("spectrum", (self.transform.bins, self.transform.width), device)
         self.energy = self._view("energy", (self.transform.bins,), device)
-        self.work = Workspace(codec.bits, self.rows * self.values, device)
+        self.work = Coder(codec.bits, self.rows * self.values, device)
 
     def _view(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         numel = self.rows * math.prod(shape)
