@@ -155,7 +155,7 @@ class Compression:
         self.meter.begin_step()
 
     def _follow_schedule(self, progress: Progress) -> None:
-        """Retune where the schedule's values are others than in the last step; between those steps ``retune`` decides."""
+        """Retune where the schedule's values change; in between, ``retune`` decides."""
         values = self.next_settings.schedule.values(progress)
         described = {
             name: describe(value, COMPRESSORS) if is_dataclass(value) else value for name, value in values.items()
