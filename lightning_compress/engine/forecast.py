@@ -152,14 +152,12 @@ def forecast(settings: Settings, parameters: Parameters, world: World) -> Foreca
     if settings.plain:
         reason = "compressor='none' leaves the average to DistributedDataParallel"
         return _off("compressor='auto' expects too little of it on this link" if settings.chosen else reason, why)
-    plans = [
-        (stretches, _plan(settings, part, stretches, world)) for part, stretches in _stretches(settings, parameters)
-    ]
-    coarse = [(each, plan) for stretches, plan in plans for each in stretches if not isinstance(each.method, Dense)]
+    plans = [(sections, _plan(settings, part, sections, world)) for part, sections in _sections(settings, parameters)]
+    coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
         small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or all are excluded"
         return _off("compressor='none' has nothing to compress" if isinstance(settings.method, Dense) else small, why)
-    if all(plan.is_dense(stretch.span) for stretch, plan in coarse):
+    if all(plan.is_dense(each.span) for each, plan in coarse):
         return _off(f"exchange='auto' falls back to {coarse[0][1].description}", why)
     return _on(settings, [plan for _, plan in plans], parameters, collective.size, why)
 
@@ -223,27 +221,27 @@ def _parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
     yield part
 
 
-def _stretches(
+def _sections(
     settings: Settings, parameters: Parameters
 ) -> Iterator[tuple[list[tuple[str, Shape]], Sequence[Section]]]:
     for part in _parts(parameters):
-        order, stretches = settings.rules.sections(part)
-        yield [part[place] for place in order], stretches
+        order, sections = settings.rules.sections(part)
+        yield [part[place] for place in order], sections
 
 
 def _plan(
-    settings: Settings, part: Sequence[tuple[str, Shape]], stretches: Sequence[Section], world: World
+    settings: Settings, part: Sequence[tuple[str, Shape]], sections: Sequence[Section], world: World
 ) -> ExchangePlan:
     """What a group of them will be, without its memory."""
     collective, device, _ = world
     exchange, layout = settings.exchange, Layout.of(part)
-    sections = composite.encoded(stretches)
-    if sections:
-        exchange.measure([section.codec for section in sections], collective, collective, device)
+    messages = composite.encoded(sections)
+    if messages:
+        exchange.measure([section.codec for section in messages], collective, collective, device)
     dry = device if exchange.talks else META
     declared = {f"{composite.EXCHANGE}.{name}": each for name, each in exchange.state(layout).items()}
     states = {
         name: State(each.layout, dry, each.initial, each.holder)
-        for name, each in {**composite.declared(stretches), **declared}.items()
+        for name, each in {**composite.declared(sections), **declared}.items()
     }
-    return composite.plan_group(stretches, exchange, World(collective, dry, Meter(dry)), states)
+    return composite.plan_group(sections, exchange, World(collective, dry, Meter(dry)), states)

@@ -168,7 +168,7 @@ class Group:
     ) -> None:
         collective, device, meter = world
         self.given = tuple(name for name, _ in parameters)
-        self.order, stretches = settings.rules.sections(parameters)
+        self.order, sections = settings.rules.sections(parameters)
         self.layout = Layout.of(parameters[place] for place in self.order)
         self.names = self.layout.names
         self._segments = [segment for segment in self.layout.segments if segment.numel]
@@ -177,30 +177,30 @@ class Group:
         self._world, self._collective, self._device, self._meter = world, collective, device, meter
         self._key = mix(settings.seed, name_key(self.names))
         self.averages = settings.averages
-        coarse = [each for each in stretches if each.method == settings.method or each.method.contractive]
+        coarse = [each for each in sections if each.method == settings.method or each.method.contractive]
         self._compressed = [each.span for each in coarse if not isinstance(each.method, Dense)]
         self._plain_method = dense_of(dtype)
-        stretches = tuple(
-            replace(each, method=self._plain_method) if isinstance(each.method, Dense) else each for each in stretches
+        sections = tuple(
+            replace(each, method=self._plain_method) if isinstance(each.method, Dense) else each for each in sections
         )
-        exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in stretches)
-        corrected = self._make_states(stretches, settings.error_feedback and (had_residual or not exact))
+        exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in sections)
+        corrected = self._make_states(sections, settings.error_feedback and (had_residual or not exact))
         self._fused = kernels.compiler(device) == "triton"
         embeddings = settings.rules.of_kind("embedding")
-        self._unused = plan_unused(stretches, self._segments, embeddings, self.states, self.residual, world, unused)
+        self._unused = plan_unused(sections, self._segments, embeddings, self.states, self.residual, world, unused)
         self._correction = settings.correction and settings.correction.plan(
             self.layout, self._compressed, collective.size, device, corrected
         )
         if self._correction and self._correction.idle:
             self._correction = None
-        fed = [replace(each, fed_back=bool(self._correction) or settings.feeds_back(each.method)) for each in stretches]
+        fed = [replace(each, fed_back=bool(self._correction) or settings.feeds_back(each.method)) for each in sections]
         self._exchange = composite.plan_group(fed, settings.exchange, self._world, self.states)
         self._dense: ExchangePlan | None = None
-        self._unfed = [each.span for each in stretches if not settings.feeds_back(each.method)]
+        self._unfed = [each.span for each in sections if not settings.feeds_back(each.method)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
-        means = all(each.method.conserves for each in stretches)
+        means = all(each.method.conserves for each in sections)
         self._unscales = bool(self.states) or settings.local_clip_norm is not None or not means
-        self._sections = composite.encoded(stretches)
+        self._sections = composite.encoded(sections)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
         self._plain = self.residual is not None and not special and device.type == "cpu" and not self._fused
@@ -208,7 +208,7 @@ class Group:
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
 
-    def _make_states(self, stretches: Sequence[Section], fed_back: bool) -> States:
+    def _make_states(self, sections: Sequence[Section], fed_back: bool) -> States:
         """Make all that is kept; returns what the correction declares."""
         settings, corrected = self.settings, {}
         kept = {RESIDUAL: Declared(self.layout, dtype=settings.residual_dtype)} if fed_back else {}
@@ -219,7 +219,7 @@ class Group:
             corrected = dict(settings.correction.state(self.layout, self._compressed))
         self.states: States = {
             name: State(each.layout, self._device, each.initial, each.holder, each.dtype)
-            for name, each in {**kept, **composite.declared(stretches), **corrected, **exchanged}.items()
+            for name, each in {**kept, **composite.declared(sections), **corrected, **exchanged}.items()
         }
         self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
         return {name: self.states[name] for name in corrected}
@@ -374,7 +374,7 @@ class Group:
         return self._unused if keeps or plan.straight is None else None
 
     def _lossy(self, plan: ExchangePlan) -> list[slice]:
-        """The stretches of which something stays behind."""
+        """The sections of which something stays behind."""
         return [place for place in self._compressed if not plan.is_dense(place)]
 
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:

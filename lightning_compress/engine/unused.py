@@ -218,7 +218,7 @@ class FusedUnused(Unused):
 
 
 def plan_unused(
-    stretches: Sequence[Section],
+    sections: Sequence[Section],
     segments: Sequence[Segment],
     embeddings: Collection[str],
     states: Mapping[str, State],
@@ -229,7 +229,7 @@ def plan_unused(
     """Make ready for vectors of these segments.
 
     Args:
-        stretches: what the vector consists of.
+        sections: what the vector consists of.
         segments: those that are not empty.
         embeddings: names of parameters that are looked at by rows.
         states: of the group, by name.
@@ -240,7 +240,7 @@ def plan_unused(
     Returns:
         None where zeros stay zeros and nothing is kept.
     """
-    mixing = [each for each in stretches if not each.method.keeps_zeros]
+    mixing = [each for each in sections if not each.method.keeps_zeros]
     places = {name for each in mixing for name in each.layout.names}
     kept = [Block(each, number) for number, each in enumerate(segments)] if unused and states else []
     mixed = [
