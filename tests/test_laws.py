@@ -16,6 +16,7 @@ from lightning_compress.exchanges.cost import Link
 from lightning_compress.reducers import REDUCERS
 from lightning_compress.testing import CPU, DENSE, LARGE
 from tests.cases import CASES, unbiased_cases
+from tests.helpers.sizes import by_turns
 
 SPARSE = ["recursive_doubling", "butterfly", "run_length"]
 """Exchanges of sums, for methods that send few elements; the last takes any, of which these are enough."""
@@ -96,8 +97,7 @@ def check_conservation(result, case, exchange, size):
     assert result.error <= tolerance(case, exchange, size) or not case.codec.conserves
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "size"), by_turns(CASES, (2, 3), 1))
 def test_the_same_over_sockets(pools, case, size):
     exchanges = [exchange for exchange in PATTERNS if can_travel(case, exchange, size)]
     answers = pools[size].run(over_sockets, case.codec, exchanges)

@@ -149,7 +149,13 @@ def id_of(launch):
 
 
 @root
-@pytest.mark.parametrize("launch", launches(), ids=id_of)
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(each, id=id_of(each), marks=() if "torchrun" in each[0][0] else pytest.mark.thorough)
+        for each in launches()
+    ],
+)
 def test_commands(hosts, launch):
     scripts, shown = launch
     outputs = hosts.run(*scripts)
@@ -202,6 +208,7 @@ def slurm(rank):
 
 
 @root
+@pytest.mark.thorough
 def test_slurm_job(hosts):
     outputs = hosts.run("bash job.sh", "bash job.sh", environments=(slurm(0), slurm(1)))
     assert len(set(digests(outputs))) == 1

@@ -26,6 +26,7 @@ def test_what_was_chosen_is_read_from_what_auto_says():
     assert chosen(cell([one, other])) == "all_gather + float32"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
 def test_a_cell_is_measured_once(tmp_path):
     path = tmp_path / "choices.json"

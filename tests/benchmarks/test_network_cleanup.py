@@ -71,6 +71,7 @@ def training():
 
 
 @root
+@pytest.mark.thorough
 def test_control_c(training):
     process, _ = training
     os.killpg(process.pid, signal.SIGINT)

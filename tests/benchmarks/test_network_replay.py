@@ -43,7 +43,8 @@ def test_traces_are_of_whole_steps(recorded):
 
 
 @root
-@pytest.mark.parametrize("methods", [["DDP", "onebit"], pytest.param(METHODS, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("methods", [["DDP", "onebit"], METHODS])
 def test_a_replay_takes_as_long_and_sends_as_much(recorded, methods):
     found = cells.replay(recorded, "10gbit", 2.0, 1.0, ["hook", "beside"], 1, methods)
     assert not namespaces()

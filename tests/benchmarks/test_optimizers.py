@@ -9,6 +9,7 @@ from benchmarks import optimizers
 from tests.benchmarks.test_error import write_text
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_runs_are_not_repeated(tmp_path, monkeypatch, capfd):
     write_text(tmp_path)

@@ -125,7 +125,17 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("arguments", MODES, ids=lambda arguments: "-".join(k for k, on in arguments.items() if on))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(
+            each,
+            id="-".join(k for k, on in each.items() if on),
+            marks=() if each["gradient_as_bucket_view"] else pytest.mark.thorough,
+        )
+        for each in MODES
+    ],
+)
 def test_parity_of_every_method_without_loss(pools, arguments):
     ranks = pools[2].run(_every_lossless, arguments)
     for ours, others in itertools.pairwise(ranks):

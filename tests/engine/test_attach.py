@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
+from tests.helpers.sizes import by_turns
 
 
 class TwoHeads(nn.Module):
@@ -286,8 +287,7 @@ def _tasks(compressor, exchange, how, steps):
 
 
 @pytest.mark.parametrize("how", ["zero", "never"])
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("compressor", ["onebit", "efsign", "rotated", "fft"])
+@pytest.mark.parametrize(("compressor", "size"), by_turns(["onebit", "efsign", "rotated", "fft"], (3, 4), 1))
 def test_what_no_rank_uses_does_not_move(pools, compressor, size, how):
     for head, rows, residual in pools[size].run(_tasks, compressor, "auto", how, 12):
         assert (head, rows, residual) == (0.0, 0.0, 0.0)

@@ -132,6 +132,7 @@ def fit_loss(model):
         return nn.functional.cross_entropy(model.eval()(images), labels)
 
 
+@pytest.mark.thorough
 def test_it_trains_as_well(pools):
     (whole, loss), _ = pools[2].run(_accuracy, "float32")
     (halved, other), (same, _) = pools[2].run(_accuracy, "bfloat16")

@@ -12,6 +12,7 @@ from lightning_compress.engine.group import Group
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.settings.settings import Settings
 from tests.cases import CASES
+from tests.helpers.sizes import by_turns
 
 CPU = torch.device("cpu")
 PARAMETERS = [("body", (37, 61)), ("bias", (37,)), ("unused", (29, 43)), ("words", (61, 33)), ("last", (23, 47))]
@@ -61,8 +62,7 @@ def settings_of(method, exchange="auto", **more):
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "size"), by_turns(METHODS))
 def test_what_no_rank_uses_does_not_move(name, size, find_unused):
     settings = settings_of(METHODS[name])
     for found, group in run_threads(size, lambda collective: steps(collective, settings, 4, find_unused)):
@@ -109,8 +109,7 @@ def alternating(rank, step):
     return gradients(rank, step, unused=step >= 2)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", [*(name for name in METHODS if name not in ("none", "bf16", "fp16"))])
+@pytest.mark.parametrize(("name", "size"), by_turns([name for name in METHODS if name not in ("none", "bf16", "fp16")]))
 def test_an_unused_parameter_keeps_its_state(name, size):
     """DistributedDataParallel throws its mean away, and what was sent of the residual would be lost with it."""
     settings = settings_of(METHODS[name])
@@ -138,8 +137,7 @@ def partly(rank, step):
 
 
 @pytest.mark.parametrize("exchange", ["auto", "two_shot", "gtopk", "binomial"])
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ["onebit", "efsign", "fft", "topk"])
+@pytest.mark.parametrize(("name", "size"), by_turns(["onebit", "efsign", "fft", "topk"]))
 def test_a_gradient_that_one_rank_has_arrives(name, size, exchange):
     """Residuals of sums are fed back by whoever holds them, with a gradient of its own or without."""
     if exchange == "gtopk" and name != "topk":

@@ -41,6 +41,7 @@ def processes(folder, workers):
     return ended.outcomes
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_comes_back(tmp_path):
     expected = Trials().undisturbed("topk", 2).outcomes
     ended = torchrun(tmp_path, 2, "--max-restarts=1")

@@ -37,11 +37,8 @@ WORLDS = [("topk", 2), ("powersgd", 2), ("onebit", 2), ("dgc", 3)]
 # One of each kind in every run, the others with the thorough tests.
 KINDS = {
     "killed in forward",
-    "killed while sending",
     "killed while writing its part",
     "stopped",
-    "error in the hook and a save",
-    "disk full",
     "SIGTERM to one rank",
     "part flipped",
 }

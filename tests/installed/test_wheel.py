@@ -60,7 +60,10 @@ def test_what_ships(installed):
     assert not [name for name in names if name.startswith(("recipes", "tests", "benchmarks", "conf/"))]
 
 
-@pytest.mark.parametrize("overrides", [["compressor=topk", "compressor.density=0.3"], ["compressor=onebit"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [["compressor=topk", "compressor.density=0.3"], pytest.param(["compressor=onebit"], marks=pytest.mark.thorough)],
+)
 def test_another_hydra_application(installed, tmp_path, overrides):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "app.yaml").write_text(

@@ -44,6 +44,7 @@ def test_two_processes_with_a_compressor(tmp_path: Path) -> None:
     assert {"comm/ratio", "comm/bytes_sent", "train/loss", "test/acc"} <= set(header)
 
 
+@pytest.mark.thorough
 def test_one_process(tmp_path: Path) -> None:
     done = train("debug=fast", "trainer=cpu", "compressor=onebit", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,6 +58,7 @@ def test_missing_data_stops_every_rank(tmp_path: Path) -> None:
     assert "data.download=true" in done.stderr
 
 
+@pytest.mark.thorough
 def test_multirun_of_several_processes_is_refused(tmp_path: Path) -> None:
     done = train("--multirun", "debug=fast", "trainer=cpu_2proc", "compressor=none,bf16", folder=tmp_path)
     assert done.returncode != 0

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -303,7 +304,7 @@ def lightning(folder, compressor, link, resume=None, host=None, epochs=2, **sett
     real = socket.gethostname
     socket.gethostname = (lambda: host) if host else real
     said = Lines()
-    loggers = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero", "lightning_compress")
+    loggers = ["lightning_compress", rank_zero_module.log.name]  # that of the Lightning which was imported last
     for name in loggers:
         logging.getLogger(name).addHandler(said)
     logger = CSVLogger(folder, "log", "")

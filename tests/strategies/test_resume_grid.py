@@ -35,7 +35,7 @@ def _both(folder, compressor):
 
 
 WAYS = {"scaler": _scaled, "large": _large, "both": _both}
-IN_CI = {("topk", 3, "both"), ("powersgd", 2, "large")}
+IN_CI = {("topk", 3, "both")}
 
 
 def _marks(case, size, way):

@@ -17,7 +17,7 @@ SAMPLE = 8
 """Blocks that the mantissa is chosen on."""
 
 
-class Settings(Protocol):
+class SpectralSettings(Protocol):
     """Of a spectral codec, see ``spectrum.py``."""
 
     @property
@@ -52,7 +52,7 @@ class Area:
         offset: where they begin in the message.
     """
 
-    def __init__(self, codec: Settings, start: int, blocks: int, length: int, offset: int) -> None:
+    def __init__(self, codec: SpectralSettings, start: int, blocks: int, length: int, offset: int) -> None:
         self.start, self.blocks, self.length = start, blocks, length
         self.transform = transform = codec.transform(1 << max(length - 1, SHORTEST - 1).bit_length())
         self.padded = transform.length

@@ -53,7 +53,10 @@ def _mostly_zeros(numel: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("codec", [DGC().codec, TopK(0.01), TopK(0.05)], ids=repr)
 @pytest.mark.parametrize("kind", [*KINDS, "mostly zeros"])
-@pytest.mark.parametrize("numel", [4096, 4097, 36_864, 150_000])
+@pytest.mark.parametrize(
+    "numel",
+    [pytest.param(4096, marks=pytest.mark.thorough), 4097, 36_864, pytest.param(150_000, marks=pytest.mark.thorough)],
+)
 def test_as_many_are_sent_as_were_asked_for(codec: TopK, kind: str, numel: int) -> None:
     plan = codec.plan(Layout.of([("w", (numel,))]), CPU)
     message, k = torch.empty(plan.message_size, dtype=torch.uint8), math.ceil(codec.density * numel)
