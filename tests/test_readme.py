@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
+
+from tests.config.composing import composed
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -20,6 +23,7 @@ COMMANDS = [
     for line in body.splitlines()
     if line.strip()
 ]
+TRAIN = [command for command in COMMANDS if command.startswith("python -m recipes.train")]
 
 
 EVERY_HELP = """
@@ -60,15 +64,18 @@ def test_yaml(text, tmp_path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, tmp_path):
     words = shlex.split(command)
-    if words[:3] == ["python", "-m", "recipes.train"]:
+    if words[:3] == ["python", "-m", "recipes.train"] and command == TRAIN[0]:
         assert "_target_: lightning_compress" in run([sys.executable, *words[1:], "--cfg", "job", "--resolve"])
+    elif words[:3] == ["python", "-m", "recipes.train"]:  # the others are composed in this process
+        overrides = [each for each in words[3:] if not each.startswith("-") and each != "job"]
+        assert "_target_: lightning_compress" in OmegaConf.to_yaml(composed(*overrides), resolve=True)
     elif words[0] == "make":
         run([words[0], "--dry-run", *words[1:]])
     elif words[:2] == ["pip", "install"]:
         extras = re.findall(r"\[(\w+)\]", command)
         assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
     else:
-        pytest.fail(f"nobody knows how to try {command!r}")
+        pytest.fail(f"there is no way to try {command!r}")
 
 
 def test_links_lead_somewhere():

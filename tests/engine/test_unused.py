@@ -62,7 +62,7 @@ def settings_of(method, exchange="auto", **more):
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize(("name", "size"), by_turns(METHODS))
+@pytest.mark.parametrize(("name", "size"), by_turns(METHODS, take=1))
 def test_what_no_rank_uses_does_not_move(name, size, find_unused):
     settings = settings_of(METHODS[name])
     for found, group in run_threads(size, lambda collective: steps(collective, settings, 4, find_unused)):
@@ -109,7 +109,9 @@ def alternating(rank, step):
     return gradients(rank, step, unused=step >= 2)
 
 
-@pytest.mark.parametrize(("name", "size"), by_turns([name for name in METHODS if name not in ("none", "bf16", "fp16")]))
+@pytest.mark.parametrize(
+    ("name", "size"), by_turns([name for name in METHODS if name not in ("none", "bf16", "fp16")], take=1)
+)
 def test_an_unused_parameter_keeps_its_state(name, size):
     """DistributedDataParallel throws its mean away, and what was sent of the residual would be lost with it."""
     settings = settings_of(METHODS[name])

@@ -359,6 +359,7 @@ def _parts_over_sockets():
     return _in_parts(BF16())(TorchCollective())
 
 
+@pytest.mark.thorough
 def test_parts_over_sockets(pools):
     _check_parts(pools[3].run(_parts_over_sockets), 5e-2)
 
