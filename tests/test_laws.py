@@ -200,7 +200,7 @@ def own_noise(codec):
 
 
 @pytest.mark.parametrize("exchange", NOISE)
-@pytest.mark.parametrize(("codec", "size"), by_turns(UNBIASED, (4, 8), 1))
+@pytest.mark.parametrize(("codec", "size"), by_turns(UNBIASED, (4, 8), 1, repr))
 def test_private_noise_averages_out(codec, exchange, size):
     left = run_threads(size, lambda collective: testing.noise(NOISY[exchange], codec, collective)[0])[0]
     room = 1.4 if isinstance(codec, ATOMO) else 1.1  # one number decides what is sent of a matrix

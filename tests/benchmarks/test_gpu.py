@@ -110,7 +110,6 @@ def test_overlap_is_that_of_the_second_busiest_stream(tmp_path):
 
 
 def test_steps_are_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "_asked", "torch")
     out = tmp_path / "step.json"
     given = ["--device", "cpu", "--small", "--models", "lstm", "--precisions", "tf32", "--seconds", "100"]
     given += ["--methods", "none", "onebit", "powersgd", "--json", str(out), "--trace", str(tmp_path / "trace.json.gz")]
@@ -118,7 +117,8 @@ def test_steps_are_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         isolated, "run", lambda function, given, *_: [function(task | {"seconds": 0}) for task in given]
     )
-    step.main()
+    with kernels.using("torch"):
+        step.main()
     (row,) = json.loads(out.read_text())["rows"]
     assert row["measured"].keys() == {"none", "onebit", "powersgd"}
     for found in row["measured"].values():

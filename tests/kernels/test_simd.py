@@ -7,7 +7,7 @@ pytest.importorskip("numba")
 
 from numba import njit
 
-from lightning_compress.kernels.numba import bits, simd
+from lightning_compress.kernels.numba import simd, words
 
 FLOAT, LANES = np.float32, simd.LANES
 SPECIAL = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38], FLOAT)
@@ -254,7 +254,7 @@ def test_fetching_changes_nothing(index, rng):
 @pytest.mark.parametrize("word", [0, 1, 2, 1 << 31, (1 << 32) - 1, 0x80000001, 0x00F0F000])
 def test_bits_of_a_word(word):
     word, index = np.uint32(word), np.flatnonzero(as_booleans(word))
-    assert bits.ones(word) == len(index)
+    assert words.ones(word) == len(index)
     if word:
-        assert bits.lowest(word) == index[0]
-        assert bits.without_lowest(word) == word - (1 << index[0])
+        assert words.lowest(word) == index[0]
+        assert words.without_lowest(word) == word - (1 << index[0])

@@ -17,6 +17,7 @@ from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import Dense, OneBit, TopK
 from lightning_compress.corrections import DGC
 from tests.cases import CASES
+from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, digits, loader, parameters
 
 BATCHES = 3
@@ -58,11 +59,7 @@ def interrupted(folder, compressor, **settings):
 
 
 METHODS = [case for case in CASES if case.codec != Dense()]
-GRID = [
-    pytest.param(case, size, id=f"{case.name}-{size}", marks=() if size == 2 + number % 3 else pytest.mark.thorough)
-    for number, case in enumerate(METHODS)
-    for size in (2, 3, 4)
-]
+GRID = by_turns(METHODS, (2, 3, 4), 1)
 
 
 @pytest.mark.parametrize(("case", "size"), GRID)

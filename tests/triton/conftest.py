@@ -1,5 +1,7 @@
 """Kernels of accelerators run on one where there is one, and elsewhere in Triton's interpreter."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ def device():
 
 
 @pytest.fixture
-def by(monkeypatch):
+def by():
     """Have plans made with kernels of a choice: ``by("triton")``."""
-    return lambda choice: monkeypatch.setattr(kernels, "_asked", choice)
+    with ExitStack() as choices:
+        yield lambda choice: choices.enter_context(kernels.using(choice))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_compress.kernels.numba import kernel, simd
-from lightning_compress.kernels.numba.bits import lowest, without_lowest
+from lightning_compress.kernels.numba.words import lowest, without_lowest
 
 
 @kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_compress.kernels.numba import kernel, simd
-from lightning_compress.kernels.numba.bits import lowest, ones, without_lowest
+from lightning_compress.kernels.numba.words import lowest, ones, without_lowest
 
 _TILE = 4096
 """Elements that stay in the nearest cache from when they are zeroed."""
