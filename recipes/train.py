@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_compress import CompressedDDPStrategy, ThetaRecovery
 from recipes.build import build
+from recipes.task import Score, Task
 
 __all__ = ["main", "train"]
 
@@ -30,14 +31,14 @@ IDLE = {"compressor": ("auto", "none"), "exchange": ("auto",)}
 """Groups that only our strategy takes, and what says nothing of them."""
 
 
-def train(cfg: DictConfig) -> float:
+def train(cfg: DictConfig) -> tuple[Score, float]:
     """Fit and test what ``cfg`` describes.
 
     Args:
         cfg: the composed config of ``conf/config.yaml``.
 
     Returns:
-        Accuracy on the test set, in [0, 1].
+        What the recipe is judged by, and its value on the test set, such as an accuracy in [0, 1].
 
     Raises:
         ValueError: a setting is wrong or has no effect, or the data is missing or damaged.
@@ -48,7 +49,7 @@ def train(cfg: DictConfig) -> float:
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
-    model = build(cfg.recipe, **data.dims)
+    model: Task = build(cfg.recipe, **data.dims)
     trainer: Trainer = build(cfg.trainer)
     refuse_idle(cfg, trainer)
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
@@ -58,12 +59,12 @@ def train(cfg: DictConfig) -> float:
     go_on_writing(trainer.loggers)
     ratio = trainer.callback_metrics.get("comm/ratio")
     trainer.test(model, datamodule=data, verbose=False)
-    accuracy = float(trainer.callback_metrics["test/acc"])
-    _report(accuracy, ratio)
+    value = float(trainer.callback_metrics[model.score.metric])
+    _report(model.score, value, ratio)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()  # so that the next run of this process is a run of its own
-    return accuracy
+    return model.score, value
 
 
 def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
@@ -128,16 +129,17 @@ def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
 
 
 @rank_zero_only
-def _report(accuracy: float, ratio: Tensor | None) -> None:
+def _report(score: Score, value: float, ratio: Tensor | None) -> None:
     saving = f", {ratio:.1f} x fewer bytes than float32" if ratio is not None and ratio > 1 else ""
-    print(f"test accuracy {100 * accuracy:.2f} %{saving}")
+    print(f"test {score.label} {score.written(value)}{saving}")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> float:
-    """Hydra's entry point; returns the test accuracy, the metric that sweepers maximise."""
+    """Hydra's entry point; returns what its sweepers minimise: error rates as they are, accuracy and BLEU negated."""
     refuse_multirun(cfg, HydraConfig.get().mode)
-    return train(cfg)
+    score, value = train(cfg)
+    return score.cost(value)
 
 
 if __name__ == "__main__":

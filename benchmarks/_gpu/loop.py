@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._gpu.echo import device_of
 from lightning_compress import attach
 from recipes.resnet.augment import crop_and_flip, draw
-from recipes.resnet.model import ResNet, parameter_groups
-from recipes.resnet.schedule import lr_factor
+from recipes.resnet.model import ResNet
+from recipes.schedule import lr_factor
+from recipes.task import parameter_groups
 
 Images = tuple[Tensor, Tensor]
 REFERENCE = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["BasicBlock", "ResNet", "parameter_groups"]
+__all__ = ["BasicBlock", "ResNet"]
 
 
 class BasicBlock(nn.Module):
@@ -74,19 +74,3 @@ class ResNet(nn.Module):
         out = F.relu(self.bn(self.conv(x)), inplace=True)
         logits: Tensor = self.fc(self.blocks(out).mean((2, 3)))
         return logits
-
-
-def parameter_groups(model: nn.Module, *, decay_norm: bool = False) -> list[dict[str, object]]:
-    """Parameters for an optimizer: those with its own weight decay, and those with none.
-
-    Args:
-        model: the network.
-        decay_norm: decay everything, as He et al. 2015; else spare batch norm's scale and shift and all biases, that
-            is parameters of one dimension, as Goyal et al. 2017.
-    """
-    if decay_norm:
-        return [{"params": list(model.parameters())}]
-    return [
-        {"params": [p for p in model.parameters() if p.ndim > 1]},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]

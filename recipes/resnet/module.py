@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, get_args
 
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from recipes.resnet.data import IGNORE
-from recipes.resnet.model import ResNet, parameter_groups
-from recipes.resnet.schedule import Schedule, lr_factor
+from recipes.resnet.model import ResNet
+from recipes.schedule import Schedule
+from recipes.task import Score, Task
 
-__all__ = ["ResNetModule", "parameter_groups"]
+__all__ = ["ResNetModule"]
 
 
-class ResNetModule(LightningModule):
-    """A ResNet with its loss, accuracy, optimizer and schedule.
-
-    The learning rate follows the minibatch over all ranks (linear scaling): ``optimizer``'s rate belongs to
-    ``reference_batch`` images, and the warm-up leads from it to the scaled one, step by step. The rate is outside the
-    momentum buffer in ``torch.optim``, so no momentum correction is due when it changes.
+class ResNetModule(Task):
+    """A ResNet with its loss and accuracy.
 
     Args:
         depth: layers of the network, 6n + 2.
         num_classes: classes of the data.
         in_channels: channels of the images.
-        optimizer: makes the optimizer from parameter groups; None: SGD, lr 0.1, momentum 0.9, weight decay 1e-4.
-        batch_size: images per rank and forward pass, to know the minibatch over all ranks.
+        optimizer: see :class:`~recipes.task.Task`, as all that is not named here.
+        batch_size: images per rank and forward pass.
         reference_batch: minibatch over all ranks that the optimizer's rate is meant for; None: do not scale.
-        schedule: ``step`` (/10 at 50 % and 75 % of the steps), ``linear`` or ``cosine`` (both end at 0).
+        schedule: ``step``, ``linear``, ``cosine``, ``constant`` or ``inverse_sqrt``.
         warmup_epochs: length of the warm-up in epochs, at least 0.
-        warmup_start: factor on the optimizer's rate at the first step; None: 1, so no warm-up where nothing is scaled.
+        warmup_start: factor on the optimizer's rate at the first step.
         decay_norm: weight decay on batch norm and biases too.
         zero_gamma: start each block as the identity.
 
     Raises:
         ValueError: a value is out of its range.
     """
+
+    recipe = "resnet"
+    score = Score("test/acc", "accuracy", "maximize")
 
     def __init__(
         self,
@@ -63,15 +56,16 @@ class ResNetModule(LightningModule):
         decay_norm: bool = False,
         zero_gamma: bool = True,
     ) -> None:
-        super().__init__()
-        if schedule not in get_args(Schedule):
-            raise ValueError(f"recipe.schedule={schedule!r}: choose from {', '.join(get_args(Schedule))}")
-        if warmup_epochs < 0:
-            raise ValueError(f"recipe.warmup_epochs={warmup_epochs}: must be at least 0 (0: no warm-up)")
-        if reference_batch is not None and reference_batch < 1:
-            raise ValueError(f"recipe.reference_batch={reference_batch}: must be at least 1, or null not to scale lr")
+        super().__init__(
+            optimizer=optimizer,
+            schedule=schedule,
+            warmup_epochs=warmup_epochs,
+            warmup_start=warmup_start,
+            batch_size=batch_size,
+            reference_batch=reference_batch,
+            decay_norm=decay_norm,
+        )
         self.save_hyperparameters(ignore=["optimizer"], logger=False)
-        self.make_optimizer = optimizer or partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
         self.model = ResNet(depth, num_classes, in_channels, zero_gamma=zero_gamma)
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
         self.val_acc, self.test_acc = (
@@ -110,26 +104,6 @@ class ResNetModule(LightningModule):
         self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, prog_bar=True)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimizer over the groups of weight decay, and the schedule, advanced every step.
-
-        Raises:
-            ValueError: the run has no end, so that the schedule has no length.
-        """
-        self.trainer.fit_loop.setup_data()  # so that the length of an epoch is known
-        total = self.trainer.estimated_stepping_batches
-        if not math.isfinite(total) or total < 1:
-            raise ValueError(f"{total} training steps: a schedule needs trainer.max_epochs or trainer.max_steps")
-        accumulate = self.trainer.accumulate_grad_batches
-        per_epoch = math.ceil(self.trainer.num_training_batches / accumulate)
-        hp: Any = self.hparams
-        minibatch = hp.batch_size * self.trainer.world_size * accumulate
-        peak = minibatch / hp.reference_batch if hp.reference_batch else 1.0
-        warmup = round(hp.warmup_epochs * per_epoch)
-        factor = partial(
-            lr_factor, total=int(total), schedule=hp.schedule, peak=peak, warmup=warmup, start=hp.warmup_start
-        )
-        if factor(0) != peak and warmup >= total:
-            rank_zero_warn(f"the warm-up of {warmup} steps outlasts the run of {total}: lower recipe.warmup_epochs")
-        optimizer = self.make_optimizer(parameter_groups(self.model, decay_norm=hp.decay_norm))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+    def predict_file(self, source: str) -> str:
+        """See ``Task.predict_file``."""
+        raise NotImplementedError

@@ -14,8 +14,9 @@ from torch import nn
 from recipes.resnet.data import IGNORE, Split
 from recipes.resnet.digits import Digits
 from recipes.resnet.model import BasicBlock, ResNet
-from recipes.resnet.module import ResNetModule, parameter_groups
-from recipes.resnet.schedule import lr_factor
+from recipes.resnet.module import ResNetModule
+from recipes.schedule import lr_factor
+from recipes.task import parameter_groups
 
 QUIET = {
     "accelerator": "cpu",

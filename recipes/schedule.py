@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 __all__ = ["Schedule", "lr_factor"]
 
-Schedule = Literal["step", "linear", "cosine"]
+Schedule = Literal["constant", "step", "linear", "cosine", "inverse_sqrt"]
 
 
 def lr_factor(
@@ -23,7 +23,8 @@ def lr_factor(
 
     The first ``warmup`` steps go linearly from ``start`` to ``peak`` (Goyal et al. 2017: from the rate of one worker's
     minibatch to the scaled one). Then ``step`` divides by 10 at 50 % and at 75 % of ``total`` (He et al. 2015: 32k and
-    48k of 64k iterations); ``linear`` and ``cosine`` fall to 0 at ``total``.
+    48k of 64k iterations); ``linear`` and ``cosine`` fall to 0 at ``total``; ``inverse_sqrt`` falls as
+    1 / sqrt(step) (Vaswani et al. 2017, section 5.3).
 
     Args:
         step: optimizer steps done so far, from 0.
@@ -44,6 +45,10 @@ def lr_factor(
         warmup = 0
     if step < warmup:
         return first + (peak - first) * step / warmup
+    if schedule == "constant":
+        return peak
+    if schedule == "inverse_sqrt":
+        return peak * math.sqrt(max(1, warmup) / max(1, warmup, step))
     left = max(0.0, (total - step) / max(1, total - warmup))
     if schedule == "step":
         return peak * 0.1 ** ((2 * step >= total) + (4 * step >= 3 * total))

@@ -1,0 +1,164 @@
+"""What every recipe's module shares: its score, its optimizer and learning rates, and predictions from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from recipes.schedule import Schedule, lr_factor
+
+__all__ = ["Score", "Task", "parameter_groups"]
+
+
+class Score(NamedTuple):
+    """The figure by which a recipe is judged, as its test loop logs it."""
+
+    metric: str
+    """Name of the logged metric, such as ``test/acc``."""
+    label: str
+    """What people call it, such as ``accuracy``."""
+    goal: Literal["maximize", "minimize"]
+    scale: float = 100.0
+    """Factor from the logged value to the printed one."""
+    unit: str = " %"
+
+    def written(self, value: float) -> str:
+        """``value`` as it is printed: ``97.22 %``."""
+        return f"{self.scale * value:.2f}{self.unit}"
+
+    def cost(self, value: float) -> float:
+        """``value`` as Hydra's sweepers want it, all of which minimise unless told otherwise: less is better."""
+        return -value if self.goal == "maximize" else value
+
+
+class Task(LightningModule, ABC):
+    """A model with its loss, its score, its optimizer and its learning rates.
+
+    The learning rate follows the minibatch over all ranks (linear scaling, Goyal et al. 2017): ``optimizer``'s rate
+    belongs to ``reference_batch`` examples. The rate is outside the momentum buffer in ``torch.optim``, so no momentum
+    correction is due when it changes.
+
+    Args:
+        optimizer: makes the optimizer from parameter groups; None: SGD, lr 0.1, momentum 0.9, weight decay 1e-4.
+        schedule: what follows the warm-up: ``constant``, ``step`` (/10 at 50 % and 75 % of the steps), ``linear`` or
+            ``cosine`` (both end at 0), ``inverse_sqrt``.
+        warmup_epochs: length of the warm-up in epochs, at least 0.
+        warmup_steps: its length in optimizer steps instead; None: ``warmup_epochs`` says it.
+        warmup_start: factor on the optimizer's rate at the first step; None: 1, so no warm-up where nothing is scaled.
+        batch_size: examples per rank and forward pass, to know the minibatch over all ranks.
+        reference_batch: minibatch over all ranks that the optimizer's rate is meant for; None: do not scale.
+        decay_norm: weight decay on norms and biases too.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    recipe: ClassVar[str]
+    """Name of the Hydra option, and of the folder."""
+    score: ClassVar[Score]
+    model: nn.Module
+    facts: dict[str, Any]
+    """What prediction needs to know of the data: names of classes, mean and deviation, a vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: Callable[..., Optimizer] | None = None,
+        schedule: Schedule = "step",
+        warmup_epochs: float = 0.0,
+        warmup_steps: int | None = None,
+        warmup_start: float | None = None,
+        batch_size: int = 1,
+        reference_batch: int | None = None,
+        decay_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if schedule not in get_args(Schedule):
+            raise ValueError(f"recipe.schedule={schedule!r}: choose from {', '.join(get_args(Schedule))}")
+        if warmup_epochs < 0:
+            raise ValueError(f"recipe.warmup_epochs={warmup_epochs}: must be at least 0 (0: no warm-up)")
+        if warmup_steps is not None and warmup_steps < 0:
+            raise ValueError(f"recipe.warmup_steps={warmup_steps}: must be at least 0, or null for warmup_epochs")
+        if reference_batch is not None and reference_batch < 1:
+            raise ValueError(f"recipe.reference_batch={reference_batch}: must be at least 1, or null not to scale lr")
+        self.make_optimizer = optimizer or partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
+        self.factor = partial(lr_factor, schedule=schedule, start=warmup_start)
+        self.warmup = warmup_epochs, warmup_steps
+        self.batch = batch_size, reference_batch
+        self.decay_norm = decay_norm
+        self.facts = {}
+
+    @abstractmethod
+    def predict_file(self, source: str) -> str:
+        """The model's answer to one input of the user's own.
+
+        Args:
+            source: path of an image or a wav, or a sentence.
+
+        Raises:
+            ValueError: ``source`` cannot be read or is not what this recipe takes.
+        """
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the recipe's name, and the facts of the data."""
+        data = getattr(self.trainer, "datamodule", None)
+        checkpoint["recipe"] = self.recipe
+        checkpoint["facts"] = getattr(data, "facts", self.facts)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another recipe.
+
+        Raises:
+            ValueError: it is one.
+        """
+        found = checkpoint.get("recipe", self.recipe)
+        if found != self.recipe:
+            raise ValueError(f"this checkpoint is of recipe={found}, the model is of recipe={self.recipe}")
+        self.facts = checkpoint.get("facts", {})
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Make the optimizer over the groups of weight decay, and the schedule, advanced every step.
+
+        Raises:
+            ValueError: the run has no end, so that the schedule has no length.
+        """
+        self.trainer.fit_loop.setup_data()  # so that the length of an epoch is known
+        total = self.trainer.estimated_stepping_batches
+        if not math.isfinite(total) or total < 1:
+            raise ValueError(f"{total} training steps: a schedule needs trainer.max_epochs or trainer.max_steps")
+        accumulate = self.trainer.accumulate_grad_batches
+        batch, reference = self.batch
+        peak = batch * self.trainer.world_size * accumulate / reference if reference else 1.0
+        epochs, steps = self.warmup
+        warmup = round(epochs * math.ceil(self.trainer.num_training_batches / accumulate)) if steps is None else steps
+        factor = partial(self.factor, total=int(total), peak=peak, warmup=warmup)
+        if factor(0) != peak and warmup >= total:
+            rank_zero_warn(f"the warm-up of {warmup} steps outlasts the run of {total}: lower recipe.warmup_epochs")
+        optimizer = self.make_optimizer(parameter_groups(self.model, decay_norm=self.decay_norm))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def parameter_groups(model: nn.Module, *, decay_norm: bool = False) -> list[dict[str, object]]:
+    """Parameters for an optimizer: those with its own weight decay, and those with none.
+
+    Args:
+        model: the network.
+        decay_norm: decay everything, as He et al. 2015; else spare norms' scale and shift and all biases, that is
+            parameters of one dimension, as Goyal et al. 2017.
+    """
+    if decay_norm:
+        return [{"params": list(model.parameters())}]
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
