@@ -113,7 +113,7 @@ class Spoken(SpeechData):
         except OSError as error:
             raise ValueError(f"data.cache={str(self.cache)!r}: cannot be written ({error}); set it elsewhere") from None
         try:
-            with np.load(path) as corpus:
+            with path.open("rb") as file, np.load(file) as corpus:
                 samples, ends = torch.from_numpy(corpus["samples"]), corpus["ends"].tolist()
             return [samples[start:end] for start, end in zip([0, *ends], [*ends, ends[-1]], strict=True)][: len(ends)]
         except Exception as error:  # whatever a damaged archive makes NumPy and zlib say
