@@ -18,6 +18,8 @@ from recipes.lstm_speech.text import Alphabet
 
 __all__ = ["FSDD"]
 
+FOLDERS = ("free-spoken-digit-dataset/recordings", "recordings")
+"""Where the wavs lie below ``data.root``, if not in it."""
 NAME = re.compile(r"([0-9])_([^_]+)_([0-9]+)\.wav")
 TEST_TAKES = range(5)
 VAL_TAKES = range(5, 8)
@@ -40,7 +42,8 @@ class FSDD(SpeechData):
     takes 0 to 4 of the others as well. Which recordings are joined follows from ``corpus_seed`` alone.
 
     Args:
-        root: folder of the wavs, or one that holds ``recordings/``; 8 kHz, 16 bits, named ``digit_speaker_take.wav``.
+        root: holds ``free-spoken-digit-dataset/``, or ``recordings/``, or the wavs: 8 kHz, 16 bits, named
+            ``digit_speaker_take.wav``.
         leave_out: a speaker's name; None: the official split.
         train_size: strings of the training part; 600 are each of its recordings once.
         val_size: strings of the validation part; 0: none.
@@ -94,11 +97,10 @@ class FSDD(SpeechData):
         return {part: self._strings(part, share) for part, share in shares.items()}
 
     def _recordings(self) -> list[Recording]:
-        inner = self.root / "recordings"
-        folder = inner if inner.is_dir() else self.root
+        folder = next((self.root / each for each in FOLDERS if (self.root / each).is_dir()), self.root)
         fix = (
-            "set data.root to the folder of the wavs of https://github.com/Jakobovits/free-spoken-digit-dataset, or "
-            "take data=spoken, which needs no files"
+            f"set data.root to the folder that holds {FOLDERS[0]} (a clone of https://github.com/Jakobovits/"
+            "free-spoken-digit-dataset), or take data=spoken, which needs no files"
         )
         paths = sorted(folder.glob("*.wav"))
         if not paths:

@@ -222,7 +222,7 @@ def test_fsdd_with_a_strange_name(tmp_path: Path) -> None:
 
 def test_real_fsdd(tmp_path: Path) -> None:
     root = public_data("fsdd", tmp_path)
-    data = FSDD(root=str(root / "free-spoken-digit-dataset"))
+    data = FSDD(root=str(root))
     data.setup("fit")
     assert [len(part) for part in data.parts.values()] == [1800, 90, 300]
     assert not data.parts["train"].too_short()
