@@ -59,7 +59,8 @@ def beam_search(log_probabilities: Tensor, width: int) -> list[int]:
                     longer[1] = _add(longer[1], before + row[symbol])
         best = sorted(grown.items(), key=lambda each: -_add(*each[1]))[:width]
         beam = {prefix: (blank, solid) for prefix, (blank, solid) in best}
-    return list(max(beam, key=lambda prefix: _add(*beam[prefix])))
+    likeliest, _ = max(beam.items(), key=lambda each: _add(*each[1]))
+    return list(likeliest)
 
 
 def _add(one: float, other: float) -> float:

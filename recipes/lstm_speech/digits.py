@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,20 +15,20 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 ALPHABET = Alphabet.of([*WORDS, " "])
 
 
-def cuts(digits: Sequence[int], rng: np.random.Generator) -> Iterator[list[int]]:
-    """Endless strings of 3 to 5 places in ``digits``: a random order of all of them, cut up, then another order.
+def cuts(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """Endless strings of 3 to 5 numbers below ``count``: a random order of all of them, cut up, then another order.
 
     Args:
-        digits: at least 5 recordings' numbers, or whatever there is to be joined.
+        count: how many recordings there are, at least 1.
         rng: decides.
 
     Yields:
-        3 to 5 indices into ``digits``; each one is used as often as the others, but for the last rounds.
+        3 to 5 numbers; none is used more than once more often than another.
     """
     waiting: list[int] = []
     while True:
         length = int(rng.integers(3, 6))
         while len(waiting) < length:
-            waiting += rng.permutation(len(digits)).tolist()
+            waiting += rng.permutation(count).tolist()
         yield waiting[:length]
         waiting = waiting[length:]

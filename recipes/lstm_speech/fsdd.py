@@ -99,7 +99,7 @@ class FSDD(SpeechData):
     def _recordings(self) -> list[Recording]:
         folder = next((self.root / each for each in FOLDERS if (self.root / each).is_dir()), self.root)
         fix = (
-            f"set data.root to the folder that holds {FOLDERS[0]} (a clone of https://github.com/Jakobovits/"
+            f"set data.root to the folder that holds {FOLDERS[0]} (a clone of https://github.com/Jakobovski/"
             "free-spoken-digit-dataset), or take data=spoken, which needs no files"
         )
         paths = sorted(folder.glob("*.wav"))
@@ -129,7 +129,7 @@ class FSDD(SpeechData):
         sounds = {each.path: _int16(each.path, self.features.rate) for each in share}
         rng = np.random.default_rng((self.corpus_seed, PARTS.index(part)))
         turns = [
-            [(voice, places) for places in islice(cuts(voice, rng), -(-self.sizes[part] // len(voices)))]
+            [(voice, places) for places in islice(cuts(len(voice), rng), -(-self.sizes[part] // len(voices)))]
             for voice in voices.values()
         ]
         strings = [string for turn in zip(*turns, strict=True) for string in turn][: self.sizes[part]]
