@@ -96,7 +96,8 @@ class Recorder(Callback):
             if hasattr(logger, "so_far"):
                 logger.so_far = seconds | {"comm/total_bytes_sent": sent.get("total_bytes_sent", 0.0)}
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what self.log goes by
-        if trainer.log_every_n_steps and (row + 1) % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (row + 1) % every == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(seconds | {"time/step_ms": 1e3 * self.steps[-1]}, row)
 

@@ -16,14 +16,17 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_compress import CompressedDDPStrategy, ThetaRecovery
 from recipes.build import CONF, build, refuse_foreign_data
+from recipes.lineage import start_lineage
+from recipes.portrait import Portrait
 from recipes.record import Recorder, describe, write_result
 from recipes.task import Score, Task
+from recipes.tracking import WandbLogger
 
 __all__ = ["main", "train"]
 
@@ -53,21 +56,30 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
     trainer: Trainer = build(cfg.trainer)
-    trainer.callbacks.insert(0, Recorder())  # type: ignore[attr-defined]
+    watching = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
+    trainer.callbacks[:0] = [Recorder(), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
     refuse_idle(cfg, trainer)
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:
         logger.log_hyperparams(settings)
+        if isinstance(logger, WandbLogger):
+            logger.log_hyperparams(choices())  # one word each, as in a sweep: compressor: topk
     trainer.fit(model, datamodule=data)
     go_on_writing(trainer.loggers)
     fitted = dict(trainer.callback_metrics)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):  # of spawned processes, what this one has not seen
+            logger.so_far = {
+                "time/seconds": float(fitted["run/seconds"]),
+                "comm/total_bytes_sent": float(fitted["run/total_bytes_sent"]),
+            }
     trainer.test(model, datamodule=data, verbose=False)
     facts = {"recipe": model.recipe, "choices": choices(), "seed": cfg.seed, "ranks": trainer.world_size}
     result = describe(model.score, fitted | trainer.callback_metrics, **facts)
     _report(result, folder)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            logger.experiment.finish()  # so that the next run of this process is a run of its own
+            logger.close()
     return model.score, result["score"]["value"]
 
 
@@ -170,6 +182,7 @@ def _report(result: dict[str, Any], folder: Path) -> None:
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> float:
     """Hydra's entry point; returns what its sweepers minimise: error rates as they are, accuracy and BLEU negated."""
+    start_lineage()
     refuse_multirun(cfg, HydraConfig.get().mode)
     score, value = train(cfg)
     return score.cost(value)
