@@ -38,9 +38,9 @@ def follow() -> None:
 def end_with(parent: int) -> None:
     """End this process when another one does; at once where that has ended already.
 
-    On Linux the kernel kills it at once, where the other is its parent and nothing else was agreed since (PyTorch's spawn
-    asks for an interrupt, which a rank that waits in a collective does not hear); a thread that looks every half second
-    does elsewhere.
+    On Linux the kernel kills it at once, where the other is its parent and nothing else was agreed since (PyTorch's
+    spawn asks for an interrupt, which a rank that waits in a collective does not hear); a thread that looks every half
+    second does elsewhere.
 
     Args:
         parent: its process id.

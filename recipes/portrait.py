@@ -175,11 +175,18 @@ def picture(drawn: Mapping[str, list[tuple[float, float]]]) -> Any:
         figure = Figure(figsize=(6.4, 4.4), layout="constrained", dpi=110)
         axes = figure.subplots()
         bits = [2.0**each for each in range(-5, 4)]
-        axes.plot(bits, [2.0**-each for each in bits], color="#cccccc", lw=4, zorder=0, label="$2^{-bits}$")
+        axes.plot(
+            bits,
+            [2.0**-each for each in bits],
+            color="#cccccc",
+            lw=4,
+            zorder=0,
+            label="$2^{-bits}$, normal data's least",
+        )
         for number, (label, curve) in enumerate(drawn.items()):
             style: dict[str, Any] = {"marker": "*", "ms": 16, "color": "black", "ls": ""} if label == "this run" else {}
-            style = {"marker": "os^DvPX"[number % 7], "ms": 4, "lw": 1.2, "label": label} | style
-            axes.plot(*zip(*curve, strict=True), **style)
+            line: dict[str, Any] = {"marker": "os^DvPX"[number % 7], "ms": 4, "lw": 1.2, "label": label}
+            axes.plot(*zip(*curve, strict=True), **(line | style))
         axes.set(
             xscale="log", yscale="log", xlabel="measured bits per element", ylabel="relative error of one gradient"
         )

@@ -8,10 +8,12 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from recipes.task import Score
 
-__all__ = ["FILE", "Recorder", "describe", "read_result", "write_result"]
+__all__ = ["FILE", "Recorder", "describe", "read_result", "write_result", "write_whole"]
 
 FILE = "result.json"
 WARM_STEPS = 10
@@ -172,11 +174,19 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def write_result(folder: Path, result: dict[str, Any]) -> Path:
+def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write ``result.json`` into a folder, whole or not at all."""
-    draft = folder / f".{FILE}.part"
-    draft.write_text(json.dumps(result, indent=2) + "\n")
-    return draft.replace(folder / FILE)
+    with write_whole(folder / FILE) as file:
+        file.write(json.dumps(result, indent=2) + "\n")
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[TextIO]:
+    """Open a file that takes the old one's place when it is closed; not where an error comes between."""
+    draft = path.with_name(f".{path.name}.part")
+    with draft.open("w", newline="") as file:
+        yield file
+    draft.replace(path)
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
