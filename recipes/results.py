@@ -1,0 +1,299 @@
+"""Regenerate ``docs/results/``: every recipe, dense and compressed, at equal steps and seeds on two ranks.
+
+    python -m recipes.results --data data             # hours; what the CSV files have already is not run again
+    python -m recipes.results --quick                 # minutes, on embedded data, into outputs/results
+    python -m recipes.results --only resnet_cifar10   # one comparison of recipes/results.yaml
+    python -m recipes.results --page                  # tables and plots of what there is, nothing is run
+
+What is compared is in ``recipes/results.yaml``. Each run is ``python -m recipes.train`` in processes of its own and one
+row of its comparison's CSV file, written when it ends: interrupt this whenever you like, and start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from filelock import FileLock, Timeout
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import lightning_compress
+from recipes.results_page import write_page
+
+__all__ = ["COLUMNS", "Comparison", "Run", "main", "pending", "read_rows", "read_table", "run_one", "write_rows"]
+
+ROOT = Path(__file__).parents[1]
+TABLE = Path(__file__).with_suffix(".yaml")
+SHARED = ["trainer=cpu_2proc"]
+"""Overrides of every run: two processes on this machine's CPU."""
+QUIET = ["logger=none", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false"]
+"""Overrides that change nothing of the training, so that the tables leave them out."""
+COLUMNS = (
+    *("recipe", "data", "experiment", "method", "compressor", "settings", "seed", "ranks", "steps", "metric", "goal"),
+    *("unit", "score", "bytes_per_step", "ratio", "step_ms", "seconds", "versions", "date", "command"),
+)
+"""Of a CSV file; ``command`` is what a run is known by."""
+FIGURES = {"metric": "label", "goal": "goal", "unit": "unit", "score": "score", "steps": "steps", "ranks": "ranks"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One entry of ``recipes/results.yaml``, whose head says what each field is."""
+
+    name: str
+    title: str
+    run: list[str]
+    methods: dict[str, list[str]]
+    seeds: list[int]
+    quick: list[str]
+    note: str = ""
+    data: list[str] = field(default_factory=list)
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a comparison."""
+
+    comparison: str
+    method: str
+    settings: list[str]
+    """Overrides of the method alone."""
+    seed: int
+    overrides: list[str]
+    """All that matter to the figures, in the order of the command line."""
+    private: list[str]
+    """Where this machine has the data."""
+
+    @property
+    def command(self) -> str:
+        """What a reader would type: the run's key. It does not say where the data is."""
+        return shlex.join(["python", "-m", "recipes.train", *self.overrides])
+
+
+def read_table(path: Path = TABLE) -> list[Comparison]:
+    """Read what is compared.
+
+    Args:
+        path: a YAML file like ``recipes/results.yaml``.
+
+    Raises:
+        ValueError: a comparison has a key that is none, or lacks one.
+    """
+    known = {each.name for each in fields(Comparison)} - {"name"}
+    table = OmegaConf.to_container(OmegaConf.load(path))
+    found = []
+    for name, entry in table.items():  # type: ignore[union-attr]
+        wrong, missing = set(entry) - known, {"title", "run", "methods", "seeds", "quick"} - set(entry)
+        if wrong or missing:
+            said = [f"unknown {key}" for key in sorted(wrong)] + [f"no {key}" for key in sorted(missing)]
+            raise ValueError(f"{path.name}, {name}: {', '.join(said)}; an entry has {', '.join(sorted(known))}")
+        found.append(Comparison(name=str(name), **entry))
+    return found
+
+
+def runs(comparison: Comparison, data: Path | None, quick: bool = False) -> list[Run]:
+    """All trainings of a comparison, seed by seed.
+
+    Args:
+        comparison: what is compared.
+        data: folder of the public data sets.
+        quick: in minutes, on data that needs no download, with the first seed alone.
+    """
+    private = [] if quick else [each.format(data=data) for each in comparison.data]
+    what, seeds = (comparison.quick, comparison.seeds[:1]) if quick else (comparison.run, comparison.seeds)
+    return [
+        Run(comparison.name, method, settings, seed, [*SHARED, *what, *settings, f"seed={seed}"], private)
+        for seed in seeds
+        for method, settings in comparison.methods.items()
+    ]
+
+
+def pending(comparisons: list[Comparison], data: Path | None, out: Path, quick: bool = False) -> list[Run]:
+    """What no CSV file has yet: the first seed of every comparison, then the second of every one, and so on."""
+    missing = []
+    for comparison in comparisons:
+        done = {row["command"] for row in read_rows(out / f"{comparison.name}.csv")}
+        missing += [run for run in runs(comparison, data, quick) if run.command not in done]
+    return sorted(missing, key=lambda run: run.seed)  # stable: else in the table's order
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file; none where there is no file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a CSV file at once, so that no interruption leaves a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".part")
+    with scratch.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    scratch.replace(path)
+
+
+def run_one(run: Run) -> dict[str, Any]:
+    """Train in processes of its own.
+
+    Returns:
+        The run's row.
+
+    Raises:
+        RuntimeError: the training failed; the message ends with what it printed last.
+    """
+    chosen = choices(run)
+    start = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "recipes.train", *run.overrides, *run.private, *QUIET]
+        with ending_with_us([*command, f"hydra.run.dir={folder}"], Path(folder) / "printed.txt") as process:
+            status = process.wait()
+        found = Path(folder) / "result.json"
+        if status or not found.is_file():
+            printed = (Path(folder) / "printed.txt").read_text()[-2000:]
+            raise RuntimeError(f"{run.command}: ended with status {status}\n{printed}")
+        result = json.loads(found.read_text())
+    names = {key: chosen[key] or "" for key in ("recipe", "data", "experiment", "compressor")}
+    said = {"method": run.method, "settings": shlex.join(run.settings), "seed": run.seed, "command": run.command}
+    when = {"seconds": round(time.time() - start), "date": datetime.date.today().isoformat(), "versions": versions()}
+    return names | said | figures(result) | when
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    """The columns that ``recipes.train`` measured, from its ``result.json``."""
+    return {column: result[key] for column, key in FIGURES.items()}
+
+
+def choices(run: Run) -> dict[str, Any]:
+    """The option of every group, by its name; what does not compose raises Hydra's own error."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
+        cfg = compose("config", [*run.overrides, *run.private, *QUIET], return_hydra_config=True)
+    return dict(cfg.hydra.runtime.choices)
+
+
+@contextmanager
+def ending_with_us(command: list[str], printed: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, all of which ends when we are interrupted.
+
+    Args:
+        command: what to start, from the repository's root.
+        printed: file for all that it prints.
+    """
+    with printed.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def versions() -> str:
+    """Of what decides the figures."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = f" ({git.stdout.strip()})" if git.returncode == 0 else ""
+    return (
+        f"lightning_compress {lightning_compress.__version__}{commit}, torch {torch.__version__}, "
+        f"lightning {lightning.__version__}, Python {platform.python_version()}"
+    )
+
+
+def selected(names: list[str], data: Path | None, quick: bool) -> Iterator[Comparison]:
+    """Comparisons whose data is there; those left out are named, with what they need.
+
+    Raises:
+        ValueError: there is no comparison of that name.
+    """
+    table = read_table()
+    if unknown := set(names) - {each.name for each in table}:
+        raise ValueError(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(each.name for each in table)}")
+    for comparison in table:
+        if names and comparison.name not in names:
+            continue
+        if quick or not comparison.needs or (data is not None and (data / comparison.needs).exists()):
+            yield comparison
+        else:
+            print(f"{comparison.name} is left out: no {comparison.needs} in --data {data}", flush=True)
+
+
+def train_all(todo: list[Run], out: Path) -> list[str]:
+    """Train one after the other, each run into its comparison's CSV file; return what went wrong, run by run."""
+    for run in todo:
+        choices(run)  # before hours are spent
+    failed = []
+    for number, run in enumerate(todo, 1):
+        print(f"[{number}/{len(todo)}] {run.command}", flush=True)
+        try:
+            row = run_one(run)
+        except RuntimeError as error:
+            failed.append(str(error))
+            print(error, flush=True)
+            continue
+        path = out / f"{run.comparison}.csv"
+        write_rows(path, [*read_rows(path), row])
+        print(f"    {row['metric']} {row['score']} {row['unit']}, {row['ratio']} x, {row['seconds']} s", flush=True)
+    return failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is missing, then write the tables and plots; 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of the public data sets (cifar-10-batches-bin, ...)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the CSV files; default docs/results, quick: outputs/results"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="comparisons of recipes/results.yaml")
+    parser.add_argument("--quick", action="store_true", help="minutes, on embedded data")
+    parser.add_argument("--page", action="store_true", help="run nothing, write tables and plots of what there is")
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started ends too
+    out = given.out or ROOT / ("outputs/results" if given.quick else "docs/results")
+    out.mkdir(parents=True, exist_ok=True)
+    data = given.data.resolve() if given.data else None
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            comparisons = list(selected(given.only, data, given.quick))
+            failed = [] if given.page else train_all(pending(comparisons, data, out, given.quick), out)
+            write_page(out, [(each, runs(each, data, given.quick)) for each in read_table()])
+    except Timeout:
+        print(f"{out}/.lock is held: another python -m recipes.results writes there", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{len(failed)} runs failed; see {out}/recipes.md" if failed else f"see {out}/recipes.md")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
