@@ -25,9 +25,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -68,6 +68,20 @@ class Comparison:
     data: list[str] = field(default_factory=list)
     needs: str = ""
 
+    def shortened(self) -> Comparison:
+        """What stands for it with ``--quick``."""
+        title, seeds = f"{self.title}: its quick form, which only shows that it runs", self.seeds[:1]
+        return replace(self, title=title, note="", run=self.quick, seeds=seeds, data=[], needs="")
+
+    def runs(self, data: Path | None) -> list[Run]:
+        """All trainings, seed by seed; ``data`` is the folder of the public data sets."""
+        private = [each.format(data=data) for each in self.data]
+        return [
+            Run(self.name, method, settings, seed, [*SHARED, *self.run, *settings, f"seed={seed}"], private)
+            for seed in self.seeds
+            for method, settings in self.methods.items()
+        ]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -99,40 +113,23 @@ def read_table(path: Path = TABLE) -> list[Comparison]:
         ValueError: a comparison has a key that is none, or lacks one.
     """
     known = {each.name for each in fields(Comparison)} - {"name"}
-    table = OmegaConf.to_container(OmegaConf.load(path))
+    table = cast("dict[str, dict[str, Any]]", OmegaConf.to_container(OmegaConf.load(path)))
     found = []
-    for name, entry in table.items():  # type: ignore[union-attr]
+    for name, entry in table.items():
         wrong, missing = set(entry) - known, {"title", "run", "methods", "seeds", "quick"} - set(entry)
         if wrong or missing:
             said = [f"unknown {key}" for key in sorted(wrong)] + [f"no {key}" for key in sorted(missing)]
             raise ValueError(f"{path.name}, {name}: {', '.join(said)}; an entry has {', '.join(sorted(known))}")
-        found.append(Comparison(name=str(name), **entry))
+        found.append(Comparison(name=name, **entry))
     return found
 
 
-def runs(comparison: Comparison, data: Path | None, quick: bool = False) -> list[Run]:
-    """All trainings of a comparison, seed by seed.
-
-    Args:
-        comparison: what is compared.
-        data: folder of the public data sets.
-        quick: in minutes, on data that needs no download, with the first seed alone.
-    """
-    private = [] if quick else [each.format(data=data) for each in comparison.data]
-    what, seeds = (comparison.quick, comparison.seeds[:1]) if quick else (comparison.run, comparison.seeds)
-    return [
-        Run(comparison.name, method, settings, seed, [*SHARED, *what, *settings, f"seed={seed}"], private)
-        for seed in seeds
-        for method, settings in comparison.methods.items()
-    ]
-
-
-def pending(comparisons: list[Comparison], data: Path | None, out: Path, quick: bool = False) -> list[Run]:
+def pending(comparisons: list[Comparison], data: Path | None, out: Path) -> list[Run]:
     """What no CSV file has yet: the first seed of every comparison, then the second of every one, and so on."""
     missing = []
     for comparison in comparisons:
         done = {row["command"] for row in read_rows(out / f"{comparison.name}.csv")}
-        missing += [run for run in runs(comparison, data, quick) if run.command not in done]
+        missing += [run for run in comparison.runs(data) if run.command not in done]
     return sorted(missing, key=lambda run: run.seed)  # stable: else in the table's order
 
 
@@ -228,22 +225,21 @@ def versions() -> str:
     )
 
 
-def selected(names: list[str], data: Path | None, quick: bool) -> Iterator[Comparison]:
+def selected(table: list[Comparison], names: list[str], data: Path | None) -> Iterator[Comparison]:
     """Comparisons whose data is there; those left out are named, with what they need.
 
     Raises:
         ValueError: there is no comparison of that name.
     """
-    table = read_table()
     if unknown := set(names) - {each.name for each in table}:
         raise ValueError(f"--only {', '.join(sorted(unknown))}: choose from {', '.join(each.name for each in table)}")
     for comparison in table:
         if names and comparison.name not in names:
             continue
-        if quick or not comparison.needs or (data is not None and (data / comparison.needs).exists()):
+        if not comparison.needs or (data is not None and (data / comparison.needs).exists()):
             yield comparison
         else:
-            print(f"{comparison.name} is left out: no {comparison.needs} in --data {data}", flush=True)
+            print(f"{comparison.name} is left out: it needs --data, a folder with {comparison.needs}", flush=True)
 
 
 def train_all(todo: list[Run], out: Path) -> list[str]:
@@ -282,9 +278,10 @@ def main(arguments: list[str] | None = None) -> int:
     data = given.data.resolve() if given.data else None
     try:
         with FileLock(out / ".lock", timeout=0):
-            comparisons = list(selected(given.only, data, given.quick))
-            failed = [] if given.page else train_all(pending(comparisons, data, out, given.quick), out)
-            write_page(out, [(each, runs(each, data, given.quick)) for each in read_table()])
+            table = [each.shortened() if given.quick else each for each in read_table()]
+            todo = [] if given.page else pending(list(selected(table, given.only, data)), data, out)
+            failed = train_all(todo, out)
+            write_page(out, [(each, each.runs(data)) for each in table])
     except Timeout:
         print(f"{out}/.lock is held: another python -m recipes.results writes there", file=sys.stderr)
         return 1

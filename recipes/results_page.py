@@ -15,10 +15,10 @@ __all__ = ["write_page"]
 
 HEAD = """# Recipes: quality against bytes
 
-Made by `make results`, from the CSV files beside it; do not edit. In each table all runs have the same steps; "- dense" is the
-mean over seeds of the score minus dense's of the same seed. Bytes are what each rank sends per step, the ratio is what
-float32 would send over them. Steps were timed on one machine, where nothing is gained by sending less: what compression
-saves on a network is in [results](../results.md). Commands leave out where the data is (`data.root=...`).
+Made by `make results`, from the CSV files beside it; do not edit. In each table all runs have the same steps; "- dense"
+is the mean over seeds of the score minus dense's of the same seed. Bytes are what each rank sends per step; the ratio
+is what float32 would send over them. Steps were timed on one machine, where nothing is gained by sending less: what
+compression saves on a network is in [results](../results.md). Commands leave out where the data is (`data.root=...`).
 """
 COLORS = (
     *("#000000", "#1f77b4", "#17becf", "#9467bd", "#d62728", "#8c564b", "#ff7f0e", "#2ca02c", "#98df8a", "#e377c2"),
