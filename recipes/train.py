@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import os
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any, cast
 
 import hydra
@@ -17,10 +19,10 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
 from lightning_compress import CompressedDDPStrategy, ThetaRecovery
 from recipes.build import CONF, build, refuse_foreign_data
+from recipes.record import Recorder, describe, write_result
 from recipes.task import Score, Task
 
 __all__ = ["main", "train"]
@@ -45,25 +47,56 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # A recipe's metrics count every example once, whatever the sampler repeats.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    folder = writable(cfg.output_dir)
     refuse_foreign_data(cfg)
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
     trainer: Trainer = build(cfg.trainer)
+    trainer.callbacks.insert(0, Recorder())  # type: ignore[attr-defined]
     refuse_idle(cfg, trainer)
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:
         logger.log_hyperparams(settings)
     trainer.fit(model, datamodule=data)
     go_on_writing(trainer.loggers)
-    ratio = trainer.callback_metrics.get("comm/ratio")
+    fitted = dict(trainer.callback_metrics)
     trainer.test(model, datamodule=data, verbose=False)
-    value = float(trainer.callback_metrics[model.score.metric])
-    _report(model.score, value, ratio)
+    facts = {"recipe": model.recipe, "choices": choices(), "seed": cfg.seed, "ranks": trainer.world_size}
+    result = describe(model.score, fitted | trainer.callback_metrics, **facts)
+    _report(result, folder)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()  # so that the next run of this process is a run of its own
-    return model.score, value
+    return model.score, result["score"]["value"]
+
+
+def choices() -> dict[str, Any]:
+    """What was chosen of each config group, such as ``compressor: topk``; empty where Hydra did not start the run."""
+    if not HydraConfig.initialized():
+        return {}
+    made = OmegaConf.to_container(HydraConfig.get().runtime.choices)
+    assert isinstance(made, dict)
+    return {str(group): choice for group, choice in made.items() if not str(group).startswith("hydra/")}
+
+
+def writable(folder: str) -> Path:
+    """Make the folder of a run, and see that files can be written there.
+
+    Args:
+        folder: ``output_dir``.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Path(folder)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={folder!r} cannot be written: {error.strerror}; choose another, as in hydra.run.dir=DIR"
+        ) from error
 
 
 def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
@@ -128,9 +161,10 @@ def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
 
 
 @rank_zero_only
-def _report(score: Score, value: float, ratio: Tensor | None) -> None:
-    saving = f", {ratio:.1f} x fewer bytes than float32" if ratio is not None and ratio > 1 else ""
-    print(f"test {score.label} {score.written(value)}{saving}")
+def _report(result: dict[str, Any], folder: Path) -> None:
+    saving = f", {result['ratio']:.1f} x fewer bytes than float32" if result["ratio"] > 1 else ""
+    print(f"test {result['score']['label']} {result['written']}{saving}")
+    write_result(folder, result)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
