@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-import json
 import os
 import platform
 import shlex
@@ -36,6 +35,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lightning_compress
+from recipes.record import read_result
 from recipes.results_page import write_page
 
 __all__ = ["COLUMNS", "Comparison", "Run", "main", "pending", "read_rows", "read_table", "run_one", "write_rows"]
@@ -51,7 +51,6 @@ COLUMNS = (
     *("unit", "score", "bytes_per_step", "ratio", "step_ms", "seconds", "versions", "date", "command"),
 )
 """Of a CSV file; ``command`` is what a run is known by."""
-FIGURES = {"metric": "label", "goal": "goal", "unit": "unit", "score": "score", "steps": "steps", "ranks": "ranks"}
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,10 @@ def run_one(run: Run) -> dict[str, Any]:
         command = [sys.executable, "-m", "recipes.train", *run.overrides, *run.private, *QUIET]
         with ending_with_us([*command, f"hydra.run.dir={folder}"], Path(folder) / "printed.txt") as process:
             status = process.wait()
-        found = Path(folder) / "result.json"
-        if status or not found.is_file():
+        result = read_result(Path(folder))
+        if status or result is None:
             printed = (Path(folder) / "printed.txt").read_text()[-2000:]
             raise RuntimeError(f"{run.command}: ended with status {status}\n{printed}")
-        result = json.loads(found.read_text())
     names = {key: chosen[key] or "" for key in ("recipe", "data", "experiment", "compressor")}
     said = {"method": run.method, "settings": shlex.join(run.settings), "seed": run.seed, "command": run.command}
     when = {"seconds": round(time.time() - start), "date": datetime.date.today().isoformat(), "versions": versions()}
@@ -179,8 +177,13 @@ def run_one(run: Run) -> dict[str, Any]:
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """The columns that ``recipes.train`` measured, from its ``result.json``."""
-    return {column: result[key] for column, key in FIGURES.items()}
+    """The columns that ``recipes.train`` measured, from its ``result.json``; the score as it prints it."""
+    score, _, unit = result["written"].partition(" ")
+    judged = {"metric": result["score"]["label"], "goal": result["score"]["goal"], "score": score, "unit": unit}
+    return judged | {
+        **{key: round(result[key]) for key in ("ranks", "steps", "bytes_per_step")},
+        **{key: round(result[key], 3) for key in ("ratio", "step_ms")},
+    }
 
 
 def choices(run: Run) -> dict[str, Any]:
