@@ -32,7 +32,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
     Raises:
         ValueError: there are not two classes.
     """
-    found = sorted(each.name for each in os.scandir(folder) if each.is_dir()) if folder.is_dir() else []
+    found = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
     if len(found) < 2:
         raise ValueError(
             f"data.root={str(folder.parent)!r}: {folder} holds {len(found)} folders, expected one per class, at least "
@@ -55,7 +55,8 @@ def list_pictures(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], l
     for name in class_names(folder):
         if name not in classes:
             raise ValueError(f"data.root: {folder / name} is of no class of the training part; take it away")
-        found = sorted(each.path for each in os.scandir(folder / name) if _is_picture(each))
+        with os.scandir(folder / name) as entries:
+            found = sorted(each.path for each in entries if _is_picture(each))
         if not found:
             raise ValueError(f"data.root: {folder / name} holds no picture ({', '.join(SUFFIXES)}); add some")
         paths += [Path(each) for each in found]

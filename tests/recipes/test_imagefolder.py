@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,8 @@ def test_lists_classes_and_pictures(root: Path) -> None:
 def test_trains_and_predicts(root: Path) -> None:
     torch.manual_seed(0)
     data = data_of(root)
-    module = AlexNetModule(hidden=32, dropout=0.0, batch_size=4, schedule="constant", **data.dims)
+    optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    module = AlexNetModule(hidden=32, dropout=0.0, optimizer=optimizer, batch_size=4, schedule="constant", **data.dims)
     trainer = Trainer(max_epochs=12, **QUIET)
     trainer.fit(module, datamodule=data)
     assert trainer.test(module, datamodule=data, verbose=False)[0]["test/acc"] == 1
