@@ -4,6 +4,7 @@
     python -m recipes.results --quick                 # minutes, on embedded data, into outputs/results
     python -m recipes.results --only resnet_cifar10   # one comparison of recipes/results.yaml
     python -m recipes.results --page                  # tables and plots of what there is, nothing is run
+    python -m recipes.results --data data --time      # only time the steps again, on an idle machine
 
 What is compared is in ``recipes/results.yaml``. Each run is ``python -m recipes.train`` in processes of its own and one
 row of its comparison's CSV file, written when it ends: interrupt this whenever you like, and start it again.
@@ -46,6 +47,11 @@ SHARED = ["trainer=cpu_2proc"]
 """Overrides of every run: two processes on this machine's CPU."""
 QUIET = ["logger=none", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false"]
 """Overrides that change nothing of the training, so that the tables leave them out."""
+SHORT = [
+    *("trainer.max_epochs=1", "trainer.limit_train_batches=70"),
+    *("trainer.limit_val_batches=0", "trainer.limit_test_batches=1"),
+]
+"""Overrides of a run of which only the time of a step is wanted."""
 COLUMNS = (
     *("recipe", "data", "experiment", "method", "compressor", "settings", "seed", "ranks", "steps", "metric", "goal"),
     *("unit", "score", "bytes_per_step", "ratio", "step_ms", "seconds", "versions", "date", "command"),
@@ -162,18 +168,38 @@ def run_one(run: Run) -> dict[str, Any]:
     """
     chosen = choices(run)
     start = time.time()
+    result = train(run, [])
+    names = {key: chosen[key] or "" for key in ("recipe", "data", "experiment", "compressor")}
+    said = {"method": run.method, "settings": shlex.join(run.settings), "seed": run.seed, "command": run.command}
+    when = {"seconds": round(time.time() - start), "date": datetime.date.today().isoformat(), "versions": versions()}
+    return names | said | figures(result) | when
+
+
+def train(run: Run, more: list[str]) -> dict[str, Any]:
+    """What ``recipes.train`` says of a run, with more overrides at its end; raises as :func:`run_one`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "recipes.train", *run.overrides, *run.private, *QUIET]
+        command = [sys.executable, "-m", "recipes.train", *run.overrides, *run.private, *QUIET, *more]
         with ending_with_us([*command, f"hydra.run.dir={folder}"], Path(folder) / "printed.txt") as process:
             status = process.wait()
         result = read_result(Path(folder))
         if status or result is None:
             printed = (Path(folder) / "printed.txt").read_text()[-2000:]
             raise RuntimeError(f"{run.command}: ended with status {status}\n{printed}")
-    names = {key: chosen[key] or "" for key in ("recipe", "data", "experiment", "compressor")}
-    said = {"method": run.method, "settings": shlex.join(run.settings), "seed": run.seed, "command": run.command}
-    when = {"seconds": round(time.time() - start), "date": datetime.date.today().isoformat(), "versions": versions()}
-    return names | said | figures(result) | when
+    return result
+
+
+def retime(comparisons: list[Comparison], data: Path | None, out: Path) -> None:
+    """Put the median of a few steps of each method, timed now, into the CSV files, in place of the long runs' own."""
+    for comparison in comparisons:
+        path = out / f"{comparison.name}.csv"
+        rows, every = read_rows(path), comparison.runs(data)
+        for run in every[: len(comparison.methods)]:
+            step_ms = figures(train(run, SHORT))["step_ms"]
+            print(f"{comparison.name}, {run.method}: {step_ms} ms", flush=True)
+            commands = {each.command for each in every if each.method == run.method}
+            for row in rows:
+                row["step_ms"] = step_ms if row["command"] in commands else row["step_ms"]
+        write_rows(path, rows)
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
@@ -274,6 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="comparisons of recipes/results.yaml")
     parser.add_argument("--quick", action="store_true", help="minutes, on embedded data")
     parser.add_argument("--page", action="store_true", help="run nothing, write tables and plots of what there is")
+    parser.add_argument("--time", action="store_true", help="time 60 steps of each method for the tables, and no more")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started ends too
     out = given.out or ROOT / ("outputs/results" if given.quick else "docs/results")
@@ -282,8 +309,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with FileLock(out / ".lock", timeout=0):
             table = [each.shortened() if given.quick else each for each in read_table()]
-            todo = [] if given.page else pending(list(selected(table, given.only, data)), data, out)
-            failed = train_all(todo, out)
+            chosen = [] if given.page else list(selected(table, given.only, data))
+            if given.time:
+                retime(chosen, data, out)
+            failed = [] if given.time else train_all(pending(chosen, data, out), out)
             write_page(out, [(each, each.runs(data)) for each in table])
     except Timeout:
         print(f"{out}/.lock is held: another python -m recipes.results writes there", file=sys.stderr)

@@ -13,11 +13,12 @@ import pytest
 from filelock import FileLock
 from omegaconf import OmegaConf
 
-from recipes import results
+from recipes import results, results_page
 from recipes.results import Comparison, Run, ending_with_us, main, read_rows, read_table
 from tests.config.composing import composed
 
 TABLE = read_table()
+PLOT = results_page.plot
 SMALL = """
 first:
   title: The first
@@ -79,7 +80,8 @@ class Pretended:
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
-    """A small table in place of the real one, and no trainings."""
+    """A small table in place of the real one, and neither trainings nor plots."""
+    monkeypatch.setattr(results_page, "plot", lambda *_: None)
     (tmp_path / "table.yaml").write_text(SMALL)
     (tmp_path / "pictures").mkdir()
     monkeypatch.setattr(results, "read_table", lambda: read_table(tmp_path / "table.yaml"))
@@ -109,7 +111,8 @@ def test_goes_on_where_it_stopped(tmp_path: Path, trained: Pretended, capsys: py
     assert len(read_rows(tmp_path / "out/second.csv")) == 1
 
 
-def test_page(tmp_path: Path, trained: Pretended) -> None:
+def test_page(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_page, "plot", PLOT)
     told = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
     main(told)
     page = (tmp_path / "out/recipes.md").read_text()
@@ -125,6 +128,32 @@ def test_page(tmp_path: Path, trained: Pretended) -> None:
     assert "1 of 4 runs are still missing" in page
     assert "| topk 1 % | 90.00 | 90.00 | -1.00 |" in page  # against dense of the same seed
     assert len(trained.commands) == 5
+
+
+def test_times_are_measured_again(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    main(told)
+    timed: list[str] = []
+
+    def train(run: Run, more: list[str]) -> dict[str, Any]:
+        timed.append(run.command)
+        score = {"label": "accuracy", "goal": "maximize"}
+        costs = {
+            "ranks": 2,
+            "steps": 70.0,
+            "bytes_per_step": 5.0,
+            "ratio": 1.0,
+            "step_ms": 3.0 + ("topk" in run.command),
+        }
+        return {"score": score, "written": "50.00 %", **costs}
+
+    monkeypatch.setattr(results, "train", train)
+    assert main([*told, "--time"]) == 0
+    assert len(timed) == 3  # one seed of each method
+    rows = read_rows(tmp_path / "out/first.csv")
+    assert {row["step_ms"] for row in rows if row["method"] == "dense"} == {"3.0"}
+    assert {row["step_ms"] for row in rows if row["method"] == "topk 1 %"} == {"4.0"}
+    assert {row["score"] for row in rows} == {"89", "90", "91"}  # all else is as it was
 
 
 def test_quick_needs_no_data(tmp_path: Path, trained: Pretended) -> None:
