@@ -1,9 +1,10 @@
 # make demo: the whole plugin on real images, in a table.   make test: lint, types and tests, one of each kind of what
-# takes long.   make thorough: all tests, an hour or more.
+# takes long.   make thorough: all tests, an hour or more.   make results: docs/results again, hours; quick=true: minutes.
 PYTHON ?= python3
+DATA ?= data
 BIN := .venv/bin
 
-.PHONY: install demo test thorough lint types unit clean
+.PHONY: install demo results test thorough lint types unit clean
 
 install: .venv/.installed
 
@@ -14,6 +15,9 @@ install: .venv/.installed
 
 demo: install
 	$(BIN)/python -m recipes.demo
+
+results: install
+	$(BIN)/python -m recipes.results --data $(DATA) $(if $(quick),--quick)
 
 lint: install
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from recipes.build import recipe_of, refuse_foreign_data
-from tests.config.composing import CONF, built, composed
+from tests.config.composing import CONF, built, composed, lay_out
 from tests.helpers.sounds import write_wavdir
 
 FILES = sorted(CONF.glob("*/*.yaml"))
@@ -41,6 +41,7 @@ def option(path: Path) -> list[str]:
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    lay_out(tmp_path / "data")
 
 
 def test_groups() -> None:
