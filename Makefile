@@ -1,5 +1,5 @@
-# make demo: the whole plugin on real images, in a table.   make test: lint, types and tests, one of each kind of what
-# takes long.   make thorough: all tests, an hour or more.
+# make demo: the recipes, dense and compressed, over slow links, in a table.   make test: lint, types and tests, one of
+# each kind of what takes long.   make thorough: all tests, an hour or more.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -13,7 +13,7 @@ install: .venv/.installed
 	touch $@
 
 demo: install
-	$(BIN)/python -m recipes.demo
+	$(BIN)/python -m benchmarks.demo
 
 lint: install
 	$(BIN)/ruff check .
