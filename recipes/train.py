@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import os
 import warnings
-from pathlib import Path
 from typing import Any, cast
 
 import hydra
@@ -21,12 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from lightning_compress import CompressedDDPStrategy, ThetaRecovery
-from recipes.build import build
+from recipes.build import CONF, build, refuse_foreign_data
 from recipes.task import Score, Task
 
 __all__ = ["main", "train"]
 
-CONF = Path(__file__).parents[1] / "conf"
 IDLE = {"compressor": ("auto", "none"), "exchange": ("auto",)}
 """Groups that only our strategy takes, and what says nothing of them."""
 
@@ -43,10 +41,11 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     Raises:
         ValueError: a setting is wrong or has no effect, or the data is missing or damaged.
     """
-    # Images are in memory and augmented on the device: more workers would only copy them.
+    # A recipe says itself how many workers its data is worth.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Our test sets are padded with blank images that the metrics leave out, so no image counts twice.
+    # A recipe's metrics count every example once, whatever the sampler repeats.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    refuse_foreign_data(cfg)
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
