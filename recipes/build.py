@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import hydra.utils
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["TARGETS", "build"]
+__all__ = ["CONF", "TARGETS", "build", "recipe_of", "refuse_foreign_data"]
+
+CONF = Path(__file__).parents[1] / "conf"
 
 TARGETS = ("lightning_compress.*", "recipes.*", "lightning.pytorch.*", "torch.optim.*")
 """What a ``_target_`` may name."""
@@ -27,3 +30,33 @@ def build(cfg: DictConfig, **kwargs: Any) -> Any:
     whitelist = getattr(hydra.utils, "target_whitelist", None)  # from Hydra 1.4 on
     with whitelist(TARGETS) if whitelist else nullcontext():
         return hydra.utils.instantiate(cfg, _convert_="all", **kwargs)
+
+
+def recipe_of(node: Any) -> str | None:
+    """The recipe whose folder holds what a config node names, such as ``resnet``; None: it is no recipe's.
+
+    Args:
+        node: a node with ``_target_``.
+    """
+    package, *path = str(node.get("_target_")).split(".")
+    return path[0] if package == "recipes" and len(path) > 1 else None
+
+
+def refuse_foreign_data(cfg: DictConfig) -> None:
+    """Stop a recipe that would train on another recipe's data.
+
+    Args:
+        cfg: the composed config.
+
+    Raises:
+        ValueError: the data is of another recipe.
+    """
+    recipe, owner = recipe_of(cfg.recipe), recipe_of(cfg.data)
+    if not owner or owner == recipe:
+        return
+    files = sorted((CONF / "data").glob("*.yaml"))
+    own = [path.stem for path in files if recipe_of(OmegaConf.load(path)) == recipe]
+    raise ValueError(
+        f"data: {cfg.data._target_} is of recipe={owner}, which recipe={recipe} cannot read; leave it out, or choose "
+        f"data={', '.join(own)}"
+    )

@@ -19,7 +19,9 @@ from lightning_compress import CompressedDDPStrategy
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
-from tests.config.composing import CONF, built, composed
+from recipes.build import recipe_of, refuse_foreign_data
+from tests.config.composing import CONF, built, composed, lay_out
+from tests.helpers.sounds import write_wavdir
 
 FILES = sorted(CONF.glob("*/*.yaml"))
 PACKAGED = [path for path in FILES if path.parent.name in ("compressor", "exchange", "strategy", "monitor", "recovery")]
@@ -29,10 +31,17 @@ def name(path: Path) -> str:
     return f"{path.parent.name}={path.stem}"
 
 
+def option(path: Path) -> list[str]:
+    """What chooses this file: data needs its recipe beside it."""
+    recipe = [f"recipe={recipe_of(OmegaConf.load(path))}"] if path.parent.name == "data" else []
+    return [*recipe, name(path)]
+
+
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    lay_out(tmp_path / "data")
 
 
 def test_groups() -> None:
@@ -44,7 +53,11 @@ def test_groups() -> None:
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_composes_and_builds(path: Path) -> None:
     sums = ("butterfly", "gtopk", "ok_topk", "recursive_doubling", "split_gather")  # which carry sparse methods alone
-    cfg = composed(name(path), *(["compressor=topk"] if path.parent.name == "exchange" and path.stem in sums else []))
+    cfg = composed(
+        *option(path), *(["compressor=topk"] if path.parent.name == "exchange" and path.stem in sums else [])
+    )
+    if path.stem == "wavdir":  # its characters are those of its training part
+        write_wavdir(Path(cfg.data.root))
     if cfg.trainer.accelerator == "gpu" and not torch.cuda.is_available():
         OmegaConf.resolve(cfg)
         pytest.skip("no GPU to build this trainer for")
@@ -127,6 +140,20 @@ def test_unknown_compressor_lists_what_there_is() -> None:
 def test_experiment_is_stronger_than_the_primary_file() -> None:
     assert composed("experiment=resnet_topk").trainer.devices == 2
     assert composed("experiment=resnet_topk", "trainer.devices=4").trainer.devices == 4
+
+
+def test_experiment_is_stronger_than_the_recipe() -> None:
+    assert composed("experiment=resnet_topk").data._target_ == "recipes.resnet.cifar10.Cifar10"
+    assert composed("experiment=resnet_topk", "data=digits").data._target_ == "recipes.resnet.digits.Digits"
+    assert composed("recipe=resnet", "optimizer=adamw").optimizer._target_ == "torch.optim.AdamW"
+
+
+def test_data_of_another_recipe_is_refused() -> None:
+    cfg = composed()
+    refuse_foreign_data(cfg)
+    cfg.data._target_ = "recipes.nmt.numbers.Numbers"
+    with pytest.raises(ValueError, match=r"recipes.nmt.numbers.Numbers is of recipe=nmt, .* data=cifar10, digits"):
+        refuse_foreign_data(cfg)
 
 
 def test_plugin_appends_our_groups() -> None:
