@@ -98,7 +98,7 @@ JOBS = {
         partial(TranslationModule, 60, width=32, hidden=64, layers=2, heads=2, dropout=0.0, warmup_steps=0),
         nmt_batch,
         nmt_loss,
-        partial(Adam, lr=1e-4, betas=(0.9, 0.98), eps=1e-7),
+        partial(Adam, lr=2e-4, betas=(0.9, 0.98), eps=1e-7),
         None,
     ),
     "lstm_speech": Job(
