@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from recipes.resnet.augment import draw
+from recipes.draws import draw
 from recipes.resnet.data import IGNORE, image_facts
 from recipes.resnet.pictures import SUFFIXES, as_tensor, centre, random_part, read
 
