@@ -1,0 +1,198 @@
+"""What a training cost and came to: measured while it runs, and written beside it as ``result.json``."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from recipes.task import Score
+
+__all__ = ["FILE", "Recorder", "describe", "read_result", "write_result", "write_whole"]
+
+FILE = "result.json"
+WARM_STEPS = 10
+"""Steps whose time does not count in the median: buckets and buffers are still being made."""
+COSTS = (
+    "steps",
+    "seconds",
+    "step_ms",
+    "bytes_per_step",
+    "dense_bytes_per_step",
+    "ratio",
+    "total_bytes_sent",
+    "total_bytes_dense",
+)
+"""Of a training: optimizer steps, seconds in them, the median step, and bytes that rank 0 sent, or would have sent."""
+LIBRARIES = ("lightning-compress", "torch", "lightning", "torchmetrics", "hydra-core", "numpy")
+
+
+class Recorder(Callback):
+    """Times the training steps, and knows what rank 0 sent so far.
+
+    The clock runs within training epochs, so that it has the loading of data and the exchange, and neither validation
+    nor the writing of checkpoints. Bytes are those of a strategy that tells them; else they are 0. Every
+    ``log_every_n_steps`` steps the loggers get ``time/seconds`` and ``time/step_ms``; loggers with a ``so_far`` mapping
+    find there, after every step, ``time/seconds`` and ``comm/total_bytes_sent``. When the training ends, the figures of
+    ``COSTS`` are in ``trainer.callback_metrics`` as ``run/...``, also in the process that spawned the ranks.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.steps: list[float] = []
+        self._since = self._step = self._paused = 0.0
+        self._done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """So that a resumed run goes on counting."""
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See ``state_dict``."""
+        self.seconds = state_dict["seconds"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See from where the steps count."""
+        self._done = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._since, self._step = time.perf_counter(), 0.0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop it."""
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on."""
+        self._since += time.perf_counter() - self._paused
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock, and close the step where this batch ended one."""
+        now = time.perf_counter()
+        self.seconds += now - self._since
+        self._step += now - self._since
+        self._since = now
+        if trainer.global_step == self._done:
+            return  # gradients accumulate
+        self._done = trainer.global_step
+        self.steps.append(self._step)
+        self._step = 0.0
+        seconds, sent = {"time/seconds": self.seconds}, _traffic(trainer)
+        for logger in trainer.loggers:
+            if hasattr(logger, "so_far"):
+                logger.so_far = seconds | {"comm/total_bytes_sent": sent.get("total_bytes_sent", 0.0)}
+        row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what self.log goes by
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (row + 1) % every == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(seconds | {"time/step_ms": 1e3 * self.steps[-1]}, row)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the figures where the process that started the ranks finds them."""
+        costs = self.costs(trainer)
+        trainer.callback_metrics.update(
+            {f"run/{name}": torch.tensor(costs[name], dtype=torch.float64) for name in COSTS}
+        )
+
+    def costs(self, trainer: Trainer) -> dict[str, float]:
+        """What the training cost so far, by the names of ``COSTS``."""
+        sent = _traffic(trainer)
+        total, dense = sent.get("total_bytes_sent", 0.0), sent.get("total_bytes_dense", 0.0)
+        steps = max(sent.get("steps", len(self.steps)), 1.0)
+        timed = self.steps[WARM_STEPS:] or self.steps[-1:] or [0.0]
+        return {
+            "steps": float(len(self.steps)),
+            "seconds": self.seconds,
+            "step_ms": 1e3 * statistics.median(timed),
+            "bytes_per_step": total / steps,
+            "dense_bytes_per_step": dense / steps,
+            "ratio": dense / total if total else 1.0,
+            "total_bytes_sent": total,
+            "total_bytes_dense": dense,
+        }
+
+
+def _traffic(trainer: Trainer) -> dict[str, float]:
+    if not hasattr(trainer.strategy, "compression"):
+        return {}
+    meter = trainer.strategy.compression.meter
+    return {
+        "total_bytes_sent": float(meter.bytes_sent),
+        "total_bytes_dense": float(meter.bytes_dense),
+        "steps": float(meter.steps),
+    }
+
+
+def describe(score: Score, metrics: dict[str, Tensor], **facts: Any) -> dict[str, Any]:
+    """Everything about a finished run that a table needs.
+
+    Args:
+        score: what the recipe is judged by.
+        metrics: what was logged, and the ``run/...`` figures of ``Recorder``.
+        **facts: whatever else, such as recipe, compressor, seed, ranks.
+
+    Returns:
+        What ``json`` can write: ``score`` with metric, label, goal and value; the ``COSTS``; ``facts``; ``metrics``;
+        versions, date and command.
+    """
+    value = float(metrics[score.metric])
+    return {
+        "score": {"metric": score.metric, "label": score.label, "goal": score.goal, "value": value},
+        "written": score.written(value),
+        **{name: float(metrics.get(f"run/{name}", float("nan"))) for name in COSTS},
+        **facts,
+        "metrics": {name: float(each) for name, each in metrics.items() if not name.startswith("run/")},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "recipes.train", *sys.argv[1:]]),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` into a folder, whole or not at all."""
+    with write_whole(folder / FILE) as file:
+        file.write(json.dumps(result, indent=2) + "\n")
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[TextIO]:
+    """Open a file that takes the old one's place when it is closed; not where an error comes between."""
+    draft = path.with_name(f".{path.name}.part")
+    with draft.open("w", newline="") as file:
+        yield file
+    draft.replace(path)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a finished run left in its folder; None: it has not finished."""
+    try:
+        result: dict[str, Any] = json.loads((folder / FILE).read_text())
+    except FileNotFoundError:
+        return None
+    return result
