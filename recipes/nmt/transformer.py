@@ -25,7 +25,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
+        # A bias would be none of keys' business: softmax cancels it, its gradient is rounding noise, which Adam blows up
+        self.key_value = nn.Linear(width, 2 * width, bias=False)
         self.out = nn.Linear(width, width)
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor]:

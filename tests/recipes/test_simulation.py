@@ -87,8 +87,10 @@ def nmt_batch(number: int) -> Sentences:
 
 def nmt_loss(model: nn.Module, batch: Sentences) -> Tensor:
     """Smoothed cross-entropy of the pieces that are none of padding."""
-    logits, expected = model.logits(model(batch.source, batch.target[:, :-1])), batch.target[:, 1:]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), expected.flatten(), ignore_index=PAD, label_smoothing=0.1)
+    expected = batch.target[:, 1:]
+    real = expected != PAD
+    logits = model.logits(model(batch.source, batch.target[:, :-1])[real])
+    return nn.functional.cross_entropy(logits, expected[real], label_smoothing=0.1)
 
 
 JOBS = {
@@ -96,7 +98,7 @@ JOBS = {
         partial(TranslationModule, 60, width=32, hidden=64, layers=2, heads=2, dropout=0.0, warmup_steps=0),
         nmt_batch,
         nmt_loss,
-        partial(Adam, lr=1e-3, betas=(0.9, 0.98), eps=1e-9),
+        partial(Adam, lr=1e-4, betas=(0.9, 0.98), eps=1e-9),
         None,
     ),
     "lstm_speech": Job(
