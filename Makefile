@@ -1,9 +1,11 @@
-# make demo: the whole plugin on real images, in a table.   make test: lint, types and tests, one of each kind of what
-# takes long.   make thorough: all tests, an hour or more.
+# make demo: the recipes, dense and compressed, over slow links, in a table.   make test: lint, types and tests, one of
+# each kind of what takes long.   make thorough: all tests, an hour or more.   make results: the tables of the recipes
+# again, hours; with quick=true, minutes.
 PYTHON ?= python3
+DATA ?= data
 BIN := .venv/bin
 
-.PHONY: install demo test thorough lint types unit clean
+.PHONY: install demo results test thorough lint types unit clean
 
 install: .venv/.installed
 
@@ -13,7 +15,10 @@ install: .venv/.installed
 	touch $@
 
 demo: install
-	$(BIN)/python -m recipes.demo
+	$(BIN)/python -m benchmarks.demo
+
+results: install
+	$(BIN)/python -m recipes.results --data $(DATA) $(if $(quick),--quick)
 
 lint: install
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ class Task(LightningModule, ABC):
     """
 
     recipe: ClassVar[str]
-    """Name of the Hydra option, and of the folder."""
+    """Name of the Hydra option, which a checkpoint knows its recipe by."""
     score: ClassVar[Score]
     model: nn.Module
     facts: dict[str, Any]

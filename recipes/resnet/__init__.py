@@ -1,1 +1,1 @@
-"""Image classification with a ResNet in the CIFAR form."""
+"""Image classification with a ResNet or an AlexNet."""

@@ -29,6 +29,8 @@ RECORDS = 10_000
 """Images per file."""
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""As in the authors' batches.meta.txt."""
 
 
 def read_batches(folder: Path, names: tuple[str, ...]) -> Split:
@@ -103,6 +105,8 @@ class Cifar10(ImageData):
     """
 
     in_channels = 3
+    image_size = 32
+    classes = CLASSES
 
     def __init__(self, *, root: str = "data", download: bool = False, val_size: int = 5000, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.resnet.augment import crop_and_flip, draw
+from recipes.draws import draw
+from recipes.resnet.augment import crop_and_flip
 
-__all__ = ["IGNORE", "ImageData", "Images", "Split"]
+__all__ = ["IGNORE", "ImageData", "Images", "Split", "image_facts"]
 
 IGNORE = -1
 """Label of the blank images that make the ranks' shares of an evaluation equal; metrics leave them out."""
@@ -66,6 +68,23 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+def image_facts(
+    classes: Sequence[str], mean: Tensor, std: Tensor, size: int, shorter: int, white: float = 255.0
+) -> dict[str, Any]:
+    """What prediction must know of images, in plain Python.
+
+    Args:
+        classes: names, in the order of the labels.
+        mean: of the pixels per channel, [C].
+        std: their deviation, [C].
+        size: height and width that the model takes.
+        shorter: pixels of the shorter side before ``size`` of them are cut out of the middle.
+        white: the largest value of a pixel.
+    """
+    plain = {"mean": mean.tolist(), "std": std.tolist()}
+    return {"classes": list(classes), "size": size, "shorter": shorter, "white": white} | plain
+
+
 class ImageData(LightningDataModule):
     """Loaders of raw images; augmentation and normalisation follow on the device, a batch at a time.
 
@@ -84,7 +103,12 @@ class ImageData(LightningDataModule):
     """
 
     in_channels: int
-    num_classes: int = 10
+    image_size: int
+    """Height and width."""
+    classes: tuple[str, ...]
+    """Names of the classes, in the order of their labels."""
+    white: float = 255.0
+    """The largest value of a pixel."""
 
     def __init__(
         self,
@@ -109,9 +133,19 @@ class ImageData(LightningDataModule):
         self.mean = self.std = torch.ones(1)
 
     @property
+    def num_classes(self) -> int:
+        """Count the classes."""
+        return len(self.classes)
+
+    @property
     def dims(self) -> dict[str, int]:
         """What a model must know of the data, as its arguments."""
-        return {"in_channels": self.in_channels, "num_classes": self.num_classes}
+        return {"in_channels": self.in_channels, "num_classes": self.num_classes, "image_size": self.image_size}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What prediction must know, once :meth:`setup` has run: see :func:`image_facts`."""
+        return image_facts(self.classes, self.mean, self.std, self.image_size, self.image_size, self.white)
 
     @abstractmethod
     def load(self) -> tuple[Split, Split, Split, Tensor, Tensor]:

@@ -28,6 +28,9 @@ class Digits(ImageData):
     """
 
     in_channels = 1
+    image_size = 8
+    classes = tuple("0123456789")
+    white = 16.0
 
     def __init__(self, *, val_size: int = 180, test_size: int = 360, augment: bool = False, **kwargs: Any) -> None:
         super().__init__(augment=augment, **kwargs)

@@ -1,75 +1,59 @@
-"""Train a ResNet, with the rules of Goyal et al. 2017, arXiv:1706.02677, for large minibatches."""
+"""Train a network to classify images, with the rules of Goyal et al. 2017, arXiv:1706.02677, for large minibatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from recipes.resnet.alexnet import AlexNet
 from recipes.resnet.data import IGNORE
+from recipes.resnet.imagenet import ImageNetResNet
 from recipes.resnet.model import ResNet
+from recipes.resnet.pictures import ready
 from recipes.schedule import Schedule
 from recipes.task import Score, Task
 
-__all__ = ["ResNetModule"]
+__all__ = ["AlexNetModule", "Classifier", "Form", "ResNetModule"]
+
+Form = Literal["auto", "cifar", "imagenet"]
+LARGE = 64
+"""Pixels a side from which ``form=auto`` takes the ImageNet form."""
+SHOWN = 3
+"""Classes that a prediction names."""
 
 
-class ResNetModule(Task):
-    """A ResNet with its loss and accuracy.
+class Classifier(Task):
+    """A network with its loss, its accuracy, and its top-5 accuracy where there are more than five classes.
 
     Args:
-        depth: layers of the network, 6n + 2.
+        model: images [N, C, H, W] -> logits [N, num_classes].
         num_classes: classes of the data.
-        in_channels: channels of the images.
-        optimizer: see :class:`~recipes.task.Task`, as all that is not named here.
-        batch_size: images per rank and forward pass.
-        reference_batch: minibatch over all ranks that the optimizer's rate is meant for; None: do not scale.
-        schedule: ``step``, ``linear``, ``cosine``, ``constant`` or ``inverse_sqrt``.
-        warmup_epochs: length of the warm-up in epochs, at least 0.
-        warmup_start: factor on the optimizer's rate at the first step.
-        decay_norm: weight decay on batch norm and biases too.
-        zero_gamma: start each block as the identity.
-
-    Raises:
-        ValueError: a value is out of its range.
+        **settings: see :class:`~recipes.task.Task`.
     """
 
-    recipe = "resnet"
     score = Score("test/acc", "accuracy", "maximize")
 
-    def __init__(
-        self,
-        depth: int = 20,
-        num_classes: int = 10,
-        in_channels: int = 3,
-        *,
-        optimizer: Callable[..., Optimizer] | None = None,
-        batch_size: int = 128,
-        reference_batch: int | None = 128,
-        schedule: Schedule = "step",
-        warmup_epochs: float = 5.0,
-        warmup_start: float | None = None,
-        decay_norm: bool = False,
-        zero_gamma: bool = True,
-    ) -> None:
-        super().__init__(
-            optimizer=optimizer,
-            schedule=schedule,
-            warmup_epochs=warmup_epochs,
-            warmup_start=warmup_start,
-            batch_size=batch_size,
-            reference_batch=reference_batch,
-            decay_norm=decay_norm,
-        )
-        self.save_hyperparameters(ignore=["optimizer"], logger=False)
-        self.model = ResNet(depth, num_classes, in_channels, zero_gamma=zero_gamma)
+    def __init__(self, model: nn.Module, num_classes: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.model = model
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
-        self.val_acc, self.test_acc = (
-            MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORE) for _ in range(2)
+        tops = {"acc": 1} | ({"top5": 5} if num_classes > 5 else {})
+        self.val_metrics, self.test_metrics = (
+            nn.ModuleDict(
+                {
+                    name: MulticlassAccuracy(num_classes, top_k=k, average="micro", ignore_index=IGNORE)
+                    for name, k in tops.items()
+                }
+            )
+            for _ in range(2)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,25 +69,132 @@ class ResNetModule(Task):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``val/loss`` and ``val/acc`` over the images of all ranks."""
-        self._evaluate("val", self.val_loss, self.val_acc, batch)
+        """Log ``val/loss``, ``val/acc`` and ``val/top5`` over the images of all ranks."""
+        self._evaluate("val", self.val_loss, self.val_metrics, batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log ``test/loss`` and ``test/acc`` over the images of all ranks."""
-        self._evaluate("test", self.test_loss, self.test_acc, batch)
+        """Log ``test/loss``, ``test/acc`` and ``test/top5`` over the images of all ranks."""
+        self._evaluate("test", self.test_loss, self.test_metrics, batch)
 
-    def _evaluate(
-        self, stage: str, loss: MeanMetric, accuracy: MulticlassAccuracy, batch: tuple[Tensor, Tensor]
-    ) -> None:
+    def _evaluate(self, stage: str, loss: MeanMetric, metrics: nn.ModuleDict, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
         logits = self(images)
         count = (labels != IGNORE).sum()  # the rest only makes the ranks' shares equal
         total = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
         loss.update(total / count.clamp(min=1), weight=count)
-        accuracy.update(logits, labels)
         self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
-        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, prog_bar=True)
+        for name, metric in metrics.items():
+            metric.update(logits, labels)  # type: ignore[operator]
+            self.log(f"{stage}/{name}", cast(Metric, metric), on_step=False, on_epoch=True, prog_bar=name == "acc")
 
+    @torch.no_grad()
     def predict_file(self, source: str) -> str:
-        """See ``Task.predict_file``."""
-        raise NotImplementedError
+        """The likeliest classes of a picture, such as ``cat 81.3 %, dog 12.0 %, fox 3.1 %``.
+
+        Args:
+            source: path of a picture in any size and format that Pillow reads.
+
+        Raises:
+            ValueError: it is not a whole picture, or the module has not seen its data's facts (names of classes, mean
+                and deviation), which come with a checkpoint.
+        """
+        if not self.facts:
+            raise ValueError("this model does not know its data: load a checkpoint that recipes.train has written")
+        self.eval()
+        shares = self(ready(Path(source), self.facts).to(self.device))[0].softmax(0)
+        best = shares.topk(min(SHOWN, len(shares)))
+        names = [self.facts["classes"][row] for row in best.indices.tolist()]
+        return ", ".join(f"{name} {100 * share:.1f} %" for name, share in zip(names, best.values.tolist(), strict=True))
+
+
+class ResNetModule(Classifier):
+    """A ResNet, in the CIFAR form or in the ImageNet form.
+
+    Args:
+        depth: layers of the network: 6n + 2 in the CIFAR form, 18, 34, 50, 101 or 152 in the ImageNet form; None: 20
+            or 50.
+        num_classes: classes of the data.
+        in_channels: channels of the images.
+        image_size: height and width of the images.
+        form: ``cifar``, ``imagenet``, or ``auto``: the latter from 64 pixels on.
+        optimizer: see :class:`~recipes.task.Task`, as all that is not named here.
+        batch_size: images per rank and forward pass.
+        reference_batch: minibatch over all ranks that the optimizer's rate is meant for; None: do not scale.
+        schedule: ``step``, ``linear``, ``cosine``, ``constant`` or ``inverse_sqrt``.
+        warmup_epochs: length of the warm-up in epochs, at least 0.
+        warmup_start: factor on the optimizer's rate at the first step.
+        decay_norm: weight decay on batch norm and biases too.
+        zero_gamma: start each block as the identity.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    recipe = "resnet"
+
+    def __init__(
+        self,
+        depth: int | None = None,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        image_size: int = 32,
+        *,
+        form: Form = "auto",
+        optimizer: Callable[..., Optimizer] | None = None,
+        batch_size: int = 128,
+        reference_batch: int | None = 128,
+        schedule: Schedule = "step",
+        warmup_epochs: float = 5.0,
+        warmup_start: float | None = None,
+        decay_norm: bool = False,
+        zero_gamma: bool = True,
+    ) -> None:
+        if form not in get_args(Form):
+            raise ValueError(f"recipe.form={form!r}: choose from {', '.join(get_args(Form))}")
+        large = form == "imagenet" or (form == "auto" and image_size >= LARGE)
+        network, standard = (ImageNetResNet, 50) if large else (ResNet, 20)
+        super().__init__(
+            network(depth or standard, num_classes, in_channels, zero_gamma=zero_gamma),
+            num_classes,
+            optimizer=optimizer,
+            schedule=schedule,
+            warmup_epochs=warmup_epochs,
+            warmup_start=warmup_start,
+            batch_size=batch_size,
+            reference_batch=reference_batch,
+            decay_norm=decay_norm,
+        )
+        self.save_hyperparameters(ignore=["optimizer"], logger=False)
+
+
+class AlexNetModule(Classifier):
+    """AlexNet, in the 224 form or for small images.
+
+    Args:
+        num_classes: classes of the data.
+        in_channels: channels of the images.
+        image_size: height and width of the images, at least 8.
+        hidden: units of the two hidden linear layers.
+        dropout: share of their inputs that is dropped in training, in [0, 1).
+        **settings: see :class:`~recipes.task.Task`.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    recipe = "alexnet"
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        image_size: int = 32,
+        *,
+        hidden: int = 4096,
+        dropout: float = 0.5,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            AlexNet(num_classes, in_channels, image_size, hidden=hidden, dropout=dropout), num_classes, **settings
+        )
+        self.save_hyperparameters(ignore=["optimizer"], logger=False)

@@ -24,3 +24,9 @@ def built(cfg: DictConfig) -> tuple[LightningDataModule, LightningModule, Traine
     """Build all that ``recipes.train`` builds."""
     data = build(cfg.data)
     return data, build(cfg.recipe, **data.dims), build(cfg.trainer)
+
+
+def lay_out(root: Path) -> None:
+    """Make of ``data.root`` what data sets look at before a trainer exists."""
+    for name in ("cat", "dog"):
+        (root / "train" / name).mkdir(parents=True)

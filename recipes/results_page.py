@@ -1,0 +1,147 @@
+"""Tables and plots of what ``recipes.results`` found, from its CSV files alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recipes.results import Comparison, Run
+
+__all__ = ["write_page"]
+
+HEAD = """# Recipes: quality against bytes
+
+Made by `make results`, from the CSV files beside it; do not edit. In each table all runs have the same steps; "- dense"
+is the mean over seeds of the score minus dense's of the same seed. Bytes are what each rank sends per step; the ratio
+is what float32 would send over them. Steps were timed on one machine, where nothing is gained by sending less: what
+compression saves on a network is in [results](../results.md). Commands leave out where the data is (`data.root=...`).
+"""
+COLORS = (
+    *("#000000", "#1f77b4", "#17becf", "#9467bd", "#d62728", "#8c564b", "#ff7f0e", "#2ca02c", "#98df8a", "#e377c2"),
+    *("#7f7f7f", "#bcbd22", "#393b79", "#637939", "#843c39"),
+)
+MARKERS = "*osD^vPX<>ph8dH"
+
+
+class Line:
+    """All seeds of one method.
+
+    Args:
+        label: the method.
+        rows: its CSV rows, one per seed.
+        dense: the first method's score of each seed.
+    """
+
+    def __init__(self, label: str, rows: list[dict[str, str]], dense: dict[str, float]) -> None:
+        self.label = label
+        self.rows = rows
+        self.scores = [float(row["score"]) for row in rows]
+        self.bytes = statistics.mean(float(row["bytes_per_step"]) for row in rows)
+        self.ratio = statistics.mean(float(row["ratio"]) for row in rows)
+        self.step_ms = statistics.median(float(row["step_ms"]) for row in rows)
+        against = [float(row["score"]) - dense[row["seed"]] for row in rows if row["seed"] in dense]
+        self.against = statistics.mean(against) if against else None
+
+    def cells(self) -> list[str]:
+        """Of a Markdown table's row."""
+        scores = ", ".join(f"{score:.2f}" for score in self.scores)
+        against = "" if self.against is None else f"{self.against:+.2f}"
+        mean = f"{statistics.mean(self.scores):.2f}"
+        return [self.label, scores, mean, against, f"{self.bytes:,.0f}", f"{self.ratio:.1f} x", f"{self.step_ms:.0f}"]
+
+
+def lines(out: Path, comparison: Comparison, planned: list[Run]) -> list[Line]:
+    """What there is of a comparison, in the table's order; rows of other commands are left out."""
+    path = out / f"{comparison.name}.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        rows = {row["command"]: row for row in csv.DictReader(file)}
+    by_method: dict[str, list[dict[str, str]]] = {label: [] for label in comparison.methods}
+    for run in planned:
+        if run.command in rows:
+            by_method[run.method].append(rows[run.command])
+    dense = {row["seed"]: float(row["score"]) for row in by_method[next(iter(comparison.methods))]}
+    return [Line(label, found, dense) for label, found in by_method.items() if found]
+
+
+def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> str:
+    """One comparison in Markdown: what was run, its table, its plot."""
+    rows = [row for line in found for row in line.rows]
+    some = rows[0]
+    dates = sorted({row["date"] for row in rows})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    metric, unit = some["metric"], some["unit"].strip()
+    head = [
+        "",
+        f"{metric}{' ' + unit if unit else ''}, by seed",
+        "mean",
+        "- dense",
+        "bytes a step",
+        "ratio",
+        "step, ms",
+    ]
+    table = [head, ["---"] * len(head), *(line.cells() for line in found)]
+    missing = len(planned) - len(rows)
+    first = next(run for run in planned if run.command == some["command"])
+    shared = some["command"].removesuffix(f" seed={first.seed}")
+    said = [
+        f"## {comparison.title}",
+        comparison.note,
+        f"Seeds {', '.join(dict.fromkeys(row['seed'] for row in rows))}; {some['ranks']} ranks; {some['steps']} steps; "
+        f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
+        f"{'; '.join(dict.fromkeys(row['versions'] for row in rows))}."
+        + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
+        f"    {shared}",
+        "and for the other rows, in place of the compressor:",
+        "\n".join("| " + " | ".join(cells) + " |" for cells in table),
+        "\n".join(f"- {line.label}: `{line.rows[0]['settings']}`" for line in found),
+        f"![{metric} against bytes]({comparison.name}.png)",
+    ]
+    return "\n\n".join(part for part in said if part) + "\n"
+
+
+def write_page(out: Path, comparisons: list[tuple[Comparison, list[Run]]]) -> None:
+    """Write ``recipes.md`` and a plot for each comparison that has rows.
+
+    Args:
+        out: folder of the CSV files.
+        comparisons: each with its planned runs, whose rows alone are shown.
+    """
+    parts = [HEAD]
+    for comparison, planned in comparisons:
+        if found := lines(out, comparison, planned):
+            parts.append(section(comparison, found, planned))
+            plot(out / f"{comparison.name}.png", comparison, found)
+    (out / "recipes.md").write_text("\n".join(parts))
+
+
+def plot(path: Path, comparison: Comparison, found: list[Line]) -> None:
+    """Score against bytes per step, a point per seed; a PNG of 64 colours."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    some = found[0].rows[0]
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(8.0, 4.2), layout="constrained", dpi=100)
+        axes = figure.subplots()
+        for number, line in enumerate(found):
+            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+            sizes = [float(row["bytes_per_step"]) for row in line.rows]
+            axes.plot(sizes, line.scores, color=color, marker=marker, ms=7, lw=1, label=line.label)
+        dense = statistics.mean(found[0].scores)
+        axes.axhline(dense, color="#cccccc", lw=1, zorder=0)
+        axes.set_xscale("log")
+        axes.set_xlabel("bytes that a rank sends per step")
+        axes.set_ylabel(f"{some['metric']} {some['unit'].strip()}")
+        axes.set_title(comparison.title, loc="left")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.grid(True, which="major", color="#e5e5e5", lw=0.6)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", metadata={"Software": None})
+    Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)

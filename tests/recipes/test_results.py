@@ -1,0 +1,213 @@
+"""The table of comparisons, and going on where it stopped; trainings are only pretended."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from omegaconf import OmegaConf
+
+from recipes import results, results_page
+from recipes.results import Comparison, Run, ending_with_us, main, read_rows, read_table
+from tests.config.composing import composed
+
+TABLE = read_table()
+PLOT = results_page.plot
+SMALL = """
+first:
+  title: The first
+  run: [trainer.max_epochs=9]
+  data: ["output_dir={data}"]
+  needs: pictures
+  quick: [trainer.max_epochs=2]
+  seeds: [0, 1]
+  methods:
+    dense: [compressor=none]
+    topk 1 %: [compressor=topk, compressor.density=0.01]
+second:
+  title: The second
+  run: [trainer.max_epochs=3]
+  quick: [trainer.max_epochs=1]
+  seeds: [0]
+  methods:
+    dense: [compressor=none]
+"""
+
+
+@pytest.mark.parametrize("comparison", TABLE, ids=lambda each: each.name)
+def test_every_run_composes(comparison: Comparison) -> None:
+    assert next(iter(comparison.methods.values())) == ["compressor=none"]
+    every = [*comparison.shortened().runs(None)[-1:], *comparison.runs(Path("data"))[: len(comparison.methods)]]
+    for run in every:
+        cfg = composed(*run.overrides, *run.private, *results.QUIET)
+        OmegaConf.resolve(cfg)
+        assert cfg.trainer.devices == 2
+    assert len({run.command for run in comparison.runs(None)}) == len(comparison.seeds) * len(comparison.methods)
+
+
+def test_there_are_enough_methods_for_each_recipe() -> None:
+    most: dict[str, int] = {}
+    for each in TABLE:
+        recipe = str(composed(*each.runs(Path("data"))[0].overrides).recipe._target_).split(".")[1]
+        most[recipe] = max(most.get(recipe, 0), len(each.methods))
+    assert all(count >= 9 for count in most.values()), most
+
+
+class Pretended:
+    """In place of trainings: what was started, and what is to fail."""
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+        self.failing = ""
+
+    def __call__(self, run: Run) -> dict[str, Any]:
+        if self.failing and self.failing in run.command:
+            raise RuntimeError(f"{run.command}: it failed")
+        self.commands.append(run.command)
+        sparse = "topk" in run.command
+        row = {"recipe": "resnet", "data": "digits", "method": run.method, "settings": shlex.join(run.settings)}
+        row |= {"seed": run.seed, "ranks": 2, "steps": 9, "metric": "accuracy", "goal": "maximize", "unit": "%"}
+        row |= {"bytes_per_step": 100, "ratio": 50} if sparse else {"bytes_per_step": 5000, "ratio": 1}
+        row |= {"score": 90 + run.seed - sparse, "step_ms": 7.5, "seconds": 1, "versions": "torch 2"}
+        return row | {"date": "2026-01-02", "command": run.command}
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    """A small table in place of the real one, and neither trainings nor plots."""
+    monkeypatch.setattr(results_page, "plot", lambda *_: None)
+    (tmp_path / "table.yaml").write_text(SMALL)
+    (tmp_path / "pictures").mkdir()
+    monkeypatch.setattr(results, "read_table", lambda: read_table(tmp_path / "table.yaml"))
+    monkeypatch.setattr(results, "run_one", pretended := Pretended())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return pretended
+
+
+def test_goes_on_where_it_stopped(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    trained.failing = "topk compressor.density=0.01 seed=0"
+    assert main(told) == 1
+    start = "python -m recipes.train trainer=cpu_2proc trainer.max_epochs"
+    assert trained.commands == [
+        f"{start}=9 compressor=none seed=0",
+        f"{start}=3 compressor=none seed=0",  # seed 0 of everything comes first
+        f"{start}=9 compressor=none seed=1",
+        f"{start}=9 compressor=topk compressor.density=0.01 seed=1",
+    ]
+    assert "it failed" in capsys.readouterr().out
+    trained.failing, trained.commands = "", []
+    assert main(told) == 0
+    assert trained.commands == [f"{start}=9 compressor=topk compressor.density=0.01 seed=0"]
+    assert main(told) == 0
+    assert len(trained.commands) == 1
+    assert len(read_rows(tmp_path / "out/first.csv")) == 4
+    assert len(read_rows(tmp_path / "out/second.csv")) == 1
+
+
+def test_page(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_page, "plot", PLOT)
+    told = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    main(told)
+    page = (tmp_path / "out/recipes.md").read_text()
+    assert "| dense | 90.00, 91.00 | 90.50 | +0.00 | 5,000 | 1.0 x | 8 |" in page
+    assert "| topk 1 % | 89.00, 90.00 | 89.50 | -1.00 | 100 | 50.0 x | 8 |" in page
+    assert "Seeds 0, 1; 2 ranks; 9 steps; the higher the better. 2026-01-02; torch 2." in page
+    assert "    python -m recipes.train trainer=cpu_2proc trainer.max_epochs=9 compressor=none\n" in page
+    assert (tmp_path / "out/first.png").read_bytes()[:4] == b"\x89PNG"
+    rows = read_rows(tmp_path / "out/first.csv")
+    results.write_rows(tmp_path / "out/first.csv", [row for row in rows if row["seed"] == "1" or row["ratio"] == "1"])
+    assert main([*told, "--page"]) == 0
+    page = (tmp_path / "out/recipes.md").read_text()
+    assert "1 of 4 runs are still missing" in page
+    assert "| topk 1 % | 90.00 | 90.00 | -1.00 |" in page  # against dense of the same seed
+    assert len(trained.commands) == 5
+
+
+def test_times_are_measured_again(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    main(told)
+    timed: list[str] = []
+
+    def train(run: Run, more: list[str]) -> dict[str, Any]:
+        timed.append(run.command)
+        score = {"label": "accuracy", "goal": "maximize"}
+        costs = {
+            "ranks": 2,
+            "steps": 70.0,
+            "bytes_per_step": 5.0,
+            "ratio": 1.0,
+            "step_ms": 3.0 + ("topk" in run.command),
+        }
+        return {"score": score, "written": "50.00 %", **costs}
+
+    monkeypatch.setattr(results, "train", train)
+    assert main([*told, "--time"]) == 0
+    assert len(timed) == 3  # one seed of each method
+    rows = read_rows(tmp_path / "out/first.csv")
+    assert {row["step_ms"] for row in rows if row["method"] == "dense"} == {"3.0"}
+    assert {row["step_ms"] for row in rows if row["method"] == "topk 1 %"} == {"4.0"}
+    assert {row["score"] for row in rows} == {"89", "90", "91"}  # all else is as it was
+
+
+def test_quick_needs_no_data(tmp_path: Path, trained: Pretended) -> None:
+    assert main(["--quick", "--out", str(tmp_path / "out"), "--only", "first"]) == 0
+    assert [command.split()[4] for command in trained.commands] == ["trainer.max_epochs=2"] * 2
+
+
+def test_data_that_is_not_there_is_named(
+    tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--out", str(tmp_path / "out")]) == 0
+    assert "first is left out: it needs --data, a folder with pictures" in capsys.readouterr().out
+    assert len(trained.commands) == 1
+
+
+def test_wrong_names(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path / "out"), "--only", "third"]) == 1
+    assert capsys.readouterr().err == "--only third: choose from first, second\n"
+    (tmp_path / "table.yaml").write_text(SMALL.replace("quick:", "fast:"))
+    assert main(["--out", str(tmp_path / "out")]) == 1
+    assert "table.yaml, first: unknown fast, no quick" in capsys.readouterr().err
+    (tmp_path / "table.yaml").write_text(SMALL.replace("compressor.density", "compressor.nosuch"))
+    with pytest.raises(Exception, match="nosuch"):
+        main(["--out", str(tmp_path / "out"), "--data", str(tmp_path)])
+    assert not trained.commands  # before hours are spent
+
+
+def test_two_at_once_are_refused(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:
+    with FileLock(tmp_path / ".lock"):
+        assert main(["--out", str(tmp_path)]) == 1
+    assert "another python -m recipes.results" in capsys.readouterr().err
+
+
+def test_what_was_started_ends_with_us(tmp_path: Path) -> None:
+    ranks = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
+    printed = tmp_path / "printed.txt"
+    command = [sys.executable, "-c", f"{ranks} print('up', flush=True); time.sleep(99)"]
+    with ending_with_us(command, printed) as process:
+        while "up" not in printed.read_text():
+            time.sleep(0.01)
+        assert _group_lives(process.pid)
+    deadline = time.monotonic() + 5
+    while _group_lives(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of a group is left that is no zombie."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            return True
+    return False
