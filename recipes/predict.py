@@ -39,8 +39,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"checkpoint {path} cannot be read as plain data: {said[0]}") from error
+        said = "it is damaged, no checkpoint at all, or holds more than plain data, which alone is safe to load"
+        raise ValueError(f"checkpoint {path} cannot be read: {said}") from error
     if not isinstance(content, dict) or "state_dict" not in content or "recipe" not in content:
         raise ValueError(f"{path} is no checkpoint of `python -m recipes.train`: it does not say its recipe")
     return content
