@@ -26,7 +26,17 @@ __all__ = ["Cell", "Outcome", "Sweep", "overrides", "quoted", "read_sweep", "run
 Cell = dict[str, Any]
 """One value for each parameter of a sweep."""
 
-KEYS = ("program", "command", "method", "metric", "parameters", "name", "description", "project", "entity")
+KEYS: tuple[str, ...] = (
+    "program",
+    "command",
+    "method",
+    "metric",
+    "parameters",
+    "name",
+    "description",
+    "project",
+    "entity",
+)
 KEYS += ("early_terminate", "run_cap")
 """What a sweep file may have; all of them are W&B's."""
 AXIS = ("value", "values", "min", "max", "distribution")
