@@ -1,5 +1,6 @@
-# make demo: the whole plugin on real images, in a table.   make test: lint, types and tests, one of each kind of what
-# takes long.   make thorough: all tests, an hour or more.   make results: docs/results again, hours; quick=true: minutes.
+# make demo: the recipes, dense and compressed, over slow links, in a table.   make test: lint, types and tests, one of
+# each kind of what takes long.   make thorough: all tests, an hour or more.   make results: the tables of the recipes
+# again, hours; with quick=true, minutes.
 PYTHON ?= python3
 DATA ?= data
 BIN := .venv/bin
@@ -14,7 +15,7 @@ install: .venv/.installed
 	touch $@
 
 demo: install
-	$(BIN)/python -m recipes.demo
+	$(BIN)/python -m benchmarks.demo
 
 results: install
 	$(BIN)/python -m recipes.results --data $(DATA) $(if $(quick),--quick)

@@ -8,10 +8,12 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from recipes.task import Score
 
-__all__ = ["FILE", "Recorder", "describe", "read_result", "write_result"]
+__all__ = ["FILE", "Recorder", "describe", "read_result", "write_result", "write_whole"]
 
 FILE = "result.json"
 WARM_STEPS = 10
@@ -96,7 +98,8 @@ class Recorder(Callback):
             if hasattr(logger, "so_far"):
                 logger.so_far = seconds | {"comm/total_bytes_sent": sent.get("total_bytes_sent", 0.0)}
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what self.log goes by
-        if trainer.log_every_n_steps and (row + 1) % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (row + 1) % every == 0:
             for logger in trainer.loggers:
                 logger.log_metrics(seconds | {"time/step_ms": 1e3 * self.steps[-1]}, row)
 
@@ -171,11 +174,19 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def write_result(folder: Path, result: dict[str, Any]) -> Path:
+def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write ``result.json`` into a folder, whole or not at all."""
-    draft = folder / f".{FILE}.part"
-    draft.write_text(json.dumps(result, indent=2) + "\n")
-    return draft.replace(folder / FILE)
+    with write_whole(folder / FILE) as file:
+        file.write(json.dumps(result, indent=2) + "\n")
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[TextIO]:
+    """Open a file that takes the old one's place when it is closed; not where an error comes between."""
+    draft = path.with_name(f".{path.name}.part")
+    with draft.open("w", newline="") as file:
+        yield file
+    draft.replace(path)
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:

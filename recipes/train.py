@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import csv
 import os
-import tempfile
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_compress import CompressedDDPStrategy, ThetaRecovery
 from recipes.build import CONF, build, refuse_foreign_data
+from recipes.lineage import start_lineage
+from recipes.portrait import Portrait
 from recipes.record import Recorder, describe, write_result
 from recipes.task import Score, Task
+from recipes.tracking import WandbLogger
 
 __all__ = ["main", "train"]
 
 IDLE = {"compressor": ("auto", "none"), "exchange": ("auto",)}
 """Groups that only our strategy takes, and what says nothing of them."""
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "output_dir")
 
 
 def train(cfg: DictConfig) -> tuple[Score, float]:
@@ -47,27 +52,38 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # A recipe's metrics count every example once, whatever the sampler repeats.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    null_for_none(cfg)
     folder = writable(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     refuse_foreign_data(cfg)
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
     trainer: Trainer = build(cfg.trainer)
-    trainer.callbacks.insert(0, Recorder())  # type: ignore[attr-defined]
+    watching = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
+    trainer.callbacks[:0] = [Recorder(), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
     refuse_idle(cfg, trainer)
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:
         logger.log_hyperparams(settings)
+        if isinstance(logger, WandbLogger):
+            logger.log_hyperparams(choices())  # one word each, as in a sweep: compressor: topk
     trainer.fit(model, datamodule=data)
     go_on_writing(trainer.loggers)
     fitted = dict(trainer.callback_metrics)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):  # of spawned processes, what this one has not seen
+            logger.so_far = {
+                "time/seconds": float(fitted["run/seconds"]),
+                "comm/total_bytes_sent": float(fitted["run/total_bytes_sent"]),
+            }
     trainer.test(model, datamodule=data, verbose=False)
     facts = {"recipe": model.recipe, "choices": choices(), "seed": cfg.seed, "ranks": trainer.world_size}
     result = describe(model.score, fitted | trainer.callback_metrics, **facts)
     _report(result, folder)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            logger.experiment.finish()  # so that the next run of this process is a run of its own
+            logger.close()
     return model.score, result["score"]["value"]
 
 
@@ -81,22 +97,45 @@ def choices() -> dict[str, Any]:
 
 
 def writable(folder: str) -> Path:
-    """Make the folder of a run, and see that files can be written there.
+    """See that files can be written to a folder, which need not be there yet.
 
     Args:
-        folder: ``output_dir``.
+        folder: path of it.
 
     Raises:
         ValueError: they cannot.
     """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return Path(folder)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={folder!r} cannot be written: {error.strerror}; choose another, as in hydra.run.dir=DIR"
-        ) from error
+    path = Path(folder).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    problem = "is no folder" if not there.is_dir() else "is not writable"
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"output folder {folder!r}: {there} {problem}; choose another, as in hydra.run.dir=DIR")
+    return path
+
+
+def refuse_unwritable(arguments: list[str]) -> None:
+    """Stop a run whose folder Hydra could not make, before it tries.
+
+    Args:
+        arguments: of the command line.
+
+    Raises:
+        ValueError: it could not.
+    """
+    given = [value.strip("'\"") for key, _, value in (each.partition("=") for each in arguments) if key in FOLDERS]
+    for folder in given or ["."]:
+        writable(folder.split("${")[0] or ".")
+
+
+def null_for_none(cfg: DictConfig | ListConfig) -> None:
+    """Let the text ``None``, which is what W&B's agent makes of null, be null again."""
+    for key in list(cfg) if isinstance(cfg, DictConfig) else range(len(cfg)):
+        node: Any = cfg._get_node(key)
+        if isinstance(node, DictConfig | ListConfig):
+            if not node._is_none() and not node._is_interpolation():
+                null_for_none(node)
+        elif node._value() == "None":
+            cfg[key] = None
 
 
 def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
@@ -170,10 +209,26 @@ def _report(result: dict[str, Any], folder: Path) -> None:
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> float:
     """Hydra's entry point; returns what its sweepers minimise: error rates as they are, accuracy and BLEU negated."""
-    refuse_multirun(cfg, HydraConfig.get().mode)
-    score, value = train(cfg)
+    start_lineage()
+    try:
+        refuse_multirun(cfg, HydraConfig.get().mode)
+        score, value = train(cfg)
+    except (ValueError, InstantiationException) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not (line := in_a_line(error)):
+            raise
+        sys.exit(line)
     return score.cost(value)
 
 
+def in_a_line(error: Exception) -> str:
+    """A wrong setting or damaged data, as people want to read it; empty: it is something else."""
+    cause = error.__cause__ if isinstance(error, InstantiationException) else error
+    return f"ValueError: {cause} (HYDRA_FULL_ERROR=1 shows where)" if isinstance(cause, ValueError) else ""
+
+
 if __name__ == "__main__":
+    try:
+        refuse_unwritable(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(in_a_line(error))
     main()

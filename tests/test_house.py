@@ -111,6 +111,12 @@ def test_compilers_stay_with_kernels(path):
         assert used <= {path.stem.rpartition("_")[2]}, used
 
 
+@pytest.mark.parametrize("path", [path for path in SOURCES if PACKAGE not in path.parents], ids=dotted)
+def test_recipes_can_be_copied_without_benchmarks(path):
+    beyond = {"tests"} if path.is_relative_to(ROOT / "benchmarks") else {"benchmarks", "tests"}
+    assert not {module.partition(".")[0] for module in imports(path)} & beyond
+
+
 def test_files_and_functions_are_small():
     for path in SOURCES:
         assert len(path.read_text().splitlines()) <= 400, path

@@ -26,9 +26,9 @@ def ranges(lengths):
 
 
 METHODS = {
-    "topk": ({"name": "topk", "density": 0.01}, lambda vector, lengths: topk(vector, 0.01, ranges(lengths))),
-    "onebit": ({"name": "onebit", "block": 1024}, lambda vector, lengths: onebit(vector, 1024)),
-    "efsign": ({"name": "efsign", "block": 512}, lambda vector, lengths: efsign(vector, 512)),
+    "topk": ({"name": "topk", "density": 0.01}, lambda vector, lengths, _: topk(vector, 0.01, ranges(lengths))),
+    "onebit": ({"name": "onebit", "block": 1024}, lambda vector, lengths, _: onebit(vector, 1024)),
+    "efsign": ({"name": "efsign", "block": 512}, lambda vector, lengths, _: efsign(vector, 512)),
 }
 
 
@@ -50,7 +50,11 @@ class Learner(pl.LightningModule):
         self.groups.append([[name.removeprefix("net.") for name in group.names] for group in groups])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), RATE, momentum=MOMENTUM)
+        return _sgd(self.net)
+
+
+def _sgd(net):
+    return torch.optim.SGD(net.parameters(), RATE, momentum=MOMENTUM)
 
 
 def _images(root):
@@ -101,7 +105,7 @@ def test_training_follows_the_simulation(pools, cifar10, name, size):
         ]
         for step in range(STEPS)
     ]
-    simulated = simulate(Learner().net, batches, groups, method, RATE, MOMENTUM)
+    simulated = simulate(Learner().net, batches, groups, method, _sgd)
     start = dict(Learner().net.named_parameters())
     for parameter, value in simulated.items():
         moved = np.abs(value.numpy() - start[parameter].detach().numpy()).max()

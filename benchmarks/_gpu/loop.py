@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._gpu.echo import device_of
 from lightning_compress import attach
-from recipes.resnet.augment import crop_and_flip, draw
+from recipes.draws import draw
+from recipes.resnet.augment import crop_and_flip
 from recipes.resnet.model import ResNet
 from recipes.schedule import lr_factor
 from recipes.task import parameter_groups

@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from types import FrameType, TracebackType
 
 PREFIX = "lclab"
@@ -44,6 +45,8 @@ class Lab:
     Raises:
         RuntimeError: this is not Linux with iproute2, or not root.
     """
+
+    interface = "eth0"
 
     def __init__(self, ranks: int, rate: str | None) -> None:
         self._name = f"{PREFIX}{os.getpid()}"
@@ -118,14 +121,49 @@ class Lab:
                 _run("ip", "-n", place, "link", "set", device, "up")
             for place, device in ((own, "eth0"), (switch, port)) if self._rate else ():
                 assert self._rate is not None
-                burst = str(max(65536, int(bits_per_second(self._rate) / 8 / 1000)))  # a millisecond's worth
-                shape = ("rate", self._rate, "burst", burst, "latency", "200ms")
-                _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+                _run("tc", "-n", place, "qdisc", "add", "dev", device, *bucket(self._rate))
 
     def _tear_down(self) -> None:
         for name in _namespaces():
             if name.startswith(self._name):
                 _remove(name)
+
+
+class Here:
+    """In a lab's place: ``ranks`` processes side by side, joined by this machine's loopback interface.
+
+    Args:
+        ranks: how many.
+    """
+
+    interface = "lo" if sys.platform == "linux" else "lo0"
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def address(self, rank: int) -> str:
+        """All have the same."""
+        return "127.0.0.1"
+
+    def command(self, rank: int, *words: str) -> list[str]:
+        """As it is."""
+        return [*words]
+
+
+def bucket(rate: str) -> list[str]:
+    """What ``tc qdisc add dev ...`` is told of a token bucket of ``rate``, as a device's root.
+
+    Raises:
+        ValueError: it is no rate.
+    """
+    burst = max(65536, int(bits_per_second(rate) / 8 / 1000))  # a millisecond's worth
+    return ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "200ms"]
+
+
+def set_rate(rate: str | None) -> None:
+    """In a rank of a lab without a rate: it sends at ``rate`` from now on; None: not limited again."""
+    words = ["replace", "dev", Lab.interface, *bucket(rate)] if rate else ["del", "dev", Lab.interface, "root"]
+    _run("tc", "qdisc", *words)
 
 
 def sweep() -> None:

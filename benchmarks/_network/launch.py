@@ -13,18 +13,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._network.lab import Lab
+from benchmarks._network.lab import Here, Lab
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
-def run_ranks(lab: Lab, told: dict[str, Any]) -> list[dict[str, Any]]:
+def run_ranks(
+    lab: Lab | Here, told: dict[str, Any], module: str = "benchmarks._network.rank", *, heard: bool = False
+) -> list[dict[str, Any]]:
     """What each rank found.
 
     Args:
         lab: where they run.
-        told: what ``rank.main`` is given, but for ``rank``, ``ranks``, ``master`` and ``result``.
+        told: what the module's ``main`` is given, but for ``rank``, ``ranks``, ``master``, ``store`` and ``result``.
+        module: what they run.
+        heard: what rank 0 prints is shown.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote. The others are killed.
@@ -33,7 +37,7 @@ def run_ranks(lab: Lab, told: dict[str, Any]) -> list[dict[str, Any]]:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(lab.ranks):
-                processes.append(_start(lab, rank, told, Path(folder)))
+                processes.append(_start(lab, rank, told, Path(folder), module, heard and not rank))
             failed = _first_failed(processes)
         finally:
             for process in processes:
@@ -46,15 +50,26 @@ def run_ranks(lab: Lab, told: dict[str, Any]) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(lab.ranks)]
 
 
-def _start(lab: Lab, rank: int, told: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
-    own = {"rank": rank, "ranks": lab.ranks, "master": lab.address(0), "result": str(folder / f"rank{rank}.json")}
+def _start(
+    lab: Lab | Here, rank: int, told: dict[str, Any], folder: Path, module: str, heard: bool
+) -> subprocess.Popen[bytes]:
+    found = {"master": lab.address(0), "store": str(folder / "store"), "result": str(folder / f"rank{rank}.json")}
     note = folder / f"told{rank}.json"
-    note.write_text(json.dumps(told | own))
-    words = lab.command(rank, sys.executable, "-W", "ignore", "-m", "benchmarks._network.rank", str(note))
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    note.write_text(json.dumps(told | found | {"rank": rank, "ranks": lab.ranks}))
+    words = lab.command(rank, sys.executable, "-W", "ignore", "-m", module, str(note))
+    own = {
+        "GLOO_SOCKET_IFNAME": lab.interface,
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_RANK": str(rank),
+    }  # Lightning asks for it
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(
-            words, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent
+            words,
+            env=os.environ | own,
+            stdout=None if heard else log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Random crops and flips that depend on the image alone, not on the worker, the rank or the order."""
+"""Random crops and flips."""
 
 from __future__ import annotations
 
@@ -6,31 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["crop_and_flip", "draw"]
-
-
-def draw(index: Tensor, epoch: int, seed: int) -> Tensor:
-    """Uniform integers in [0, 2^32), one per image, from a hash of seed, epoch and index.
-
-    Args:
-        index: image numbers, int64, any shape.
-        epoch: epoch, from 0.
-        seed: seed of the run.
-
-    Returns:
-        int64, the shape of ``index``.
-    """
-    state = torch.full((), seed, dtype=torch.int64, device=index.device)
-    for value in (epoch, index):
-        state = _mix((state + value) & 0xFFFFFFFF)
-    return state
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Mix 32 bits (constants by C. Wellons); products wrap, and the mask keeps the low half."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ (x >> 16)
+__all__ = ["crop_and_flip"]
 
 
 def crop_and_flip(images: Tensor, bits: Tensor, padding: int = 4) -> Tensor:
@@ -38,7 +14,7 @@ def crop_and_flip(images: Tensor, bits: Tensor, padding: int = 4) -> Tensor:
 
     Args:
         images: [N, C, H, W], any dtype.
-        bits: non-negative integers [N] that decide, as from :func:`draw`.
+        bits: non-negative integers [N] that decide, as from :func:`recipes.draws.draw`.
         padding: pixels on each side, at least 0; there are ``(2 padding + 1)^2`` windows.
 
     Returns:

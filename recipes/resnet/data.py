@@ -12,7 +12,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.resnet.augment import crop_and_flip, draw
+from recipes.draws import draw
+from recipes.resnet.augment import crop_and_flip
 
 __all__ = ["IGNORE", "ImageData", "Images", "Split", "image_facts"]
 

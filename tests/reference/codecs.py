@@ -177,6 +177,25 @@ def rotated_blocks(numel: int, block: int) -> list[list[int]]:
     return blocks
 
 
+def rotated(vector: Array, bits: int, block: int, seed: int, key: int) -> tuple[Array, Array]:
+    """Each block's coefficients, rounded to even levels between plus and minus the largest, and rotated back."""
+    numel = len(vector)
+    block = min(block, max(8, 2 ** math.ceil(math.log2(numel))))
+    places, matrix = np.array(rotated_blocks(numel, block)), rotation(block, seed)
+    padded = np.zeros(places.size)
+    padded[:numel] = vector
+    coefficients = padded[places] @ matrix.T / block
+    largest = np.abs(coefficients).max(axis=1, keepdims=True).astype(np.float32).astype(np.float64)
+    chances = (np.array(random16(key, places.size)) + 32768.5) / 65536
+    half = 2 ** (bits - 1)
+    scale = np.divide(half - 0.5, largest, where=largest >= 2.0**-100, out=np.zeros_like(largest))
+    levels = np.clip(np.floor(coefficients * scale - 0.5 + chances[places]), -half, half - 1)
+    received = np.zeros(places.size)
+    received[places] = np.where(scale > 0, (levels + 0.5) * largest / (half - 0.5), 0) @ matrix
+    sent = received[:numel].astype(np.float32)
+    return sent, vector - sent
+
+
 def range_formats(bits: int, mantissa: int, low: float, high: float, nearest: bool) -> tuple[int, int, int]:
     """(base, positives, negatives): the smallest base, at least 1, at which the codes suffice; by bisection."""
 

@@ -1,0 +1,1 @@
+"""The recipes, dense and compressed, over links of a set speed."""

@@ -1,0 +1,96 @@
+"""A link that is played: who sends waits for as long as the bytes would have taken."""
+
+# No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress import Compression
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.engine.hook import Background
+
+__all__ = ["Wire", "pace"]
+
+
+class Wire:
+    """A rank's own link, which carries one thing after the other.
+
+    Attributes:
+        bytes_per_s: its speed; None: as fast as it is.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None
+        self._free = 0.0
+
+    @contextmanager
+    def carrying(self, sent: Callable[[], int]) -> Iterator[None]:
+        """Make what happens inside last until the bytes that ``sent`` returns in the end have had their time."""
+        start = time.perf_counter()
+        yield
+        if self.bytes_per_s:
+            self._free = max(self._free, start) + sent() / self.bytes_per_s
+            time.sleep(max(0.0, self._free - time.perf_counter()))
+
+
+def pace(ddp: DistributedDataParallel, compression: Compression, wire: Wire) -> None:
+    """Let all gradients of a model go over ``wire``, whoever averages them; before the first backward.
+
+    Latency is not played, nor are headers: both are small beside the bytes.
+
+    Args:
+        ddp: the model.
+        compression: of it; where it is off, so that the model averages by itself, a hook does the same on the wire.
+        wire: sets the pace.
+    """
+    if not compression.active:
+        ddp.register_comm_hook(None, _PacedMean(wire).reduce)
+        return
+    meter, span, seen = compression.meter, compression.meter.span, 0
+
+    def sent() -> int:
+        nonlocal seen
+        last, seen = seen, meter.bytes_sent
+        return seen - last
+
+    @contextmanager
+    def paced(name: str) -> Iterator[None]:
+        around: AbstractContextManager[None] = span(name)
+        with around:
+            if name != "exchange":
+                yield
+                return
+            with wire.carrying(sent):
+                yield
+
+    meter.span = paced  # type: ignore[method-assign]  # every collective call is counted and timed there
+
+
+class _PacedMean:
+    """DistributedDataParallel's own mean as a hook: in a thread beside backward, as it has several of."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._background = Background()
+        self._ranks = TorchCollective().apart()
+
+    def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        """Replace a bucket's gradients by their mean."""
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future()
+        self._background.submit(lambda: self._mean(buffer), lambda: future.set_result(buffer))
+        torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
+        return future
+
+    def _mean(self, buffer: Tensor) -> None:
+        with self._wire.carrying(lambda: all_reduce_bytes(buffer.nbytes, self._ranks.size)):
+            buffer.div_(self._ranks.size)
+            dist.all_reduce(buffer, group=self._ranks.group)

@@ -1,0 +1,204 @@
+"""One rank of the demo: trains what it is told, then times steps at every rate."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks._demo.pace import Wire, pace
+from benchmarks._demo.tasks import RATES, Task
+from benchmarks._network.lab import bits_per_second, set_rate
+from lightning_compress import CompressedDDPStrategy
+from recipes import task as recipe
+from recipes.build import build
+
+CONF = Path(__file__).parents[2] / "conf"
+QUIET = [
+    "trainer=cpu_2proc",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_checkpointing=false",
+    "trainer.enable_model_summary=false",
+    "trainer.limit_val_batches=0",
+    "logger=none",
+    "exchange.link={latency_s: 1e-4, bytes_per_s: 1.25e8}",  # not measured: the same bytes on every machine
+]
+SECONDS = 3.0
+"""For the steps of a cell, as far as FEWEST and MOST allow."""
+FEWEST, MOST = 5, 20
+"""Steps that are timed at each rate."""
+WARM = 4
+"""Steps before: buckets are rebuilt, buffers are made."""
+
+
+def main(told: dict[str, Any]) -> None:
+    """Join the others, do every task, and leave the rows.
+
+    Args:
+        told: ``tasks``; ``paced``, whether links are played; ``rank``, ``ranks``, ``store``, ``result``.
+    """
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    dist.init_process_group("gloo", init_method=f"file://{told['store']}", rank=told["rank"], world_size=told["ranks"])
+    rows = [row for given in told["tasks"] for row in rows_of(Task(*given), paced=told["paced"])]
+    Path(told["result"]).write_text(json.dumps({"rows": rows}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows_of(task: Task, *, paced: bool) -> list[dict[str, Any]]:
+    """Train a task with each of its methods, and time the steps of each.
+
+    Args:
+        task: what.
+        paced: play the links, in place of shaping those of the namespace.
+    """
+    start, data, rows = time.perf_counter(), None, []
+    for method, overrides in task.methods.items():
+        words = [*task.overrides, *overrides]
+        say(f"python -m recipes.train {' '.join(words)}")
+        cfg = composed([*words, *QUIET])
+        data = data or build(cfg.data)
+        found = train(cfg, data)
+        ms = time_steps(cfg, data, found.pop("parameters"), paced=paced)
+        seconds, start = time.perf_counter() - start, time.perf_counter()
+        say(f"    {found['label']} {found['value']:.1f}{found['unit']}, {seconds:.0f} s")
+        rows.append({"task": task.name, "method": method, **found, "ms": ms})
+    return rows
+
+
+@rank_zero_only
+def say(line: str) -> None:
+    """Show how far it is."""
+    print(line, flush=True)
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """What ``python -m recipes.train`` would run."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose("config", [*overrides, "output_dir=."])
+
+
+def train(cfg: DictConfig, data: LightningDataModule) -> dict[str, Any]:
+    """Train and test: the score, and the bytes of a step.
+
+    Args:
+        cfg: the composed config.
+        data: built from it, perhaps in use before.
+    """
+    model, trainer = started(cfg, data)
+    trainer.fit(model, datamodule=data)
+    assert isinstance(trainer.strategy, CompressedDDPStrategy)
+    stats = trainer.strategy.comm_stats()
+    trainer.test(model, datamodule=data, verbose=False)
+    score = model.score
+    return {
+        "label": score.label,
+        "value": round(score.scale * float(trainer.callback_metrics[score.metric]), 1),
+        "unit": score.unit,
+        "higher": score.goal == "maximize",
+        "bytes_per_step": stats["bytes_sent"],
+        "ratio": stats["ratio"],
+        "parameters": sum(each.numel() for each in model.parameters()),
+    }
+
+
+def started(
+    cfg: DictConfig, data: Any, callbacks: list[Callback] | None = None, **arguments: Any
+) -> tuple[recipe.Task, Trainer]:
+    """A model and a Trainer, from the same seed each time."""
+    gc.collect()
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    model: recipe.Task = build(cfg.recipe, **data.dims)
+    return model, build(cfg.trainer, callbacks=callbacks or [], **arguments)
+
+
+def time_steps(cfg: DictConfig, data: LightningDataModule, parameters: int, *, paced: bool) -> dict[str, int]:
+    """Median milliseconds of a step, by rate, in a few steps of a new training.
+
+    Args:
+        cfg: the composed config.
+        data: built from it.
+        parameters: of the model, which decide how many steps are timed: as many for each method.
+        paced: play the links.
+    """
+    slowest = 4 * parameters / min(bits_per_second(rate) / 8 for rate in RATES.values())
+    steps = min(MOST, max(FEWEST, round(SECONDS / slowest)))
+    timer = Timer(steps, Paced() if paced else set_rate)
+    model, trainer = started(cfg, data, [timer], max_epochs=-1, max_steps=timer.total)
+    trainer.fit(model, datamodule=data)
+    return {name: round(1e3 * statistics.median(seconds[1:])) for name, seconds in timer.seconds.items()}
+
+
+class Paced:
+    """Sets the rate of links that are played."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+
+    def __call__(self, rate: str | None) -> None:
+        """As ``set_rate``."""
+        self.wire.bytes_per_s = bits_per_second(rate) / 8 if rate else None
+
+
+class Timer(Callback):
+    """Takes the time of steps, first of some that do not count, then at one rate after the other.
+
+    Args:
+        steps: at each rate, and one before them, in which the link's traffic settles.
+        limit: sets a rate; None: no limit.
+    """
+
+    def __init__(self, steps: int, limit: Callable[[str | None], None]) -> None:
+        self.total = WARM + len(RATES) * (steps + 1)
+        self.seconds: dict[str, list[float]] = {name: [] for name in RATES}
+        self._plan = {WARM + turn * (steps + 1): name for turn, name in enumerate(RATES)}
+        self._limit = limit
+        self._now: str | None = None
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        """Get hold of what is to be played."""
+        if isinstance(self._limit, Paced):
+            assert isinstance(trainer.strategy, CompressedDDPStrategy)
+            assert isinstance(trainer.strategy.model, DistributedDataParallel)
+            pace(trainer.strategy.model, trainer.strategy.compression, self._limit.wire)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Set the next rate when it is its turn, and start the clock."""
+        if trainer.global_step in self._plan:
+            dist.barrier()  # nothing is on its way
+            self._now = self._plan[trainer.global_step]
+            self._limit(RATES[self._now])
+        dist.barrier()
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Stop it."""
+        if self._now:
+            self.seconds[self._now].append(time.perf_counter() - self._start)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Lift the limit."""
+        dist.barrier()
+        self._limit(None)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,34 @@
+"""What the demo trains: a recipe is one entry, a compressor one line of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["RATES", "TASKS", "Task"]
+
+RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+"""As people write them, and as tc does."""
+
+
+class Task(NamedTuple):
+    """A recipe on its embedded data, at a size that trains in seconds."""
+
+    name: str
+    """In the table."""
+    overrides: list[str]
+    """Of ``python -m recipes.train``."""
+    methods: dict[str, list[str]]
+    """Overrides by the name in the table; ``dense`` comes first."""
+
+
+DENSE = {"dense": ["compressor=none"]}
+ROTATED = {"rotated 4 bits": ["compressor=rotated"]}
+TOPK = {"topk 1 %": ["compressor=topk", "compressor.density=0.01"]}
+
+TASKS = [
+    Task(
+        "ResNet-20, digits",
+        ["recipe=resnet", "recipe.schedule=linear", "recipe.warmup_epochs=1", "trainer.max_epochs=10"],
+        DENSE | ROTATED | TOPK,
+    ),
+]

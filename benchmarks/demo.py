@@ -1,0 +1,71 @@
+"""What compression is for: every recipe on its embedded data, dense and compressed, over links of two speeds.
+
+    python -m benchmarks.demo              # make demo
+    python -m benchmarks.demo --paced      # links that are played, also where namespaces could be made
+
+Two processes train on this machine, as fast as it is: quality, and the bytes that a rank sends in a step. Then steps of
+the same model are timed at each rate. As root on Linux each process has a network namespace, and its link is shaped
+(tc tbf); nothing outside of the namespaces is touched, and they are taken down again, also after Ctrl-C. Elsewhere the
+link is played: whoever sends waits for as long as the bytes would have taken, and the table says "paced".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import ExitStack
+
+from benchmarks._demo.table import Row, conclusion, table
+from benchmarks._demo.tasks import RATES, TASKS, Task
+from benchmarks._network.lab import Here, Lab
+from benchmarks._network.launch import run_ranks
+
+RANKS = 2
+
+
+def main() -> None:
+    """Train, time, and print the table and its conclusion."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--paced", action="store_true", help="play the links")
+    refused = "asked for with --paced" if parser.parse_args().paced else refusal()
+    start = time.perf_counter()
+    if refused:
+        print(f"links are played, not measured: {refused}")
+    try:
+        rows = run(TASKS, paced=refused is not None)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(f"\n{table(rows, paced=refused is not None)}\n\n{conclusion(rows)}")
+    print(f"\n{RANKS} processes on {os.cpu_count()} cores, {time.perf_counter() - start:.0f} s in all")
+
+
+def refusal() -> str | None:
+    """Why there can be no namespaces with links of a rate; None: there can."""
+    try:
+        with Lab(1, next(iter(RATES.values()))):
+            return None
+    except RuntimeError as error:
+        return str(error)
+
+
+def run(tasks: list[Task], *, paced: bool) -> list[Row]:
+    """A row for each method of each task.
+
+    Args:
+        tasks: what to train.
+        paced: play the links.
+
+    Raises:
+        RuntimeError: a rank failed; carries what it wrote.
+    """
+    with ExitStack() as stack:
+        place = Here(RANKS) if paced else stack.enter_context(Lab(RANKS, None))
+        told = {"tasks": tasks, "paced": paced}
+        found = run_ranks(place, told, "benchmarks._demo.rank", heard=True)[0]
+    return [Row(**row) for row in found["rows"]]
+
+
+if __name__ == "__main__":
+    main()

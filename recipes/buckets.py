@@ -1,0 +1,110 @@
+"""Batches of examples of about one length, as many on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, DistributedSampler
+
+__all__ = ["BucketSampler"]
+
+WIDTH = 1.08
+"""Longest by shortest length of a bucket, whose examples are mixed: padding is 4 % of a batch on average."""
+
+
+class BucketSampler(DistributedSampler[list[int]]):
+    """Yields this rank's batches as lists of row numbers: ``DataLoader(dataset, batch_size=None, sampler=sampler)``.
+
+    Lightning leaves a ``DistributedSampler`` as it is, and tells it the epoch. The batches that the ranks have at the
+    same time are neighbours in length, so that no rank waits long for another.
+
+    Training (``shuffle``): lengths are rounded up to buckets, rows are mixed within a bucket, and the rounds of batches
+    are shuffled, all anew in each epoch and the same on all ranks. What does not fill a round is left out, drawn at
+    random each time. Evaluation: every row once, by length; ranks that run out yield empty lists, so that all ranks
+    have equally many batches.
+
+    Args:
+        lengths: length of each row, such as tokens or frames, at least 1.
+        budget: most that a batch holds, as rows times the longest of them; or
+        size: rows of a batch instead.
+        shuffle: for training.
+        seed: of the order.
+        num_replicas: ranks.
+        rank: this one's number.
+
+    Raises:
+        ValueError: not one of ``budget`` and ``size`` is given, or a row does not fit into ``budget``.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        budget: int | None = None,
+        size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(cast("Dataset[Any]", lengths), num_replicas, rank, shuffle=shuffle, seed=seed)
+        if (budget is None) == (size is None) or (budget or size or 0) < 1:
+            raise ValueError(f"budget={budget}, size={size}: give one of the two, at least 1")
+        self.lengths = np.asarray(lengths, np.int64)
+        longest = int(self.lengths.max(initial=0))
+        if budget is not None and longest > budget:
+            raise ValueError(f"a batch of at most {budget} cannot hold row {self.lengths.argmax()} of {longest}")
+        self.budget, self.size = budget, size
+        self.keys = self._buckets() if shuffle else self.lengths
+        rows = self._kept(np.arange(len(lengths)))
+        count = len(self._cut(rows[np.argsort(self.keys[rows], kind="stable")]))
+        self.num_samples = count // num_replicas if shuffle else math.ceil(count / num_replicas)
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch, the same in all epochs and on all ranks."""
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's batches of the epoch that ``set_epoch`` told."""
+        rng = np.random.default_rng((self.seed, self.epoch))
+        order = np.arange(len(self.lengths))
+        if self.shuffle:
+            order = self._kept(rng.permutation(order))
+        batches = self._cut(order[np.argsort(self.keys[order], kind="stable")])
+        ranks = self.num_replicas
+        if not self.shuffle:
+            batches += [[]] * (-len(batches) % ranks)
+            return iter(batches[self.rank :: ranks])
+        left_out = set(rng.permutation(len(batches))[: len(batches) % ranks].tolist())
+        batches = [batch for number, batch in enumerate(batches) if number not in left_out]
+        return iter([batches[turn * ranks + self.rank] for turn in rng.permutation(len(self))])
+
+    def _buckets(self) -> NDArray[np.int64]:
+        """Each row's bucket, as the longest length in it: what a batch is cut by must be the same in every epoch."""
+        number = np.ceil(np.log(np.maximum(self.lengths, 1)) / math.log(WIDTH) - 1e-9).astype(np.int64)
+        longest = np.zeros(int(number.max(initial=0)) + 1, np.int64)
+        np.maximum.at(longest, number, self.lengths)
+        return longest[number]
+
+    def _kept(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        """With ``size``, training has full batches alone; the order is random, so what is left out is too."""
+        return order[: len(order) - len(order) % self.size] if self.shuffle and self.size else order
+
+    def _cut(self, order: NDArray[np.int64]) -> list[list[int]]:
+        """Rows in ascending order of their keys -> batches."""
+        rows = order.tolist()
+        if self.size is not None:
+            return [rows[start : start + self.size] for start in range(0, len(rows), self.size)]
+        assert self.budget is not None
+        batches: list[list[int]] = []
+        batch: list[int] = []
+        for row, key in zip(rows, self.keys[order].tolist(), strict=True):
+            if batch and (len(batch) + 1) * key > self.budget:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        return [*batches, batch] if batch else batches

@@ -1,0 +1,32 @@
+"""Random numbers that depend on the example alone, not on the worker, the rank or the order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["draw"]
+
+
+def draw(index: Tensor, epoch: int, seed: int) -> Tensor:
+    """Uniform integers in [0, 2^32), one per example, from a hash of seed, epoch and index.
+
+    Args:
+        index: numbers of the examples, int64, any shape.
+        epoch: epoch, from 0.
+        seed: seed of the run.
+
+    Returns:
+        int64, the shape of ``index``.
+    """
+    state = torch.full((), seed, dtype=torch.int64, device=index.device)
+    for value in (epoch, index):
+        state = _mix((state + value) & 0xFFFFFFFF)
+    return state
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Mix 32 bits (constants by C. Wellons); products wrap, and the mask keeps the low half."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -1,0 +1,1 @@
+"""Translation with a small Transformer, or with an LSTM encoder-decoder with attention."""

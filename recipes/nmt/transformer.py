@@ -1,0 +1,173 @@
+"""A small Transformer (Vaswani et al. 2017, arXiv:1706.03762), with layer norm before each part, not after it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.nmt.tokenizer import PAD
+
+__all__ = ["Transformer"]
+
+
+class Attention(nn.Module):
+    """Scaled dot-product attention in several heads.
+
+    Args:
+        width: size of the vectors, a multiple of ``heads``.
+        heads: attentions beside each other.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, S, width] -> keys and values, [N, heads, S, width / heads] each."""
+        keys, values = (self._split(each) for each in self.key_value(x).chunk(2, -1))
+        return keys, values
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """Queries from [N, T, width]; ``mask`` bool [N, 1, 1, S] or None, True where a key may be seen."""
+        query = self._split(self.query(x))
+        seen = F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal)
+        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
+        return out
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """Attention to itself, in the decoder attention to the source, and a feed-forward network; each added to its input.
+
+    Args:
+        width: size of the vectors.
+        heads: of the attentions.
+        hidden: width of the feed-forward network.
+        dropout: share of what each part gives that is dropped.
+        decoder: attend to the source as well.
+    """
+
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float, *, decoder: bool) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        if decoder:
+            self.norm2, self.cross = nn.LayerNorm(width), Attention(width, heads)
+        self.norm3 = nn.LayerNorm(width)
+        self.feed = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None, memory: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[N, T, width] -> the same; ``mask`` is the source's, ``memory`` its keys and values for a decoder."""
+        y = self.norm1(x)
+        keys, values = self.attention.read(y)
+        causal = memory is not None  # padding comes last: what it is, no real position sees
+        x = x + self.dropout(self.attention(y, keys, values, None if causal else mask, causal))
+        return self._rest(x, mask, memory)
+
+    def step(
+        self, x: Tensor, mask: Tensor | None, memory: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One position [N, 1, width] after ``past`` keys and values; and these with its own."""
+        y = self.norm1(x)
+        keys, values = (torch.cat(both, 2) for both in zip(past, self.attention.read(y), strict=True))
+        return self._rest(x + self.attention(y, keys, values, None), mask, memory), (keys, values)
+
+    def _rest(self, x: Tensor, mask: Tensor | None, memory: tuple[Tensor, Tensor] | None) -> Tensor:
+        if memory is not None:
+            x = x + self.dropout(self.cross(self.norm2(x), *memory, mask))
+        out: Tensor = x + self.dropout(self.feed(self.norm3(x)))
+        return out
+
+
+class Transformer(nn.Module):
+    """Encoder, decoder, and one embedding for source, target and output (Press and Wolf 2017, arXiv:1608.05859).
+
+    With the defaults and 10,000 pieces: 16.3 million parameters, all of whose gradients are dense.
+
+    Args:
+        vocab_size: pieces.
+        width: size of the vectors, a multiple of ``heads``.
+        hidden: width of the feed-forward networks.
+        layers: of the encoder, and as many of the decoder.
+        heads: of the attentions.
+        dropout: share of what each part gives that is dropped.
+
+    Raises:
+        ValueError: ``width`` is no even multiple of ``heads``.
+    """
+
+    def __init__(
+        self, vocab_size: int, *, width: int = 384, hidden: int = 1536, layers: int = 3, heads: int = 6, dropout: float
+    ) -> None:
+        super().__init__()
+        if width % (2 * heads):
+            raise ValueError(f"recipe.width={width}, recipe.heads={heads}: width must be a multiple of twice the heads")
+        self.width, self.heads = width, heads
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.encoder = nn.ModuleList(Layer(width, heads, hidden, dropout, decoder=False) for _ in range(layers))
+        self.decoder = nn.ModuleList(Layer(width, heads, hidden, dropout, decoder=True) for _ in range(layers))
+        self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.xavier_uniform_(parameter)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Source [N, S] and the target so far [N, T] -> what each position says of the next piece, [N, T, width]."""
+        memory, mask = self._encode(source)
+        x = self._embed(target)
+        for layer in self.decoder:
+            x = layer(x, mask, layer.cross.read(memory))
+        out: Tensor = self.decoder_norm(x)
+        return out
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[..., width] -> [..., vocab_size]."""
+        return F.linear(features, self.embedding.weight)
+
+    def start(self, source: Tensor) -> list[Tensor]:
+        """What :meth:`step` needs of sources [N, S]: tensors whose first dimension is N."""
+        memory, mask = self._encode(source)
+        if mask is None:
+            mask = torch.ones(len(source), 1, 1, source.shape[1], dtype=torch.bool, device=source.device)
+        state = [mask]
+        for layer in self.decoder:
+            none = memory.new_zeros(len(source), self.heads, 0, self.width // self.heads)
+            state += [*layer.cross.read(memory), none, none]
+        return state
+
+    def step(self, pieces: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The last pieces [N] -> logits of the next ones [N, vocab_size], and the new state."""
+        x = self._embed(pieces[:, None], state[3].shape[2])
+        mask, after = state[0], state[:1]
+        for number, layer in enumerate(self.decoder):
+            keys, values, *past = state[4 * number + 1 : 4 * number + 5]
+            x, past = layer.step(x, mask, (keys, values), past)
+            after += [keys, values, *past]
+        return self.logits(self.decoder_norm(x[:, 0])), after
+
+    def _encode(self, source: Tensor) -> tuple[Tensor, Tensor | None]:
+        real = source != PAD
+        mask = None if bool(real.all()) else real[:, None, None]  # without one, attention is faster
+        x = self._embed(source)
+        for layer in self.encoder:
+            x = layer(x, mask)
+        return self.encoder_norm(x), mask
+
+    def _embed(self, pieces: Tensor, start: int = 0) -> Tensor:
+        """Pieces [N, T], of which the first is at position ``start``; sines and cosines say the position."""
+        place = torch.arange(start, start + pieces.shape[1], device=pieces.device, dtype=torch.float32)
+        rate = torch.exp(torch.arange(0, self.width, 2, device=pieces.device) * (-math.log(10_000.0) / self.width))
+        angle = place[:, None] * rate
+        position = torch.cat([angle.sin(), angle.cos()], 1)
+        out: Tensor = self.dropout(self.embedding(pieces) * math.sqrt(self.width) + position)
+        return out

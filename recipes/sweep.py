@@ -1,0 +1,169 @@
+"""Run the cells of a sweep here, one after another, without W&B.
+
+    python -m recipes.sweep recipes/resnet/sweeps/topk_density.yaml data.root=data trainer.max_epochs=3
+
+Overrides after the file go to every cell, and are stronger than the file's. Each cell is a process of its own, with its
+folder below ``outputs/sweeps/<recipe>_<file>``; beside them ``cells.csv`` and ``cells.png`` grow. Called again, it goes
+on with the cells that are missing; ``--again`` tries those that failed, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from recipes.cells import Cell, Outcome, Sweep, overrides, read_sweep, run, spelled
+from recipes.record import write_whole
+
+__all__ = ["main", "plot", "run_cells"]
+
+FIGURES = ("ratio", "bytes_per_step", "total_bytes_sent", "step_ms", "seconds", "steps")
+"""Of ``result.json``, in the table."""
+FAILED = "failed"
+
+
+def identity(arguments: Iterable[str]) -> str:
+    """What tells cells apart: a digest of their overrides."""
+    return hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:10]
+
+
+def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = False) -> list[dict[str, str]]:
+    """Run what is missing, and write the table after each cell.
+
+    Args:
+        sweep: what to run.
+        extra: overrides for every cell, stronger than the sweep's own.
+        folder: of the table and the cells' folders.
+        again: cells that failed are tried once more.
+
+    Returns:
+        The table's rows.
+
+    Raises:
+        ValueError: the sweep cannot run here, or the folder holds the table of another one.
+        OSError: the folder cannot be written.
+    """
+    cells = sweep.cells()
+    folder.mkdir(parents=True, exist_ok=True)
+    table = folder / "cells.csv"
+    columns = ["cell", *sweep.axes, "status", "metric", "value", *FIGURES, "failure"]
+    done = _read(table, columns)
+    for number, cell in enumerate(cells, 1):
+        arguments = [*overrides(sweep, cell), "logger=csv", *extra]
+        key, said = identity(arguments), f"cell {number} of {len(cells)}: {spelled(cell)}"
+        if key in done and not (again and done[key]["status"] == FAILED):
+            print(f"{said}: {done[key]['status']} before", flush=True)
+            continue
+        print(f"{said} ...", flush=True)
+        row = _row(key, cell, run(arguments, folder / key))
+        done[key] = row
+        print(f"  {row['failure'] or _line(row)}", flush=True)
+        _write(table, columns, done.values())
+        plot(sweep, list(done.values()), folder / "cells.png")
+    return list(done.values())
+
+
+def _row(key: str, cell: Cell, outcome: Outcome) -> dict[str, str]:
+    row = {"cell": key, **{name: str(value) for name, value in cell.items()}}
+    if outcome.result is None:
+        return row | {"status": FAILED, "failure": outcome.failure or ""}
+    score = outcome.result["score"]
+    figures = {name: f"{outcome.result[name]:.6g}" for name in FIGURES}
+    return (
+        row | {"status": "done", "metric": score["metric"], "value": f"{score['value']:.6g}", "failure": ""} | figures
+    )
+
+
+def _line(row: Mapping[str, str]) -> str:
+    return f"{row['metric']} {row['value']}, {float(row['ratio']):.1f} x fewer bytes, {float(row['step_ms']):.1f} ms a step"
+
+
+def _read(table: Path, columns: list[str]) -> dict[str, dict[str, str]]:
+    if not table.exists():
+        return {}
+    with table.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != columns:
+            raise ValueError(f"{table} is of another sweep: move it away, or give --out another folder")
+        return {row["cell"]: row for row in reader}
+
+
+def _write(table: Path, columns: list[str], rows: Iterable[Mapping[str, str]]) -> None:
+    with write_whole(table) as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot(sweep: Sweep, rows: list[dict[str, str]], path: Path) -> None:
+    """Draw the score against the bytes that a rank sent, a point for each cell that is done.
+
+    Args:
+        sweep: what was run.
+        rows: of the table.
+        path: file to write, a PNG.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row["status"] == "done"]
+    if not shown:
+        return
+    varied = [key for key in sweep.axes if len({row[key] for row in rows}) > 1 and key != "seed"]
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for row in shown:
+        label = ", ".join(row[key] for key in varied) or "all"
+        groups.setdefault(label, []).append((float(row["total_bytes_sent"]), float(row["value"])))
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained", dpi=110)
+    axes = figure.subplots()
+    for number, (label, points) in enumerate(groups.items()):
+        axes.plot(*zip(*points, strict=True), ls="", marker="os^DvPX*"[number % 8], label=label)
+    if all(float(row["total_bytes_sent"]) > 0 for row in shown):
+        axes.set_xscale("log")
+    axes.set(xlabel="bytes that a rank sent", ylabel=f"{shown[0]['metric']} ({sweep.metric[1]})", title=sweep.path.stem)
+    axes.grid(True, color="#e5e5e5", lw=0.6)
+    axes.legend(title=", ".join(varied), frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path)
+
+
+def arguments_of(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Take the command line apart; what has a ``=`` and no hyphens is an override."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="a sweep file, such as recipes/resnet/sweeps/topk_density.yaml")
+    parser.add_argument("overrides", nargs="*", help="Hydra's overrides for every cell")
+    parser.add_argument("--out", type=Path, help="folder of the table, the plot and the cells")
+    parser.add_argument("--count", type=int, help="how many cells of method: random are drawn")
+    parser.add_argument("--seed", type=int, help="from which they are drawn")
+    parser.add_argument("--again", action="store_true", help="try failed cells again")
+    parsed = parser.parse_intermixed_args(words)
+    return parsed, parsed.overrides
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run a sweep's cells; returns the exit code: 0, or 1 where a cell failed or nothing could run."""
+    parsed, extra = arguments_of(sys.argv[1:] if words is None else words)
+    try:
+        sweep = read_sweep(parsed.file, count=parsed.count, seed=parsed.seed)
+        folder = (
+            parsed.out or Path("outputs") / "sweeps" / f"{parsed.file.absolute().parents[1].name}_{parsed.file.stem}"
+        )
+        rows = run_cells(sweep, extra, folder, again=parsed.again)
+    except (ValueError, OSError) as error:
+        print(f"recipes.sweep: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    failed = sum(row["status"] == FAILED for row in rows)
+    print(f"{len(rows) - failed} cells done, {failed} failed: {folder / 'cells.csv'}, {folder / 'cells.png'}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

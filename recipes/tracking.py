@@ -1,0 +1,168 @@
+"""A W&B logger that trains on without an account or a network, and whose curves can be drawn against bytes."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import ssl
+import urllib.error
+import urllib.request
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import lightning.pytorch.loggers as loggers
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+
+__all__ = ["WandbLogger", "flat", "why_offline"]
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 5.0
+"""Seconds in which the server must answer, before a run."""
+FINISH = 120.0
+"""Seconds that the end of a run waits for what was not uploaded yet."""
+WITHOUT_SERVER = ("offline", "dryrun", "disabled")
+"""What ``WANDB_MODE`` may be where no server is needed."""
+
+
+class WandbLogger(loggers.WandbLogger):
+    """Lightning's W&B logger, for runs that must not stop for it.
+
+    Without a key, or where the server does not answer or refuses the key, it says so in a line and goes on offline;
+    ``wandb sync`` uploads such a run later. It never asks a question. A connection that is lost later is W&B's own
+    concern, which goes on writing and trying; the end of a run waits two minutes for it at most.
+
+    Settings are logged flat, ``compressor.density``, under the names that sweeps use. Every row has the ``so_far``
+    figures beside its own, so that any curve can be drawn against seconds of training or bytes sent.
+
+    Args:
+        offline: True: never ask for the server; False: insist on it; None: as it turns out.
+        **kwargs: see ``lightning.pytorch.loggers.WandbLogger``.
+
+    Raises:
+        ModuleNotFoundError: wandb is not installed.
+    """
+
+    so_far: Mapping[str, float]
+
+    def __init__(self, *, offline: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(settings=_settings(), **kwargs)
+        self.so_far = {}
+        self._tries = offline is None
+        if offline:
+            self._wandb_init["mode"] = "offline"  # the base class would set it for the whole process
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run, begun when it is first asked for; on rank 0 only."""
+        if self._experiment is not None:
+            return super().experiment
+        if getattr(self, "_attach_id", None) is not None:  # a spawned process
+            os.environ["WANDB_DIR"] = str(self.save_dir)  # else it would put pictures into the working folder
+            return super().experiment
+        if self._tries and (reason := why_offline()):
+            self._go_offline(reason)
+        try:
+            run = super().experiment
+        except Exception as error:  # wandb raises many kinds, of its own and of others
+            if not self._tries:
+                raise
+            self._go_offline(f"the server refused: {_first_line(error)}")
+            run = super().experiment
+        for name in ("time/seconds", "comm/total_bytes_sent"):
+            run.define_metric(name)
+        return run
+
+    def _go_offline(self, reason: str) -> None:
+        self._tries = False
+        self._wandb_init["mode"] = "offline"
+        log.warning("W&B: %s; the run is logged offline, and `wandb sync DIR/wandb/offline-*` uploads it later", reason)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Log settings under dotted names."""
+        super().log_hyperparams(flat(vars(params) if isinstance(params, Namespace) else params))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log figures, and how far the run is."""
+        super().log_metrics({**self.so_far, **metrics}, step)
+
+    @rank_zero_only
+    def close(self) -> None:
+        """End the run, so that the next one of this process is a run of its own."""
+        if self._experiment is not None or getattr(self, "_attach_id", None) is not None:
+            self.experiment.finish()
+
+
+def why_offline() -> str | None:
+    """What keeps a run from W&B's server, in a few words; None: nothing, or that none is wanted."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE") in WITHOUT_SERVER:
+        return None
+    settings = wandb.setup().settings
+    if settings.mode in WITHOUT_SERVER:
+        return None
+    url = str(settings.base_url)
+    if not _has_key(url):
+        return f"no login for {url} (run `wandb login`, or set WANDB_API_KEY)"
+    try:
+        urllib.request.urlopen(url, timeout=PATIENCE).close()
+    except urllib.error.HTTPError:
+        return None  # it answered
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        return None if isinstance(reason, ssl.SSLError) else f"{url} does not answer ({reason})"
+    return None
+
+
+def _has_key(url: str) -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    files = [Path(path) for path in (os.environ.get("NETRC"),) if path] or [
+        Path.home() / ".netrc",
+        Path.home() / "_netrc",
+    ]
+    for path in files:
+        try:
+            if netrc.netrc(path).hosts.get(urlsplit(url).hostname or ""):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _settings() -> dict[str, Any]:
+    """Bounds on the time that W&B may take, as far as this version knows them."""
+    import wandb
+
+    bounds = {"init_timeout": 60.0, "finish_timeout": FINISH, "login_timeout": 30.0}
+    known = wandb.Settings()
+    return {name: value for name, value in bounds.items() if hasattr(known, name)}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names, as a sweep's parameters are; lists stay lists.
+
+    Args:
+        settings: nested mappings.
+        prefix: of all names.
+    """
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
