@@ -80,7 +80,8 @@ def _row(key: str, cell: Cell, outcome: Outcome) -> dict[str, str]:
 
 
 def _line(row: Mapping[str, str]) -> str:
-    return f"{row['metric']} {row['value']}, {float(row['ratio']):.1f} x fewer bytes, {float(row['step_ms']):.1f} ms a step"
+    ratio, milliseconds = float(row["ratio"]), float(row["step_ms"])
+    return f"{row['metric']} {row['value']}, {ratio:.1f} x fewer bytes, {milliseconds:.1f} ms a step"
 
 
 def _read(table: Path, columns: list[str]) -> dict[str, dict[str, str]]:

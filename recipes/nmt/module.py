@@ -182,7 +182,7 @@ class TranslationModule(Task):
 
     def translate(self, source: Tensor, *, beam: int, alpha: float) -> list[str]:
         """Pieces [N, S] -> sentences of at most twice as many pieces and twenty."""
-        longest = 2 * source.shape[1] + 20
+        longest = 2 * (source != PAD).sum(1) + 20  # whatever else is in the batch
         return self.tokenizer.decode(beam_search(self.model, source, beam=beam, longest=longest, alpha=alpha))
 
     def on_validation_epoch_end(self) -> None:

@@ -32,7 +32,9 @@ class Found(NamedTuple):
 
 
 @torch.no_grad()
-def beam_search(model: Decoder, source: Tensor, *, beam: int, longest: int, alpha: float = 0.0) -> list[list[int]]:
+def beam_search(
+    model: Decoder, source: Tensor, *, beam: int, longest: int | Tensor, alpha: float = 0.0
+) -> list[list[int]]:
     """Translate a batch.
 
     A translation's score is its log probability over ``((5 + length) / 6) ** alpha`` (Wu et al. 2016,
@@ -44,20 +46,23 @@ def beam_search(model: Decoder, source: Tensor, *, beam: int, longest: int, alph
         model: in evaluation mode.
         source: pieces, int64 [N, S], filled up with ``PAD``.
         beam: continuations that are kept, at least 1.
-        longest: most pieces of a translation, its end counted; what has no end by then is cut.
+        longest: most pieces of a translation, its end counted, or of each sentence's, int64 [N]; what has no end by
+            then is cut.
         alpha: reward of length, at least 0.
 
     Returns:
         Pieces of each translation, without beginning and end.
     """
     count, device = len(source), source.device
-    found = Found(torch.full((count,), -torch.inf, device=device), torch.full((count, longest), PAD, device=device))
+    limit = torch.as_tensor(longest, device=device).expand(count)
+    most = int(limit.max()) if count else 0
+    found = Found(torch.full((count,), -torch.inf, device=device), torch.full((count, most), PAD, device=device))
     here = torch.arange(count, device=device)  # sentences that are not done
     state = [each.repeat_interleave(beam, 0) for each in model.start(source)]
     score = torch.full((count, beam), -torch.inf, device=device)
     score[:, 0] = 0.0  # at first all beams are the same, so one counts
     pieces = torch.full((count, beam, 1), BOS, device=device)
-    for length in range(1, longest + 1):
+    for length in range(1, most + 1):
         logits, state = model.step(pieces[:, :, -1].flatten(), state)
         logits[:, [PAD, BOS]] = -torch.inf
         logp = logits.float().log_softmax(-1).unflatten(0, (-1, beam)) + score[:, :, None]
@@ -65,25 +70,27 @@ def beam_search(model: Decoder, source: Tensor, *, beam: int, longest: int, alph
         top, index = logp.flatten(1).topk(min(2 * beam, beam * vocabulary), 1)  # at most beam of these end
         parent, piece = index // vocabulary, index % vocabulary
         ends = piece == EOS
-        _keep(found, here, pieces, parent, torch.where(ends, top, -torch.inf)[:, :beam], _norm(length, alpha))
+        _keep(found, here, pieces, parent, torch.where(ends, top, -torch.inf)[:, :beam], ((5 + length) / 6) ** alpha)
         top = top.masked_fill(ends, -torch.inf)
         score, chosen = top.topk(beam, 1)
         parent, piece = parent.gather(1, chosen), piece.gather(1, chosen)
         pieces = torch.cat([pieces.gather(1, parent[:, :, None].expand(-1, -1, length)), piece[:, :, None]], 2)
         # Scores only fall; the longest norm is the kindest to what goes on.
-        open_ = score[:, 0] / _norm(longest, alpha) > found.score[here]
-        if length == longest or not open_.any():
+        late = length >= limit[here]
+        cut = late & (found.score[here] == -torch.inf)  # nothing has ended
+        found.pieces[here[cut], :length] = pieces[cut, 0, 1:]
+        goes_on = (score[:, 0] / _norm(limit[here], alpha) > found.score[here]) & ~late
+        if not goes_on.any():
             break
-        rows = torch.arange(len(here) * beam, device=device).view(-1, beam).gather(1, parent)[open_].flatten()
+        rows = torch.arange(len(here) * beam, device=device).view(-1, beam).gather(1, parent)[goes_on].flatten()
         state = [each[rows] for each in state]
-        here, score, pieces = here[open_], score[open_], pieces[open_]
-    cut = found.score[here] == -torch.inf  # nothing has ended
-    found.pieces[here[cut], :length] = pieces[cut, 0, 1:]
+        here, score, pieces = here[goes_on], score[goes_on], pieces[goes_on]
     return [[piece for piece in row if piece != PAD] for row in found.pieces.tolist()]
 
 
-def _norm(length: int, alpha: float) -> float:
-    return ((5 + length) / 6) ** alpha
+def _norm(length: Tensor, alpha: float) -> Tensor:
+    norm: Tensor = ((5 + length) / 6) ** alpha
+    return norm
 
 
 def _keep(found: Found, here: Tensor, pieces: Tensor, parent: Tensor, score: Tensor, norm: float) -> None:

@@ -30,3 +30,8 @@ def lay_out(root: Path) -> None:
     """Make of ``data.root`` what data sets look at before a trainer exists."""
     for name in ("cat", "dog"):
         (root / "train" / name).mkdir(parents=True)
+    (root / "multi30k").mkdir()
+    for part in ("train", "val", "test", "test2016"):
+        for language, sentence in (("en", "A dog runs.\nTwo cats sleep."), ("de", "Ein Hund rennt.\nZwei Katzen.")):
+            (root / f"{part}.{language}").write_text(sentence)
+            (root / "multi30k" / f"{part}.{language}").write_text(sentence)

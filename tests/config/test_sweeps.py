@@ -32,7 +32,7 @@ def test_command(path: Path) -> None:
     assert (ROOT / sweep["program"]).is_file()
     assert sweep["command"][:4] == ["${env}", "${interpreter}", "-m", "recipes.train"]
     assert sweep["command"][-1] == "${args_no_hyphens}"
-    assert sweep["metric"]["name"] in ("val/acc", "test/acc", "test/wer")
+    assert sweep["metric"]["name"] in ("val/acc", "test/acc", "test/wer", "test/bleu")
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)

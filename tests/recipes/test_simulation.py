@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_compress import CompressedDDPStrategy
@@ -21,6 +21,9 @@ from lightning_compress.core.random import mix, name_key
 from recipes.lstm_speech.data import Batch
 from recipes.lstm_speech.model import ctc_loss
 from recipes.lstm_speech.module import SpeechModule
+from recipes.nmt.data import Batch as Sentences
+from recipes.nmt.module import TranslationModule
+from recipes.nmt.tokenizer import PAD
 from recipes.task import Task, parameter_groups
 from tests.reference.codecs import rotated, topk
 from tests.reference.simulation import simulate
@@ -74,14 +77,35 @@ def speech_loss(model: nn.Module, batch: Batch) -> Tensor:
     return ctc_loss(model(batch.features, batch.lengths), batch.lengths, batch.targets, batch.target_lengths)
 
 
+def nmt_batch(number: int) -> Sentences:
+    """Pieces drawn at random, of sentences of several lengths."""
+    generator = torch.Generator().manual_seed(number)
+    source, target = (torch.randint(4, 60, (4, length), generator=generator) for length in (9, 11))
+    source[0, 6:] = target[1, 7:] = PAD
+    return Sentences(torch.arange(4), source, target, [])
+
+
+def nmt_loss(model: nn.Module, batch: Sentences) -> Tensor:
+    """Smoothed cross-entropy of the pieces that are none of padding."""
+    logits, expected = model.logits(model(batch.source, batch.target[:, :-1])), batch.target[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), expected.flatten(), ignore_index=PAD, label_smoothing=0.1)
+
+
 JOBS = {
+    "nmt": Job(
+        partial(TranslationModule, 60, width=32, hidden=64, layers=2, heads=2, dropout=0.0, warmup_steps=0),
+        nmt_batch,
+        nmt_loss,
+        partial(Adam, lr=1e-3, betas=(0.9, 0.98), eps=1e-9),
+        None,
+    ),
     "lstm_speech": Job(
         partial(SpeechModule, 30, layers=2, hidden=24, dropout=0.0, warmup_epochs=0.0),
         speech_batch,
         speech_loss,
         partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-5),
         1.0,
-    )
+    ),
 }
 
 
