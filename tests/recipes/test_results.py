@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 
 from recipes import results, results_page
-from recipes.results import Comparison, Run, ending_with_us, main, read_rows, read_table
+from recipes.results import Comparison, Run, main, read_rows, read_table
 from tests.config.composing import composed
 
 TABLE = read_table()
@@ -185,29 +183,3 @@ def test_two_at_once_are_refused(tmp_path: Path, trained: Pretended, capsys: pyt
     with FileLock(tmp_path / ".lock"):
         assert main(["--out", str(tmp_path)]) == 1
     assert "another python -m recipes.results" in capsys.readouterr().err
-
-
-def test_what_was_started_ends_with_us(tmp_path: Path) -> None:
-    ranks = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
-    printed = tmp_path / "printed.txt"
-    command = [sys.executable, "-c", f"{ranks} print('up', flush=True); time.sleep(99)"]
-    with ending_with_us(command, printed) as process:
-        while "up" not in printed.read_text():
-            time.sleep(0.01)
-        assert _group_lives(process.pid)
-    deadline = time.monotonic() + 5
-    while _group_lives(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _group_lives(group: int) -> bool:
-    """Whether a process of a group is left that is no zombie."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            return True
-    return False
