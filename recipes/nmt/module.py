@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_only
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(width, width)
-        # A bias would be none of keys' business: softmax cancels it, its gradient is rounding noise, which Adam blows up
+        # Softmax cancels a bias of keys: its gradient is rounding noise, which Adam would blow up
         self.key_value = nn.Linear(width, 2 * width, bias=False)
         self.out = nn.Linear(width, width)
 
@@ -42,7 +43,8 @@ class Attention(nn.Module):
         return out
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        split: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return split
 
 
 class Layer(nn.Module):
@@ -113,8 +115,9 @@ class Transformer(nn.Module):
             raise ValueError(f"recipe.width={width}, recipe.heads={heads}: width must be a multiple of twice the heads")
         self.width, self.heads = width, heads
         self.embedding = nn.Embedding(vocab_size, width)
-        self.encoder = nn.ModuleList(Layer(width, heads, hidden, dropout, decoder=False) for _ in range(layers))
-        self.decoder = nn.ModuleList(Layer(width, heads, hidden, dropout, decoder=True) for _ in range(layers))
+        encoder = [Layer(width, heads, hidden, dropout, decoder=False) for _ in range(layers)]
+        decoder = [Layer(width, heads, hidden, dropout, decoder=True) for _ in range(layers)]
+        self.encoder, self.decoder = nn.ModuleList(encoder), nn.ModuleList(decoder)
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         for parameter in self.parameters():
@@ -126,7 +129,7 @@ class Transformer(nn.Module):
         """Source [N, S] and the target so far [N, T] -> what each position says of the next piece, [N, T, width]."""
         memory, mask = self._encode(source)
         x = self._embed(target)
-        for layer in self.decoder:
+        for layer in self._decoder():
             x = layer(x, mask, layer.cross.read(memory))
         out: Tensor = self.decoder_norm(x)
         return out
@@ -141,7 +144,7 @@ class Transformer(nn.Module):
         if mask is None:
             mask = torch.ones(len(source), 1, 1, source.shape[1], dtype=torch.bool, device=source.device)
         state = [mask]
-        for layer in self.decoder:
+        for layer in self._decoder():
             none = memory.new_zeros(len(source), self.heads, 0, self.width // self.heads)
             state += [*layer.cross.read(memory), none, none]
         return state
@@ -150,9 +153,9 @@ class Transformer(nn.Module):
         """The last pieces [N] -> logits of the next ones [N, vocab_size], and the new state."""
         x = self._embed(pieces[:, None], state[3].shape[2])
         mask, after = state[0], state[:1]
-        for number, layer in enumerate(self.decoder):
-            keys, values, *past = state[4 * number + 1 : 4 * number + 5]
-            x, past = layer.step(x, mask, (keys, values), past)
+        for number, layer in enumerate(self._decoder()):
+            keys, values, *before = state[4 * number + 1 : 4 * number + 5]
+            x, past = layer.step(x, mask, (keys, values), (before[0], before[1]))
             after += [keys, values, *past]
         return self.logits(self.decoder_norm(x[:, 0])), after
 
@@ -163,6 +166,9 @@ class Transformer(nn.Module):
         for layer in self.encoder:
             x = layer(x, mask)
         return self.encoder_norm(x), mask
+
+    def _decoder(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.decoder))
 
     def _embed(self, pieces: Tensor, start: int = 0) -> Tensor:
         """Pieces [N, T], of which the first is at position ``start``; sines and cosines say the position."""
