@@ -9,20 +9,22 @@ The checkpoint says which recipe it is of; ``--recipe`` insists on one.
 from __future__ import annotations
 
 import argparse
-import importlib
 import pickle
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from hydra.utils import get_class
+from omegaconf import OmegaConf
 
 from recipes.task import Task
 
 __all__ = ["load", "main"]
 
-RECIPES = sorted(path.parent.name for path in Path(__file__).parent.glob("*/module.py"))
+CONF = Path(__file__).parents[1] / "conf" / "recipe"
+RECIPES = sorted(path.stem for path in CONF.glob("*.yaml"))
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
@@ -54,9 +56,8 @@ def module_of(recipe: str) -> type[Task]:
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r}: choose from {', '.join(RECIPES)}")
-    module = importlib.import_module(f"recipes.{recipe}.module")
-    found = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Task)]
-    return next(each for each in found if getattr(each, "recipe", None) == recipe)
+    target: str = OmegaConf.load(CONF / f"{recipe}.yaml").recipe._target_
+    return cast("type[Task]", get_class(target))
 
 
 def load(path: str, recipe: str | None = None) -> Task:
