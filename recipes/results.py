@@ -69,6 +69,7 @@ class Comparison:
     methods: dict[str, list[str]]
     seeds: list[int]
     quick: list[str]
+    dense_seeds: list[int] = field(default_factory=list)
     note: str = ""
     data: list[str] = field(default_factory=list)
     needs: str = ""
@@ -76,15 +77,17 @@ class Comparison:
     def shortened(self) -> Comparison:
         """What stands for it with ``--quick``."""
         title, seeds = f"{self.title}: its quick form, which only shows that it runs", self.seeds[:1]
-        return replace(self, title=title, note="", run=self.quick, seeds=seeds, data=[], needs="")
+        return replace(self, title=title, note="", run=self.quick, seeds=seeds, dense_seeds=[], data=[], needs="")
 
     def runs(self, data: Path | None) -> list[Run]:
         """All trainings, seed by seed; ``data`` is the folder of the public data sets."""
         private = [each.format(data=data) for each in self.data]
+        dense = next(iter(self.methods))
         return [
             Run(self.name, method, settings, seed, [*SHARED, *self.run, *settings, f"seed={seed}"], private)
-            for seed in self.seeds
+            for seed in [*self.seeds, *self.dense_seeds]
             for method, settings in self.methods.items()
+            if seed in self.seeds or method == dense
         ]
 
 
