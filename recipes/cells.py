@@ -26,7 +26,7 @@ __all__ = ["Cell", "Outcome", "Sweep", "overrides", "quoted", "read_sweep", "run
 Cell = dict[str, Any]
 """One value for each parameter of a sweep."""
 
-KEYS = [
+KEYS: tuple[str, ...] = (
     "program",
     "command",
     "method",
@@ -36,9 +36,8 @@ KEYS = [
     "description",
     "project",
     "entity",
-    "early_terminate",
-    "run_cap",
-]
+)
+KEYS += ("early_terminate", "run_cap")
 """What a sweep file may have; all of them are W&B's."""
 AXIS = ("value", "values", "min", "max", "distribution")
 DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values", "categorical", "constant")
@@ -242,7 +241,7 @@ def _why(log: Path, code: int) -> str:
     lines = [
         line for line in lines if "HYDRA_FULL_ERROR=1 for a complete" not in line and not line.startswith("wandb:")
     ]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b|In '[^']*':|Could not", line)]
     ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
     return (errors or lines or [ended])[-1].removesuffix(" (HYDRA_FULL_ERROR=1 shows where)")
 

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +35,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lightning_compress
-from recipes.record import read_result
+from recipes import cells
+from recipes.record import write_whole
 from recipes.results_page import write_page
 
 __all__ = ["COLUMNS", "Comparison", "Run", "main", "pending", "read_rows", "read_table", "run_one", "write_rows"]
@@ -69,6 +69,7 @@ class Comparison:
     methods: dict[str, list[str]]
     seeds: list[int]
     quick: list[str]
+    dense_seeds: list[int] = field(default_factory=list)
     note: str = ""
     data: list[str] = field(default_factory=list)
     needs: str = ""
@@ -76,15 +77,17 @@ class Comparison:
     def shortened(self) -> Comparison:
         """What stands for it with ``--quick``."""
         title, seeds = f"{self.title}: its quick form, which only shows that it runs", self.seeds[:1]
-        return replace(self, title=title, note="", run=self.quick, seeds=seeds, data=[], needs="")
+        return replace(self, title=title, note="", run=self.quick, seeds=seeds, dense_seeds=[], data=[], needs="")
 
     def runs(self, data: Path | None) -> list[Run]:
         """All trainings, seed by seed; ``data`` is the folder of the public data sets."""
         private = [each.format(data=data) for each in self.data]
+        dense = next(iter(self.methods))
         return [
             Run(self.name, method, settings, seed, [*SHARED, *self.run, *settings, f"seed={seed}"], private)
-            for seed in self.seeds
+            for seed in [*self.seeds, *self.dense_seeds]
             for method, settings in self.methods.items()
+            if seed in self.seeds or method == dense
         ]
 
 
@@ -148,13 +151,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a CSV file at once, so that no interruption leaves a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    with scratch.open("w", newline="") as file:
+    with write_whole(path) as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    scratch.replace(path)
 
 
 def run_one(run: Run) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def run_one(run: Run) -> dict[str, Any]:
         The run's row.
 
     Raises:
-        RuntimeError: the training failed; the message ends with what it printed last.
+        RuntimeError: the training failed; the message ends with its last error.
     """
     chosen = choices(run)
     start = time.time()
@@ -178,14 +178,10 @@ def run_one(run: Run) -> dict[str, Any]:
 def train(run: Run, more: list[str]) -> dict[str, Any]:
     """What ``recipes.train`` says of a run, with more overrides at its end; raises as :func:`run_one`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "recipes.train", *run.overrides, *run.private, *QUIET, *more]
-        with ending_with_us([*command, f"hydra.run.dir={folder}"], Path(folder) / "printed.txt") as process:
-            status = process.wait()
-        result = read_result(Path(folder))
-        if status or result is None:
-            printed = (Path(folder) / "printed.txt").read_text()[-2000:]
-            raise RuntimeError(f"{run.command}: ended with status {status}\n{printed}")
-    return result
+        outcome = cells.run([*run.overrides, *run.private, *QUIET, *more], Path(folder))
+    if outcome.result is None:
+        raise RuntimeError(f"{run.command}: {outcome.failure}")
+    return outcome.result
 
 
 def retime(comparisons: list[Comparison], data: Path | None, out: Path) -> None:
@@ -217,31 +213,6 @@ def choices(run: Run) -> dict[str, Any]:
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
         cfg = compose("config", [*run.overrides, *run.private, *QUIET], return_hydra_config=True)
     return dict(cfg.hydra.runtime.choices)
-
-
-@contextmanager
-def ending_with_us(command: list[str], printed: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, all of which ends when we are interrupted.
-
-    Args:
-        command: what to start, from the repository's root.
-        printed: file for all that it prints.
-    """
-    with printed.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def versions() -> str:
@@ -302,6 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="run nothing, write tables and plots of what there is")
     parser.add_argument("--time", action="store_true", help="time 60 steps of each method for the tables, and no more")
     given = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of every rank: the same on any machine
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started ends too
     out = given.out or ROOT / ("outputs/results" if given.quick else "docs/results")
     out.mkdir(parents=True, exist_ok=True)

@@ -53,19 +53,21 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
     table = folder / "cells.csv"
     columns = ["cell", *sweep.axes, "status", "metric", "value", *FIGURES, "failure"]
     done = _read(table, columns)
+    rows: list[dict[str, str]] = []
     for number, cell in enumerate(cells, 1):
         arguments = [*overrides(sweep, cell), "logger=csv", *extra]
         key, said = identity(arguments), f"cell {number} of {len(cells)}: {spelled(cell)}"
         if key in done and not (again and done[key]["status"] == FAILED):
             print(f"{said}: {done[key]['status']} before", flush=True)
+            rows.append(done[key])
             continue
         print(f"{said} ...", flush=True)
-        row = _row(key, cell, run(arguments, folder / key))
-        done[key] = row
+        row = done[key] = _row(key, cell, run(arguments, folder / key))
+        rows.append(row)
         print(f"  {row['failure'] or _line(row)}", flush=True)
         _write(table, columns, done.values())
-        plot(sweep, list(done.values()), folder / "cells.png")
-    return list(done.values())
+        plot(sweep, rows, folder / "cells.png")
+    return rows
 
 
 def _row(key: str, cell: Cell, outcome: Outcome) -> dict[str, str]:
@@ -80,7 +82,8 @@ def _row(key: str, cell: Cell, outcome: Outcome) -> dict[str, str]:
 
 
 def _line(row: Mapping[str, str]) -> str:
-    return f"{row['metric']} {row['value']}, {float(row['ratio']):.1f} x fewer bytes, {float(row['step_ms']):.1f} ms a step"
+    ratio, step = float(row["ratio"]), float(row["step_ms"])
+    return f"{row['metric']} {row['value']}, {ratio:.1f} x fewer bytes, {step:.1f} ms a step"
 
 
 def _read(table: Path, columns: list[str]) -> dict[str, dict[str, str]]:

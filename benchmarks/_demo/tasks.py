@@ -31,4 +31,14 @@ TASKS = [
         ["recipe=resnet", "recipe.schedule=linear", "recipe.warmup_epochs=1", "trainer.max_epochs=10"],
         DENSE | ROTATED | TOPK,
     ),
+    Task(
+        "LSTM, spoken digits",
+        ["recipe=lstm_speech", "data.augment=null", "data.batch_size=8", "optimizer.lr=0.2", "trainer.max_epochs=2"],
+        DENSE | ROTATED | TOPK,
+    ),
+    Task(
+        "Transformer, numbers",
+        ["recipe=nmt", "recipe.beam=1", "trainer.max_epochs=3"],
+        DENSE | ROTATED,
+    ),
 ]

@@ -12,9 +12,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from recipes.resnet.augment import draw
+from recipes.draws import draw
 from recipes.resnet.data import IGNORE, image_facts
-from recipes.resnet.pictures import SUFFIXES, as_tensor, centre, random_part, read
+from recipes.resnet.pictures import SUFFIXES, as_tensor, centre, check, random_part, read
 
 __all__ = ["ImageFolder", "Pictures", "class_names", "list_pictures"]
 
@@ -145,6 +145,7 @@ class ImageFolder(LightningDataModule):
         shorter: pixels of the shorter side before the middle is cut out, at least ``size``; None: 256 / 224 of it.
         augment: random parts and mirrors in training; else the middle.
         num_workers: processes that decode, per rank.
+        check: look at every file before training, whether it is a whole picture (two minutes for ImageNet).
         seed: seed of order and augmentation.
 
     Raises:
@@ -160,6 +161,7 @@ class ImageFolder(LightningDataModule):
         shorter: int | None = None,
         augment: bool = True,
         num_workers: int = 4,
+        check: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -175,6 +177,7 @@ class ImageFolder(LightningDataModule):
         self.size = size
         self.augment = augment
         self.num_workers = num_workers
+        self.check = check
         self.seed = seed
         self.classes = class_names(self.root / "train")
         self.parts: dict[str, tuple[list[Path], list[int]]] = {}
@@ -193,7 +196,8 @@ class ImageFolder(LightningDataModule):
         """List the files once; Lightning calls this on every rank before training.
 
         Raises:
-            ValueError: as :func:`list_pictures`, or there is no full training batch for every rank.
+            ValueError: as :func:`list_pictures`, a picture is damaged, or there is no full training batch for every
+                rank.
         """
         if self.parts:
             return
@@ -205,6 +209,9 @@ class ImageFolder(LightningDataModule):
                 f"{count} training pictures for {self._ranks} ranks of data.batch_size={self.batch_size}: not one full "
                 "step; lower data.batch_size"
             )
+        if self.check:
+            for path in (path for paths, _ in parts.values() for path in paths):
+                check(path)
         self.parts = parts | {"test": parts[test]}
 
     @property

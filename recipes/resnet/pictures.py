@@ -12,10 +12,14 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-__all__ = ["SUFFIXES", "as_tensor", "centre", "random_part", "read", "ready"]
+__all__ = ["SUFFIXES", "as_tensor", "centre", "check", "random_part", "read", "ready"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 MODES = {1: "L", 3: "RGB"}
+ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}
+"""How JPEG and PNG end, by how they begin."""
+TAIL = 65_536
+"""Bytes at the end of a file in which that must be: some writers add a few."""
 
 
 def read(path: Path, channels: int = 3) -> Image.Image:
@@ -37,6 +41,24 @@ def read(path: Path, channels: int = 3) -> Image.Image:
         raise ValueError(
             f"{path}: no whole picture that Pillow can read ({error}); replace it or take it away"
         ) from None
+
+
+def check(path: Path) -> None:
+    """See whether a file is a picture, and was not cut off, without decoding it (0.1 ms).
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: it is neither, as :func:`read` would find.
+    """
+    with path.open("rb") as file:
+        start = file.read(2)
+        file.seek(max(0, path.stat().st_size - TAIL))
+        if start in ENDS and ENDS[start] not in file.read():
+            raise ValueError(f"{path}: the end of the picture is missing; replace it or take it away")
+    if start not in ENDS:
+        read(path)
 
 
 def centre(picture: Image.Image, size: int, shorter: int) -> Image.Image:
@@ -62,7 +84,7 @@ def random_part(picture: Image.Image, size: int, bits: int, least: float = 0.08)
     Args:
         picture: of any size.
         size: pixels a side of the result.
-        bits: decides, as from :func:`recipes.resnet.augment.draw`.
+        bits: decides, as from :func:`recipes.draws.draw`.
         least: smallest share of the area, in (0, 1].
     """
     drawn = random.Random(bits)

@@ -1,44 +1,83 @@
-"""Every cell of every W&B sweep composes and builds, without W&B."""
+"""Every W&B sweep says what is true, its cells compose, build and train, without W&B."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
+from recipes.build import recipe_of
+from recipes.cells import Cell, Sweep, overrides, read_sweep
+from recipes.predict import module_of
+from recipes.train import train
 from tests.config.composing import ROOT, built, composed
 
 SWEEPS = sorted(ROOT.glob("recipes/*/sweeps/*.yaml"))
+EMBEDDED = {"resnet": "digits", "lstm_speech": "spoken", "nmt": "numbers"}
+"""What each recipe trains on without a download."""
+FIRST = {path.parents[1].name: path for path in reversed(SWEEPS)}
+"""One sweep of each recipe; the others are thorough."""
 
 
-def read(path: Path) -> dict[str, Any]:
-    sweep = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    assert isinstance(sweep, dict)
-    return sweep
+def name(path: Path) -> str:
+    return f"{path.parents[1].name}-{path.stem}"
 
 
-def cells(sweep: dict[str, Any]) -> list[list[str]]:
-    """Overrides of every grid cell, formed as W&B's ``${args_no_hyphens}`` forms them."""
-    axes = [[f"{key}={value}" for value in axis["values"]] for key, axis in sweep["parameters"].items()]
-    return [list(cell) for cell in itertools.product(*axes)]
-
-
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_command(path: Path) -> None:
-    sweep = read(path)
-    assert (ROOT / sweep["program"]).is_file()
-    assert sweep["command"][:4] == ["${env}", "${interpreter}", "-m", "recipes.train"]
-    assert sweep["command"][-1] == "${args_no_hyphens}"
-    assert sweep["metric"]["name"] in ("val/acc", "test/acc", "test/wer", "test/bleu")
-
-
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_every_cell(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sweep = read(path)
-    for cell in cells(sweep):
-        built(composed(*sweep["command"][4:-1], *cell))
+
+
+def one_at_a_time(sweep: Sweep) -> list[Cell]:
+    """The first cell, and those that differ from it in one parameter: every value of each is in one of them."""
+    first, *others = sweep.cells()
+    return [first, *(cell for cell in others if sum(cell[key] != first[key] for key in cell) == 1)]
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=name)
+def test_file(path: Path) -> None:
+    sweep = read_sweep(path)
+    recipe = path.parents[1].name
+    assert (ROOT / "recipes/train.py").is_file()
+    assert f"wandb sweep {path.relative_to(ROOT)}" in path.read_text()
+    assert "logger=wandb" in sweep.fixed
+    assert recipe_of(composed(*overrides(sweep, sweep.cells()[0])).recipe) == recipe
+    score, (metric, goal) = module_of(recipe).score, sweep.metric
+    stage, _, figure = metric.partition("/")
+    assert stage in ("val", "test")
+    assert (figure, goal) in [(score.metric.partition("/")[2], score.goal), ("loss", "minimize")]
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=name)
+def test_cells_compose(path: Path) -> None:
+    sweep = read_sweep(path)
+    for cell in one_at_a_time(sweep):
+        composed(*overrides(sweep, cell))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", SWEEPS, ids=name)
+def test_every_cell_builds(path: Path) -> None:
+    sweep = read_sweep(path)
+    for cell in sweep.cells():
+        built(composed(*overrides(sweep, cell), f"data={EMBEDDED[path.parents[1].name]}"))
+
+
+def _marked(path: Path) -> Any:
+    return pytest.param(path, id=name(path), marks=[] if path in FIRST.values() else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("path", [_marked(path) for path in SWEEPS])
+@pytest.mark.filterwarnings("ignore")
+def test_a_cell_trains(path: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(path)
+    recipe = path.parents[1].name
+    short = ["debug=fast", "logger=csv", "trainer.accelerator=cpu", "trainer.devices=1", f"data={EMBEDDED[recipe]}"]
+    size = [f"data.batch_size={each}" for each in (8,) if recipe != "nmt"]
+    cfg = composed(*overrides(sweep, sweep.cells()[-1]), *short, *size)
+    score, value = train(cfg)
+    assert score.metric.startswith("test/")
+    assert value >= 0
+    assert (tmp_path / "run/result.json").is_file()

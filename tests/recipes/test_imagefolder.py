@@ -180,3 +180,13 @@ def test_a_damaged_picture_is_named(root: Path) -> None:
     pictures = Pictures([path], [0], size=16, shorter=18)
     with pytest.raises(ValueError, match=r"train/blue/1.JPEG: no whole picture that Pillow can read"):
         pictures[0]
+    with pytest.raises(ValueError, match=r"train/blue/1.JPEG: the end of the picture is missing"):
+        data_of(root).setup("fit")
+    data_of(root, check=False).setup("fit")
+    for damaged in (root / "train/red/0.png", root / "val/red/2.bmp"):
+        path.unlink(missing_ok=True)
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=f"{damaged.name}: .*replace it or take it away"):
+            data_of(root).setup("fit")
+        damaged.write_bytes(whole)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 
 from recipes import results, results_page
-from recipes.results import Comparison, Run, ending_with_us, main, read_rows, read_table
+from recipes.results import Comparison, Run, main, read_rows, read_table
 from tests.config.composing import composed
 
 TABLE = read_table()
@@ -35,6 +33,7 @@ second:
   run: [trainer.max_epochs=3]
   quick: [trainer.max_epochs=1]
   seeds: [0]
+  dense_seeds: [2]
   methods:
     dense: [compressor=none]
 """
@@ -48,7 +47,9 @@ def test_every_run_composes(comparison: Comparison) -> None:
         cfg = composed(*run.overrides, *run.private, *results.QUIET)
         OmegaConf.resolve(cfg)
         assert cfg.trainer.devices == 2
-    assert len({run.command for run in comparison.runs(None)}) == len(comparison.seeds) * len(comparison.methods)
+    assert len({run.command for run in comparison.runs(None)}) == len(comparison.seeds) * len(comparison.methods) + len(
+        comparison.dense_seeds
+    )
 
 
 def test_there_are_enough_methods_for_each_recipe() -> None:
@@ -100,6 +101,7 @@ def test_goes_on_where_it_stopped(tmp_path: Path, trained: Pretended, capsys: py
         f"{start}=3 compressor=none seed=0",  # seed 0 of everything comes first
         f"{start}=9 compressor=none seed=1",
         f"{start}=9 compressor=topk compressor.density=0.01 seed=1",
+        f"{start}=3 compressor=none seed=2",  # of dense alone
     ]
     assert "it failed" in capsys.readouterr().out
     trained.failing, trained.commands = "", []
@@ -108,7 +110,7 @@ def test_goes_on_where_it_stopped(tmp_path: Path, trained: Pretended, capsys: py
     assert main(told) == 0
     assert len(trained.commands) == 1
     assert len(read_rows(tmp_path / "out/first.csv")) == 4
-    assert len(read_rows(tmp_path / "out/second.csv")) == 1
+    assert len(read_rows(tmp_path / "out/second.csv")) == 2
 
 
 def test_page(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +129,7 @@ def test_page(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatc
     page = (tmp_path / "out/recipes.md").read_text()
     assert "1 of 4 runs are still missing" in page
     assert "| topk 1 % | 90.00 | 90.00 | -1.00 |" in page  # against dense of the same seed
-    assert len(trained.commands) == 5
+    assert len(trained.commands) == 6
 
 
 def test_times_are_measured_again(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,7 @@ def test_data_that_is_not_there_is_named(
 ) -> None:
     assert main(["--out", str(tmp_path / "out")]) == 0
     assert "first is left out: it needs --data, a folder with pictures" in capsys.readouterr().out
-    assert len(trained.commands) == 1
+    assert len(trained.commands) == 2
 
 
 def test_wrong_names(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,29 +187,3 @@ def test_two_at_once_are_refused(tmp_path: Path, trained: Pretended, capsys: pyt
     with FileLock(tmp_path / ".lock"):
         assert main(["--out", str(tmp_path)]) == 1
     assert "another python -m recipes.results" in capsys.readouterr().err
-
-
-def test_what_was_started_ends_with_us(tmp_path: Path) -> None:
-    ranks = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
-    printed = tmp_path / "printed.txt"
-    command = [sys.executable, "-c", f"{ranks} print('up', flush=True); time.sleep(99)"]
-    with ending_with_us(command, printed) as process:
-        while "up" not in printed.read_text():
-            time.sleep(0.01)
-        assert _group_lives(process.pid)
-    deadline = time.monotonic() + 5
-    while _group_lives(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _group_lives(group: int) -> bool:
-    """Whether a process of a group is left that is no zombie."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            return True
-    return False

@@ -7,33 +7,50 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
 
 from recipes.build import build
-from recipes.train import go_on_writing, refuse_idle, refuse_multirun
+from recipes.lineage import PARENT
+from recipes.record import read_result
+from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_idle, refuse_multirun, refuse_unwritable
 from tests.config.composing import ROOT, composed
+from tests.recipes.test_sweep import gone
+
+
+def alone() -> dict[str, str]:
+    """The environment of a run that no launcher started."""
+    launched = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", PARENT)
+    return {key: value for key, value in os.environ.items() if key not in launched} | {"OMP_NUM_THREADS": "1"}
 
 
 def train(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run ``python -m recipes.train`` as a user does; a hang is a failure."""
-    launched = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
-    environment = {key: value for key, value in os.environ.items() if key not in launched}
     return subprocess.run(
         [sys.executable, "-m", "recipes.train", *overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"],
         cwd=ROOT,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=alone(),
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
-def test_two_processes_with_a_compressor(tmp_path: Path) -> None:
-    overrides = ["debug=fast", "logger=csv", "trainer=cpu_2proc", "compressor=topk", "compressor.density=0.05"]
+def files_of(folder: Path) -> str:
+    """What is readable in the log of the one W&B run below a folder."""
+    (log,) = folder.glob("wandb/offline-run-*/*.wandb")
+    return log.read_bytes().decode(errors="replace")
+
+
+@pytest.mark.parametrize("start", ["popen", pytest.param("spawn", marks=pytest.mark.thorough)])
+def test_two_processes_with_a_compressor(start: str, tmp_path: Path) -> None:
+    overrides = ["debug=fast", "logger=[csv,wandb]", "logger.wandb.offline=true", "trainer=cpu_2proc"]
+    overrides += ["compressor=topk", "compressor.density=0.05", f"strategy.start_method={start}"]
     done = train(*overrides, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 1  # rank 0 speaks for all
@@ -41,7 +58,68 @@ def test_two_processes_with_a_compressor(tmp_path: Path) -> None:
     hparams = next(tmp_path.rglob("hparams.yaml")).read_text()
     assert "density: 0.05" in hparams
     header = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()[0].split(",")
-    assert {"comm/ratio", "comm/bytes_sent", "train/loss", "test/acc"} <= set(header)
+    assert {"comm/ratio", "comm/bytes_sent", "train/loss", "test/acc", "time/seconds", "time/step_ms"} <= set(header)
+    result = read_result(tmp_path)
+    assert result is not None
+    assert (result["recipe"], result["ranks"], result["steps"], result["choices"]["compressor"]) == (
+        "resnet",
+        2,
+        3,
+        "topk",
+    )
+    assert result["total_bytes_dense"] / result["total_bytes_sent"] == pytest.approx(result["ratio"])
+    assert result["score"]["value"] == result["metrics"]["test/acc"]
+    logged = files_of(tmp_path)  # exactly one run
+    for word in ("compressor.density", "comm/total_bytes_sent", "time/seconds", "val/acc", "test/acc", "comm/ratio"):
+        assert word in logged, word
+    assert len(list(tmp_path.rglob("files/media/table/comm/layers*.json"))) == 1
+    assert len(list(tmp_path.rglob("files/media/images/comm/error_vs_bits*.png"))) == 1
+
+
+@pytest.mark.parametrize("start", ["popen", pytest.param("spawn", marks=pytest.mark.thorough)])
+def test_killing_the_first_process_ends_the_others(start: str, tmp_path: Path) -> None:
+    overrides = ["trainer=cpu_2proc", "trainer.max_epochs=100000", f"strategy.start_method={start}", "logger=none"]
+    command = [sys.executable, "-m", "recipes.train", *overrides, f"hydra.run.dir={tmp_path}"]
+    with (tmp_path / "out").open("w") as out:
+        parent = subprocess.Popen(command, cwd=ROOT, env=alone(), stdout=out, stderr=out)
+        end = time.monotonic() + 90
+        while "All distributed processes registered" not in (tmp_path / "out").read_text():
+            assert time.monotonic() < end, (tmp_path / "out").read_text()
+            assert parent.poll() is None, (tmp_path / "out").read_text()
+            time.sleep(0.2)
+        ranks = children(parent.pid)
+        assert ranks
+        parent.kill()
+        parent.wait()
+    assert gone(ranks, 5)
+
+
+def children(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(each) for each in listed.stdout.split()]
+
+
+def test_none_is_null() -> None:
+    cfg = composed("exchange.node_size=None", "+recipe.more={a: None, b: [None, 1]}")
+    null_for_none(cfg)
+    assert cfg.exchange.node_size is None
+    assert cfg.recipe.more == {"a": None, "b": [None, 1]}
+
+
+def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file/run"
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/file is no folder; choose another")):
+        refuse_unwritable(["seed=1", f"hydra.run.dir='{folder}'"])
+    refuse_unwritable([f"hydra.run.dir={tmp_path}/new/er"])
+    refuse_unwritable(["hydra.run.dir=${oc.env:HOME}/x"])
+
+
+def test_errors_in_a_line() -> None:
+    with pytest.raises(InstantiationException) as info:
+        build(composed("recipe.depth=21").recipe)
+    assert in_a_line(info.value).startswith("ValueError: depth=21")
+    assert in_a_line(RuntimeError("?")) == ""
 
 
 @pytest.mark.thorough

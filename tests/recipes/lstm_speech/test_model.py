@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from recipes.lstm_speech.data import Batch
 from recipes.lstm_speech.fsdd import FSDD
 from recipes.lstm_speech.model import SpeechLSTM, ctc_loss
 from recipes.lstm_speech.module import SpeechModule
@@ -129,17 +128,23 @@ def test_error_rates_count_every_utterance_once(tmp_path: Path) -> None:
     assert result["test/loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
-def test_a_rank_without_utterances_takes_part(tmp_path: Path) -> None:
-    module = SpeechModule(layers=1, hidden=8)
-    module.log = lambda *_, **__: None  # type: ignore[method-assign]
-    data = WavDir(root=str(write_wavdir(tmp_path)), batch_size=4)
-    data.setup("fit")
-    empty: Batch = data.parts["test"][[]]
-    module.test_step(empty, 0)
-    module.test_step(data.parts["test"][[0, 1]], 1)
-    module.test_step(empty, 2)
-    assert module.test_loss.compute().isfinite()
-    assert 0 <= module.test_wer.compute() <= 2
+def scored(root: str) -> dict[str, float]:
+    """Test two utterances in batches of four: only one rank gets any."""
+    seed_everything(0, verbose=False)
+    data = WavDir(root=root, test="few.tsv", batch_size=1)
+    data.setup("test")
+    data.batch_size = 4
+    trainer = Trainer(**QUIET, devices=torch.distributed.get_world_size(), strategy="ddp", enable_checkpointing=False)
+    return dict(trainer.test(SpeechModule(**data.dims, layers=1, hidden=8), datamodule=data, verbose=False)[0])
+
+
+def test_a_rank_without_utterances_takes_part(tmp_path: Path, pools: Any) -> None:
+    root = write_wavdir(tmp_path)
+    (root / "few.tsv").write_text("0.wav\tone two\n1.wav\ttwo\n")
+    first, second = pools[2].run(scored, str(root))
+    assert first == second
+    assert first["test/loss"] > 0
+    assert first["test/wer"] >= 1
 
 
 def test_learns_four_words_and_predicts_from_its_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""Sweep files without W&B: what they may say, what the cells become, and what is run again."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes import sweep
+from recipes.cells import Outcome, overrides, quoted, read_sweep, run
+from tests.config.composing import ROOT
+
+WHOLE: dict[str, Any] = {
+    "program": "recipes/train.py",
+    "method": "grid",
+    "metric": {"name": "test/acc", "goal": "maximize"},
+    "command": ["${env}", "${interpreter}", "-m", "recipes.train", "logger=wandb", "${args_no_hyphens}"],
+    "parameters": {"compressor": {"values": ["topk", "nosuch"]}, "exchange.node_size": {"value": None}},
+}
+
+
+def written(path: Path, **changes: Any) -> Path:
+    path.write_text(yaml.safe_dump(WHOLE | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metod": "grid"}, "unknown key 'metod'; did you mean method?"),
+        ({"parameters": {}}, "parameters is missing"),
+        ({"metric": {"name": "test/acc"}}, "metric="),
+        ({"parameters": {"seed": {"valeus": [1]}}}, "parameters.seed: unknown key 'valeus'; did you mean values?"),
+        ({"parameters": {"recipe": {"parameters": {"depth": {"value": 8}}}}}, "nested parameters"),
+        ({"parameters": {"a": {"values": ["x,y"]}}}, "Hydra would take 'x,y' apart"),
+        ({"parameters": {"a": {"value": {"b": 1}}}}, "write dotted names"),
+        ({"command": ["${env}", "python", "train.py", "${args}"]}, "command must be"),
+        ({"method": "anneal"}, "choose grid, random or bayes"),
+    ],
+)
+def test_what_a_sweep_file_may_not_say(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as info:
+        read_sweep(written(tmp_path / "s.yaml", **changes))
+    assert "\n" not in str(info.value)
+
+
+def test_unknown_key_is_one_line_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main([str(written(tmp_path / "s.yaml", metod="grid"))]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_arguments_are_those_of_the_agent(tmp_path: Path) -> None:
+    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    parsed = read_sweep(written(tmp_path / "s.yaml"))
+    cell = {"compressor": "topk", "exchange.node_size": None, "nesterov": True, "lr": 1e-5, "exclude": "['a,b']"}
+    theirs = utils.create_sweep_command_args({"args": {key: {"value": value} for key, value in cell.items()}})
+    assert overrides(parsed, cell) == ["logger=wandb", *theirs["args_no_hyphens"]]
+    assert "exchange.node_size=None" in overrides(parsed, cell)
+
+
+def test_random_cells_are_the_same_each_time(tmp_path: Path) -> None:
+    axes = {
+        "optimizer.lr": {"min": 1e-4, "max": 1e-1, "distribution": "log_uniform_values"},
+        "seed": {"min": 0, "max": 9},
+        "compressor": {"values": ["topk", "fft"]},
+    }
+    path = written(tmp_path / "s.yaml", method="random", parameters=axes)
+    first, second = read_sweep(path, count=30).cells(), read_sweep(path, count=30).cells()
+    assert first == second != read_sweep(path, count=30, seed=1).cells()
+    assert all(1e-4 <= cell["optimizer.lr"] <= 1e-1 and 0 <= cell["seed"] <= 9 for cell in first)
+    assert sum(cell["optimizer.lr"] < 1e-2 for cell in first) > 10
+
+
+RESULT = {"score": {"metric": "test/acc", "value": 0.5}, **dict.fromkeys(sweep.FIGURES, 2.0)}
+
+
+def test_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def fake(arguments: list[str], folder: Path) -> Outcome:
+        name = next(each for each in arguments if each.startswith("compressor="))
+        ran.append(name)
+        if name == "compressor=fft" and ran.count(name) == 1:
+            raise KeyboardInterrupt
+        return Outcome(None, "ValueError: no") if "nosuch" in name else Outcome(RESULT, None)
+
+    monkeypatch.setattr(sweep, "run", fake)
+    values = ["topk", "nosuch", "fft"]
+    path = written(tmp_path / "s.yaml", parameters={"compressor": {"values": values}})
+    command = [str(path), "--out", str(tmp_path / "out"), "trainer.max_epochs=1"]
+    assert sweep.main(command) == 130
+    assert sweep.main(command) == 1
+    assert ran == ["compressor=topk", "compressor=nosuch", "compressor=fft", "compressor=fft"]
+    with (tmp_path / "out/cells.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["compressor"], row["status"]) for row in rows] == [
+        ("topk", "done"),
+        ("nosuch", "failed"),
+        ("fft", "done"),
+    ]
+    assert rows[1]["failure"] == "ValueError: no"
+    assert (tmp_path / "out/cells.png").stat().st_size > 1000
+    sweep.main([*command, "--again"])
+    assert ran[4:] == ["compressor=nosuch"]
+    other = written(tmp_path / "t.yaml", parameters={"seed": {"value": 1}})
+    assert sweep.main([str(other), "--out", str(tmp_path / "out")]) == 1  # a table of another sweep
+
+
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.thorough), 1])
+def test_a_cell_in_a_process_of_its_own(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("LIGHTNING_COMPRESS_PARENT", "")
+    parsed = read_sweep(written(tmp_path / "s.yaml"))
+    arguments = overrides(parsed, parsed.cells()[number])
+    done = run([*arguments, "debug=fast", "trainer=cpu", "logger=csv"], tmp_path / "a=b, c")
+    if number == 1:
+        assert done.result is None
+        assert "Could not find 'compressor/nosuch'" in str(done.failure)
+        return
+    assert done.failure is None
+    assert done.result is not None
+    assert done.result["steps"] == 3
+    assert done.result["choices"]["compressor"] == "topk"
+
+
+def test_quoted() -> None:
+    assert quoted("/tmp/run-1") == "/tmp/run-1"
+    assert quoted("a b's") == "'a b\\'s'"
+
+
+CHAIN = """
+import os, subprocess, sys, time
+from recipes.lineage import start_lineage
+start_lineage()
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+INTERRUPTIBLE = (
+    "import ctypes; ctypes.CDLL(None).prctl(1, 2, 0, 0, 0); import signal; signal.signal(2, signal.SIG_IGN);"
+)
+
+
+@pytest.mark.parametrize(
+    "more", ["", pytest.param(INTERRUPTIBLE, marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl"))]
+)
+def test_processes_end_with_the_one_that_started_them(more: str) -> None:
+    child = f"import recipes, time; {more} time.sleep(60)"
+    environment = {key: value for key, value in os.environ.items() if key != "LIGHTNING_COMPRESS_PARENT"}
+    parent = subprocess.Popen([sys.executable, "-c", CHAIN, child], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.7)
+    os.kill(pid, 0)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert gone([pid], 5)
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    """Whether none of the processes is left, zombies aside, within so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _runs(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return bool(state) and not state.startswith("Z")

@@ -1,0 +1,100 @@
+"""The W&B logger without a server, the layers' table and the picture."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_compress import CompressedDDPStrategy
+from recipes.portrait import COLUMNS, FAMILIES, curves, layers, picture
+from recipes.tracking import WandbLogger, flat, why_offline
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A user without a login, and without a network."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(wandb.setup().settings, "base_url", "http://127.0.0.1:9")
+    return monkeypatch
+
+
+def test_why_offline(stranger: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "no login for http://127.0.0.1:9 (run `wandb login`" in str(why_offline())
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login user password " + 40 * "a")
+    assert "http://127.0.0.1:9 does not answer" in str(why_offline())
+    stranger.setenv("WANDB_MODE", "offline")
+    assert why_offline() is None
+
+
+def test_without_a_login_it_says_so_once_and_logs_offline(
+    stranger: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = WandbLogger(save_dir=str(tmp_path), project="test")
+    with caplog.at_level(logging.WARNING):
+        logger.log_hyperparams({"compressor": "topk", "recipe": {"depth": 20}})
+        logger.so_far = {"comm/total_bytes_sent": 5.0}
+        logger.log_metrics({"val/acc": 0.5}, 3)
+    said = [each.getMessage() for each in caplog.records if "W&B" in each.getMessage()]
+    assert len(said) == 1
+    assert "`wandb sync" in said[0]
+    run = logger.experiment
+    assert run.settings.mode == "offline"
+    assert dict(run.config) == {"compressor": "topk", "recipe.depth": 20}
+    assert run.summary["comm/total_bytes_sent"] == 5
+    logger.close()
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_a_refusing_server_is_no_reason_to_stop(stranger: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[Any] = []
+    begin = wandb.init
+
+    def init(**kwargs: Any) -> Any:
+        calls.append(kwargs.get("mode"))
+        if kwargs.get("mode") != "offline":
+            raise wandb.errors.CommError("API key verification failed")
+        return begin(**kwargs)
+
+    stranger.setattr(wandb, "init", init)
+    stranger.setattr("recipes.tracking.why_offline", lambda: None)
+    logger = WandbLogger(save_dir=str(tmp_path))
+    logger.log_metrics({"loss": 1.0})
+    logger.close()
+    assert calls == [None, "offline"]
+    with pytest.raises(wandb.errors.CommError):
+        WandbLogger(save_dir=str(tmp_path), offline=False).experiment  # noqa: B018
+
+
+def test_flat() -> None:
+    assert flat({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": None}) == {"a.b.c": 1, "a.d": [1, 2], "e": None}
+
+
+@pytest.mark.parametrize("compressor", ["topk", "powersgd", "bf16", "none"])
+def test_layers(compressor: str) -> None:
+    torch.manual_seed(0)
+    gradients = {"fc.weight": torch.randn(64, 64), "fc.bias": torch.randn(64)}
+    settings = CompressedDDPStrategy(compressor=compressor)._settings
+    shapes = {name: tuple(each.shape) for name, each in gradients.items()}
+    weight, bias = layers(gradients, shapes, settings, ranks=2)
+    assert len(weight) == len(COLUMNS)
+    ratio = {"topk": 50, "powersgd": 16, "bf16": 2, "none": 1}[compressor]
+    assert weight[4] == pytest.approx(ratio, rel=0.3)
+    assert bias[4] == pytest.approx(2 if compressor == "bf16" else 1, rel=0.1)
+
+
+def test_picture() -> None:
+    torch.manual_seed(0)
+    own = CompressedDDPStrategy(compressor="topk")._settings.method
+    drawn = curves({"weight": torch.randn(128, 64), "bias": torch.randn(64)}, own)
+    assert set(drawn) == {*FAMILIES, "this run"}
+    assert drawn["rotated"][0][1] > drawn["rotated"][-1][1]
+    assert picture(drawn).size[0] > 300
