@@ -11,6 +11,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from recipes import predict
 from tests.config.composing import composed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,13 +63,16 @@ def test_yaml(text, tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command, tmp_path):
+def test_command(command, capsys):
     words = shlex.split(command)
     if words[:3] == ["python", "-m", "recipes.train"] and command == TRAIN[0]:
         assert "_target_: lightning_compress" in run([sys.executable, *words[1:], "--cfg", "job", "--resolve"])
     elif words[:3] == ["python", "-m", "recipes.train"]:  # the others are composed in this process
         overrides = [each for each in words[3:] if not each.startswith("-") and each != "job"]
         assert "_target_: lightning_compress" in OmegaConf.to_yaml(composed(*overrides), resolve=True)
+    elif words[:3] == ["python", "-m", "recipes.predict"]:  # where there is no such checkpoint, it says so
+        assert predict.main(words[3:]) == 1
+        assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
     elif words[0] == "make":
         run([words[0], "--dry-run", *words[1:]])
     elif words[:2] == ["pip", "install"]:
