@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_compress.backward.choice import choose
+from lightning_compress.backward.selection import over_rows
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
 
 __all__ = ["SparseLinear", "linear"]
@@ -36,7 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: Sparsity) -
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
     if torch.compiler.is_compiling() and not sparsity.stateless:
         return cast(Tensor, _apply_eagerly(x, weight, bias, sparsity, dtype))
-    return cast(Tensor, _Linear.apply(x, weight, bias, sparsity, dtype))
+    return cast(Tensor, _Linear.apply(x, weight, bias, sparsity, dtype))  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
@@ -96,8 +97,8 @@ def refuse_second(sparsity: Sparsity) -> None:
 def bias_gradient(full: Tensor, index: Tensor, kept: Tensor, sparsity: Sparsity) -> Tensor:
     """The bias's gradient: of all outputs, as the paper's code has it, or of those that are kept."""
     if not sparsity.sparse_bias:
-        return full.sum(0)
-    return full.new_zeros(full.shape[1]).index_copy(0, index, kept.sum(0))
+        return full.sum(over_rows(full))
+    return full.new_zeros(full.shape[1]).index_copy(0, index, kept.sum(over_rows(kept)))
 
 
 class SparseLinear(SparseLayer, nn.Linear):

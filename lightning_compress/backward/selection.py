@@ -42,17 +42,22 @@ def count_of(amount: Amount, width: int, where: str) -> int:
     return count
 
 
+def over_rows(gradient: Tensor) -> list[int]:
+    """All dimensions but that of the outputs, which is the second."""
+    return [0, *range(2, gradient.ndim)]
+
+
 def scores(gradient: Tensor) -> Tensor:
     """How much each output matters to a minibatch: the sum of absolute values over its rows.
 
     Args:
-        gradient: ``[rows, width]``.
+        gradient: ``[rows, width]``, or ``[batch, width, ...]`` of images.
 
     Returns:
         ``[width]``, in float32 for 16-bit gradients.
     """
     wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
-    return gradient.abs().sum(0, dtype=wide)
+    return gradient.abs().sum(over_rows(gradient), dtype=wide)
 
 
 def top(score: Tensor, k: int) -> Tensor:

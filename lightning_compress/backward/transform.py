@@ -12,13 +12,16 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from lightning_compress.backward.conv import SparseConv1d, SparseConv2d
 from lightning_compress.backward.linear import SparseLinear
 from lightning_compress.backward.selection import Amount, check_amount, count_of
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity
 
 log = logging.getLogger(__name__)
 
-LAYERS: dict[type[nn.Module], type[SparseLayer]] = {each.ordinary: each for each in (SparseLinear,)}
+LAYERS: dict[type[nn.Module], type[SparseLayer]] = {
+    each.ordinary: each for each in (SparseLinear, SparseConv1d, SparseConv2d)
+}
 """The sparse kind of each class of layers; a method for another class adds itself here."""
 
 
@@ -77,7 +80,7 @@ def enable(
         assert kind is not None
         if not isinstance(layer, SparseLayer):
             layer.__class__ = kind
-        layer.sparsity = sparsity  # type: ignore[assignment]
+        layer.sparsity = sparsity
     log.info("meProp: %s", ", ".join(f"{name} keeps {each.k} of {each.width}" for name, each in done.items()))
     return done
 
@@ -135,23 +138,23 @@ def _chosen(
     for pattern in amounts:
         if pattern in everything and pattern not in layers:
             raise ValueError(f"k[{pattern!r}]: {_no_kind(everything[pattern])}; {_hint(layers)}")
-    last = next(reversed(layers), None)
+    last = next(reversed(list(layers)), None)
     chosen: dict[str, Amount] = {}
     used = set()
     for name, layer in layers.items():
-        pattern = next((each for each in amounts if fnmatchcase(name, each)), None)
-        left_out = any(fnmatchcase(name, each) for each in skip) or (name == last and not output and pattern != name)
-        if pattern is None or left_out:
+        matched = next((each for each in amounts if fnmatchcase(name, each)), None)
+        left_out = any(fnmatchcase(name, each) for each in skip) or (name == last and not output and matched != name)
+        if matched is None or left_out:
             continue
         problem = _problem(name, layer, tied)
         kind = _kind(layer)
         assert kind is not None
         refusal = _own_forward(name, layer, kind, everything) or kind.refusal(layer, per_example)
-        if problem or (refusal and pattern == name):
+        if problem or (refusal and matched == name):
             raise ValueError(f"{name}: {problem or refusal}; leave it out by skip=[{name!r}]")
         if not refusal:
-            used.add(pattern)
-            chosen[name] = amounts[pattern]
+            used.add(matched)
+            chosen[name] = amounts[matched]
     for pattern in amounts:
         if pattern not in used:
             raise ValueError(
