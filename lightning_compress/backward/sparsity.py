@@ -29,6 +29,7 @@ class Sparsity:
         group: process group whose ranks choose together; None: each rank chooses alone.
         memory: what was dropped so far, per rank: float32, ``[width]``, by a name of the layer's own.
         gradients: of the layer's weights, by their names.
+        per_sequence: in a recurrent layer one choice holds for all time steps; otherwise each step has its own.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Sparsity:
     group: Any = None
     memory: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, RowGradient] = field(default_factory=dict)
+    per_sequence: bool = False
 
     @property
     def active(self) -> bool:
@@ -77,7 +79,15 @@ class SparseLayer(nn.Module):
     weights: ClassVar[tuple[str, ...]] = ("weight",)
     """Names of the parameters whose gradients are sparse."""
 
+    remembers: ClassVar[bool] = True
+    """Whether what is dropped may be kept for the next time."""
+
     sparsity: Sparsity
+
+    @classmethod
+    def weights_of(cls, module: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are sparse, as this module has them."""
+        return tuple(own for own in cls.weights if hasattr(module, own))
 
     @classmethod
     def width_of(cls, module: nn.Module) -> int:

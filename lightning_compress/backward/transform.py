@@ -14,13 +14,15 @@ from torch.nn.utils import parametrize
 
 from lightning_compress.backward.conv import SparseConv1d, SparseConv2d
 from lightning_compress.backward.linear import SparseLinear
+from lightning_compress.backward.recurrent import SparseGRU, SparseGRUCell, SparseLSTM, SparseLSTMCell
 from lightning_compress.backward.selection import Amount, check_amount, count_of
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity
 
 log = logging.getLogger(__name__)
 
 LAYERS: dict[type[nn.Module], type[SparseLayer]] = {
-    each.ordinary: each for each in (SparseLinear, SparseConv1d, SparseConv2d)
+    each.ordinary: each
+    for each in (SparseLinear, SparseConv1d, SparseConv2d, SparseLSTM, SparseGRU, SparseLSTMCell, SparseGRUCell)
 }
 """The sparse kind of each class of layers; a method for another class adds itself here."""
 
@@ -35,6 +37,7 @@ def enable(
     sparse_bias: bool = False,
     memory: float = 0.0,
     group: Any = None,
+    per_sequence: bool = False,
 ) -> dict[str, Sparsity]:
     """Let layers propagate only the ``k`` largest of their output gradients: meProp (Sun et al., ICML 2017).
 
@@ -53,6 +56,8 @@ def enable(
         memory: what is dropped is multiplied by this and added the next time (Zhang et al., arXiv:1905.10194); 0: lost.
         group: process group whose ranks keep the same outputs, those with the largest sums over all ranks. Each
             backward pass of a layer then is a collective call, in the same order on all ranks.
+        per_sequence: recurrent layers choose once for all time steps, which is several times as fast, and leaves ``k``
+            rows of each gate in their weight gradients; otherwise at each step anew.
 
     Returns:
         what was changed, by name.
@@ -75,6 +80,9 @@ def enable(
         done[name] = Sparsity(
             name, width, count_of(amount, width, name), per_example, sparse_bias, float(memory), group
         )
+        done[name].per_sequence = per_sequence
+        if refusal := _refused_together(name, kind, per_example, per_sequence, memory, group):
+            raise ValueError(f"{refusal}; or leave it out by skip=[{name!r}]")
     for name, sparsity in done.items():
         layer, kind = layers[name], _kind(layers[name])
         assert kind is not None
@@ -83,6 +91,21 @@ def enable(
         layer.sparsity = sparsity
     log.info("meProp: %s", ", ".join(f"{name} keeps {each.k} of {each.width}" for name, each in done.items()))
     return done
+
+
+def _refused_together(
+    name: str, kind: type[SparseLayer], per_example: bool, per_sequence: bool, memory: float, group: object
+) -> str:
+    """Settings that a recurrent layer cannot have."""
+    if kind.remembers:
+        return ""
+    if memory:
+        return f"{name}: memory={memory!r} is for linear and convolutional layers; {kind.ordinary.__name__} has none"
+    if per_example and per_sequence:
+        return f"{name}: per_example and per_sequence exclude each other; choose one"
+    if group is not None and not per_sequence:
+        return f"{name}: ranks may have other numbers of time steps, so they choose together only with per_sequence=True"
+    return ""
 
 
 def disable(model: nn.Module) -> None:
@@ -211,7 +234,7 @@ def _problem(name: str, layer: nn.Module, tied: set[str]) -> str:
     assert kind is not None
     if parametrize.is_parametrized(layer):
         return "its weight is parametrized, and has no gradient of its own"
-    for own in _names(layer, kind):
+    for own in kind.weights_of(layer):
         weight = getattr(layer, own)
         if isinstance(weight, nn.parameter.UninitializedParameter):
             return f"{own} has no shape yet; run a forward pass first"
@@ -223,6 +246,3 @@ def _problem(name: str, layer: nn.Module, tied: set[str]) -> str:
             return f"{own} is sparse ({weight.layout})"
     return ""
 
-
-def _names(layer: nn.Module, kind: type[SparseLayer]) -> tuple[str, ...]:
-    return tuple(own for own in kind.weights if hasattr(layer, own))
