@@ -17,6 +17,7 @@ from lightning_compress.exchanges import Exchange, ExchangePlan
 from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
+    from lightning_compress.callbacks.meprop import MeProp
     from lightning_compress.callbacks.monitor import CommunicationMonitor
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _LIGHTNING = {
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "MeProp": "callbacks.meprop",
     "ThetaRecovery": "callbacks.theta_recovery",
 }
 
@@ -61,6 +63,7 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "ExchangePlan",
+    "MeProp",
     "Plan",
     "Reducer",
     "ReducerPlan",
