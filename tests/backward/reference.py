@@ -43,8 +43,8 @@ class MaskedLinear(nn.Linear):
 
     def forward(self, x):
         y = functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        y = Keep.apply(y, self.k, self.mask).view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+        y = Keep.apply(y, self.k, self.mask).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def whole(shape, low=-4, high=5, seed=0, dtype=torch.float32):
