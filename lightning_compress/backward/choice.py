@@ -36,6 +36,8 @@ def choose(gradient: Tensor, sparsity: Sparsity, name: str = "") -> tuple[Tensor
     if sparsity.group is not None:
         torch.distributed.all_reduce(score, group=sparsity.group)
     index = selection.top(score, sparsity.k)
+    if sparsity.hits is not None:
+        _count((score.index_select(0, index) > 0).long(), index, sparsity, 1)
     kept = gradient.index_select(1, index)
     if sparsity.decay or memory is not None:
         total = gradient.sum(selection.over_rows(gradient), dtype=torch.float32)
@@ -49,6 +51,8 @@ def choose(gradient: Tensor, sparsity: Sparsity, name: str = "") -> tuple[Tensor
 def _of_each(gradient: Tensor, sparsity: Sparsity, name: str, share: Tensor | None) -> tuple[Tensor, Tensor]:
     whole = gradient if share is None else gradient + share.to(gradient.dtype)
     kept = selection.kept_of_each(whole, sparsity.k)
+    if sparsity.hits is not None:
+        _count((kept != 0).sum(0), None, sparsity, len(kept))
     if sparsity.decay or share is not None:
         _remember((whole - kept).sum(0, dtype=torch.float32), sparsity, name, len(gradient))
     if torch.compiler.is_compiling():  # a compiler wants shapes that do not depend on values
@@ -67,3 +71,11 @@ def _remember(left: Tensor, sparsity: Sparsity, name: str, rows: int) -> None:
     before = sparsity.memory.get(name)
     old = torch.zeros_like(left) if before is None else before.to(left.device)
     sparsity.memory[name] = torch.where(left.isfinite().all(), left * sparsity.decay, old)
+
+
+def _count(times: Tensor, index: Tensor | None, sparsity: Sparsity, choices: int) -> None:
+    """Note how many times outputs were kept and not zero."""
+    assert sparsity.hits is not None
+    sparsity.hits = sparsity.hits.to(times.device)
+    sparsity.hits.index_add_(0, torch.arange(len(times), device=times.device) if index is None else index, times)
+    sparsity.seen += choices

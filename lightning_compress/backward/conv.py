@@ -133,9 +133,7 @@ class _SparseConv(SparseLayer):
             x = functional.pad(x, layer._reversed_padding_repeated_twice)
             padding = (0,) * self.dimensions
         single = x.ndim == self.dimensions + 1
-        y = convolution(
-            x[None] if single else x, weight, bias, layer.stride, padding, layer.dilation, self.sparsity
-        )
+        y = convolution(x[None] if single else x, weight, bias, layer.stride, padding, layer.dilation, self.sparsity)
         return y[0] if single else y
 
 

@@ -197,18 +197,17 @@ def _forward(layer: Any, input: Any, hx: Any) -> Any:
 
 def _stack(layer: Any, x: Tensor, hidden: Hidden, lengths: Sequence[int]) -> tuple[Tensor, Hidden]:
     """All layers and directions, over rows as in a ``PackedSequence``."""
-    steps, after = plan_steps(lengths), []
+    steps, outputs, after = plan_steps(lengths), list[Tensor](), []
     directions = 2 if layer.bidirectional else 1
     for number, names in enumerate(layer._all_weights):
         weights = [getattr(layer, name) for name in names] + [None] * (4 - len(names))
         backwards = number % directions == 1
-        outputs = [] if not backwards else outputs
         given = tuple(each[number] for each in hidden)
         output, left = scan(layer.kind, x, given, weights, steps[::-1] if backwards else steps, layer.sparsity)
         outputs.append(output)
         after.append(left)
         if len(outputs) == directions:
-            x = outputs[0] if directions == 1 else torch.cat(outputs, 1)
+            x, outputs = outputs[0] if directions == 1 else torch.cat(outputs, 1), []
             if layer.dropout and layer.training and number < len(layer._all_weights) - 1:
                 x = functional.dropout(x, layer.dropout)
     return x, tuple(torch.stack(each) for each in zip(*after, strict=True))

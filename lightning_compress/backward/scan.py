@@ -13,7 +13,7 @@ from torch.nn import functional
 Step = tuple[slice, int]
 """Rows of a time step, and how many they are: sequences ``[0, count)``, of which the longest come first."""
 Choice = Callable[[Tensor], tuple[Tensor | None, Tensor]]
-"""From gate gradients ``[rows, gates * hidden]`` to the columns that are kept and their gradients; None: all columns."""
+"""From gate gradients ``[rows, gates * hidden]`` to the columns that are kept, and their gradients; None: all."""
 
 
 def plan_steps(lengths: Sequence[int]) -> list[Step]:

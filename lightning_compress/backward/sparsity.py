@@ -30,6 +30,8 @@ class Sparsity:
         memory: what was dropped so far, per rank: float32, ``[width]``, by a name of the layer's own.
         gradients: of the layer's weights, by their names.
         per_sequence: in a recurrent layer one choice holds for all time steps; otherwise each step has its own.
+        hits: how often each output was kept and not zero, int64 ``[width]``; None: nobody counts.
+        seen: how often outputs were chosen since counting began.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Sparsity:
     memory: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, RowGradient] = field(default_factory=dict)
     per_sequence: bool = False
+    hits: Tensor | None = None
+    seen: int = 0
 
     @property
     def active(self) -> bool:
@@ -50,8 +54,8 @@ class Sparsity:
 
     @property
     def stateless(self) -> bool:
-        """Whether a compiler may trace it: no memory, no communication."""
-        return not self.decay and self.group is None
+        """Whether a compiler may trace it: no memory, no communication, no counting."""
+        return not self.decay and self.group is None and self.hits is None
 
     def resize(self, amount: Amount) -> None:
         """Keep another number of outputs from now on."""

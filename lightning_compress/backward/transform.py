@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from lightning_compress.backward.conv import SparseConv1d, SparseConv2d
@@ -65,8 +69,8 @@ def enable(
     Raises:
         ValueError: a value is not allowed, a pattern matches no layer, or a layer cannot be changed.
     """
-    _check(per_example, memory, group)
-    amounts = _amounts(k)
+    check_settings(skip, memory, per_example, group is not None)
+    amounts = amounts_of(k)
     layers = {name: each for name, each in model.named_modules() if _kind(each)}
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in layers):
@@ -89,7 +93,8 @@ def enable(
         if not isinstance(layer, SparseLayer):
             layer.__class__ = kind
         layer.sparsity = sparsity
-    log.info("meProp: %s", ", ".join(f"{name} keeps {each.k} of {each.width}" for name, each in done.items()))
+    _warn_of_norms(model, done)
+    log.debug("meProp: %s", ", ".join(f"{name} keeps {each.k} of {each.width}" for name, each in done.items()))
     return done
 
 
@@ -104,7 +109,9 @@ def _refused_together(
     if per_example and per_sequence:
         return f"{name}: per_example and per_sequence exclude each other; choose one"
     if group is not None and not per_sequence:
-        return f"{name}: ranks may have other numbers of time steps, so they choose together only with per_sequence=True"
+        return (
+            f"{name}: ranks may have other numbers of time steps, so they choose together only with per_sequence=True"
+        )
     return ""
 
 
@@ -121,20 +128,36 @@ def enabled(model: nn.Module) -> dict[str, Sparsity]:
     return {name: layer.sparsity for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
 
 
-def _check(per_example: bool, memory: object, group: object) -> None:
-    if isinstance(memory, str) or not isinstance(memory, (int, float)) or not 0 <= memory <= 1:
-        raise ValueError(f"memory={memory!r} must be from 0 (what is dropped is lost) to 1 (all of it is kept)")
-    if per_example and group is not None:
+def check_settings(skip: object, memory: object, per_example: bool, together: bool) -> None:
+    """Refuse what no model could be changed by; see ``enable``.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+    if isinstance(skip, str):
+        raise ValueError(f"skip={skip!r} must be a list of patterns: [{skip!r}]")
+    if isinstance(memory, (str, bool)) or not isinstance(memory, (int, float)) or not 0 <= memory <= 1:
+        raise ValueError(f"memory={memory!r} must be from 0.0 (what is dropped is lost) to 1.0 (all of it is kept)")
+    if per_example and together:
         raise ValueError("per_example=True: examples choose for themselves, so ranks cannot choose together")
 
 
-def _amounts(k: object) -> dict[str, Amount]:
-    """Patterns and their amounts."""
+def amounts_of(k: object) -> dict[str, Amount]:
+    """Patterns of layer names, and how many outputs their layers keep.
+
+    Raises:
+        ValueError: it is neither a count, a fraction, nor a mapping to them.
+    """
     if not isinstance(k, Mapping):
         return {"*": check_amount(k, "k")}
     if not k:
         raise ValueError("k={} names no layer; give a fraction such as 0.05, or {pattern: fraction}")
     return {str(pattern): check_amount(amount, f"k[{pattern!r}]") for pattern, amount in k.items()}
+
+
+def pattern_of(name: str, amounts: Mapping[str, Amount]) -> str | None:
+    """The first pattern that matches a layer's name."""
+    return next((each for each in amounts if fnmatchcase(name, each)), None)
 
 
 def _kind(module: nn.Module) -> type[SparseLayer] | None:
@@ -165,7 +188,7 @@ def _chosen(
     chosen: dict[str, Amount] = {}
     used = set()
     for name, layer in layers.items():
-        matched = next((each for each in amounts if fnmatchcase(name, each)), None)
+        matched = pattern_of(name, amounts)
         left_out = any(fnmatchcase(name, each) for each in skip) or (name == last and not output and matched != name)
         if matched is None or left_out:
             continue
@@ -246,3 +269,19 @@ def _problem(name: str, layer: nn.Module, tied: set[str]) -> str:
             return f"{own} is sparse ({weight.layout})"
     return ""
 
+
+def _warn_of_norms(model: nn.Module, changed: Collection[str]) -> None:
+    """Say once that batch norms follow convolutions, as far as the order of the modules tells."""
+    followed = [
+        (name, other)
+        for (name, layer), (other, norm) in pairwise(model.named_modules())
+        if name in changed and isinstance(layer, _ConvNd) and isinstance(norm, _BatchNorm)
+    ]
+    if followed:
+        name, norm = followed[0]
+        warnings.warn(
+            f"meProp: a batch norm follows {len(followed)} of the convolutions ({norm} after {name}): its backward "
+            "pass spreads each channel's gradient over the batch, and scales it by weight over standard deviation, by "
+            "which channels are then chosen. Compare the accuracy with a run without meProp, or leave them out by skip",
+            stacklevel=3,
+        )

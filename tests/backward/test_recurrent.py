@@ -1,4 +1,4 @@
-"""LSTM and GRU with a sparse backward pass: against PyTorch's own, and against the dense one of masked gate gradients."""
+"""LSTM and GRU with a sparse backward pass: against PyTorch's own, and against the dense one of masked gradients."""
 
 from __future__ import annotations
 
