@@ -110,7 +110,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
     for each in optimizers:
         if type(each).__name__ in WHOLE:
             raise ValueError(
-                f"meSimp cannot cut the state of {type(each).__name__}, which is not by element; use SGD, Adam, AdamW or "
+                f"meSimp cannot cut the state of {type(each).__name__}, which is not by element; use SGD, AdamW or "
                 "another optimizer of torch.optim with a state for each element"
             )
 
@@ -152,6 +152,8 @@ def cut(
         for optimizer in optimizers:
             _follow(optimizer, old, new, axis, keep)
         replaced.append((old, new))
+    assert isinstance(layer, nn.Linear)
+    assert isinstance(after, nn.Linear)
     layer.out_features = after.in_features = len(keep)
     return replaced
 

@@ -166,8 +166,8 @@ def _forward(layer: Any, input: Any, hx: Any) -> Any:
         if input.dim() not in (2, 3):
             raise ValueError(f"{layer.kind.upper()}: Expected input to be 2D or 3D, got {input.dim()}D instead")
         x = input.unsqueeze(batch_axis) if single else input
-    batch = int(sizes[0]) if packed else x.shape[batch_axis]
-    lengths = sizes.tolist() if packed else [batch] * x.shape[1 - batch_axis]
+    batch = x.shape[batch_axis] if sizes is None else int(sizes[0])
+    lengths = [batch] * x.shape[1 - batch_axis] if sizes is None else sizes.tolist()
     directions = 2 if layer.bidirectional else 1
     parts = 2 if layer.kind == "lstm" else 1
     if hx is None:

@@ -208,7 +208,7 @@ class Scan:
         self._carried = cell.carried(saved)
         self._output = gradients[0]
         # dc and dh beside each other: a gate's columns are found in one of them
-        self._flowing = torch.cat(gradients[:0:-1], 1)
+        self._flowing = torch.cat([*gradients[:0:-1]], 1)
         self._all: Tensor | None = None  # all of it, at each step
         self._kept: tuple[Tensor | None, Tensor, Tensor] | None = None
         self._dx: Tensor | None = None

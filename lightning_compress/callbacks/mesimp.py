@@ -16,7 +16,6 @@ from lightning_compress.backward.pruning import check_optimizers, cut, followers
 from lightning_compress.backward.selection import Amount, count_of
 from lightning_compress.backward.transform import amounts_of, pattern_of
 from lightning_compress.callbacks.meprop import Amounts, MePropMixin
-from lightning_compress.corrections import Corrected
 
 __all__ = ["MeSimp", "MeSimpMixin"]
 
@@ -150,13 +149,12 @@ def _check_strategy(strategy: Any) -> None:
             f"MeSimp removes neurons on one device or under DDPStrategy (CompressedDDPStrategy too), and not under "
             f"{type(strategy).__name__}, which holds the parameters in another form"
         )
-    methods = getattr(getattr(strategy, "_settings", None), "methods", ())
-    for each in methods:
-        if isinstance(each, Corrected):
-            raise ValueError(
-                f"MeSimp cannot cut the velocities and moments that {each} keeps in the optimizer's place; use another "
-                "compressor, such as 'topk' or 'rows'"
-            )
+    settings = getattr(strategy, "_settings", None)
+    if getattr(settings, "correction", None) is not None:
+        raise ValueError(
+            f"MeSimp cannot cut the velocities and moments that {settings.compressor} keeps in the optimizer's place; "
+            "use another compressor, such as 'topk' or 'rows'"
+        )
 
 
 def _wrap_again(strategy: Any) -> None:
