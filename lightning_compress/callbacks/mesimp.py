@@ -149,7 +149,7 @@ def _check_strategy(strategy: Any) -> None:
             f"MeSimp removes neurons on one device or under DDPStrategy (CompressedDDPStrategy too), and not under "
             f"{type(strategy).__name__}, which holds the parameters in another form"
         )
-    settings = getattr(strategy, "_settings", None)
+    settings: Any = getattr(strategy, "_settings", None)
     if getattr(settings, "correction", None) is not None:
         raise ValueError(
             f"MeSimp cannot cut the velocities and moments that {settings.compressor} keeps in the optimizer's place; "
