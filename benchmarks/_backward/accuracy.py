@@ -94,9 +94,9 @@ def compare(name: str, root: Path | None, counts: list[int], seeds: int, memorie
     """Rows of a table: what is kept, mean accuracy, its spread, and the difference to dense in points."""
     data, rows = SETS[name](root), []
     cases: list[tuple[str, int | None, float]] = [("dense", None, 0.0)]
-    for k in counts:
-        share = f"k {k} ({100 * k / HIDDEN:.3g} %)"
-        cases += [(f"{share}, memory {each:g}" if each else share, k, each) for each in memories]
+    for count in counts:
+        share = f"k {count} ({100 * count / HIDDEN:.3g} %)"
+        cases += [(f"{share}, memory {each:g}" if each else share, count, each) for each in memories]
     base = 0.0
     for label, k, memory in cases:
         scores = [train(data, EPOCHS[name], seed, k, memory) for seed in range(seeds)]

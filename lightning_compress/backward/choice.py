@@ -10,6 +10,14 @@ from lightning_compress.backward.sparsity import Sparsity
 
 
 def choose(gradient: Tensor, sparsity: Sparsity, name: str = "") -> tuple[Tensor, Tensor]:
+    """See ``choose_and_sum``, of which these are the first two."""
+    index, kept, _ = choose_and_sum(gradient, sparsity, name, signed=False)
+    return index, kept
+
+
+def choose_and_sum(
+    gradient: Tensor, sparsity: Sparsity, name: str = "", *, signed: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keep the outputs that matter; what is dropped goes into the memory, if there is one.
 
     Where ranks choose together this is a collective call: one all-reduce of ``width`` floats.
@@ -18,10 +26,12 @@ def choose(gradient: Tensor, sparsity: Sparsity, name: str = "") -> tuple[Tensor
         gradient: of the outputs, ``[rows, width]``, or ``[batch, width, ...]`` of images.
         sparsity: how many are kept, and by whose choice.
         name: of the memory, in a layer that has several.
+        signed: whether the plain sums are wanted too, which take no further pass over the gradient.
 
     Returns:
         indices of the outputs that are kept, ascending; and that part of the gradient, ``[rows, k]`` or
         ``[batch, k, ...]``. Where each example has a choice of its own, all outputs that any of them keeps, with zeros.
+        Last the sums of all of the gradient, ``[width]``, or None.
     """
     memory = sparsity.memory.get(name)
     share = None
@@ -29,8 +39,8 @@ def choose(gradient: Tensor, sparsity: Sparsity, name: str = "") -> tuple[Tensor
         memory = memory.to(gradient.device)
         share = memory * (gradient.shape[1] / max(1, gradient.numel()))  # of each row
     if sparsity.per_example:
-        return _of_each(gradient, sparsity, name, share)
-    score = selection.scores(gradient)
+        return *_of_each(gradient, sparsity, name, share), gradient.sum(0) if signed else None
+    score, plain = selection.sums(gradient, signed or bool(sparsity.decay) or memory is not None)
     if memory is not None:
         score = score + memory.abs()
     if sparsity.group is not None:
@@ -39,13 +49,13 @@ def choose(gradient: Tensor, sparsity: Sparsity, name: str = "") -> tuple[Tensor
     if sparsity.hits is not None:
         _count((score.index_select(0, index) > 0).long(), index, sparsity, 1)
     kept = gradient.index_select(1, index)
-    if sparsity.decay or memory is not None:
-        total = gradient.sum(selection.over_rows(gradient), dtype=torch.float32)
+    if plain is not None and (sparsity.decay or memory is not None):
+        total = plain.to(torch.float32, copy=True)
         if memory is not None and share is not None:
             kept = kept + share.index_select(0, index).to(kept.dtype).view(-1, *[1] * (kept.ndim - 2))
             total += memory
         _remember(total.index_fill_(0, index, 0), sparsity, name, len(gradient))
-    return index, kept
+    return index, kept, plain
 
 
 def _of_each(gradient: Tensor, sparsity: Sparsity, name: str, share: Tensor | None) -> tuple[Tensor, Tensor]:

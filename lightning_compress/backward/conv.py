@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_compress.backward.choice import choose
+from lightning_compress.backward.choice import choose_and_sum
 from lightning_compress.backward.linear import bias_gradient, refuse_second
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
 
@@ -71,8 +71,8 @@ class _Convolution(torch.autograd.Function):
         refuse_second(ctx.sparsity)
         x, weight = ctx.saved_tensors
         gradient, sparsity = gradients[0], ctx.sparsity
-        index, kept = choose(gradient, sparsity)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        index, kept, plain = choose_and_sum(gradient, sparsity, signed=needs_bias and not sparsity.sparse_bias)
         stride, padding, dilation = ctx.settings
         dx, rows, _ = torch.ops.aten.convolution_backward(
             kept,
@@ -94,7 +94,9 @@ class _Convolution(torch.autograd.Function):
             else:
                 dweight = sparsity.gradient("weight").make(weight, index, rows, ctx.next_functions[1][0])
         if needs_bias:
-            dbias = bias_gradient(gradient, index, kept, sparsity).to(ctx.bias_dtype)
+            dbias = bias_gradient(None if sparsity.sparse_bias else plain, index, kept, gradient.shape[1]).to(
+                ctx.bias_dtype
+            )
         return dx.to(ctx.x_dtype) if needs_x else None, dweight, dbias, None, None, None, None, None
 
 

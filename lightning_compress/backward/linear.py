@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_compress.backward.choice import choose
+from lightning_compress.backward.choice import choose_and_sum
 from lightning_compress.backward.selection import over_rows
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
 
@@ -61,8 +61,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         sparsity: Sparsity = ctx.sparsity
         full = gradients[0].reshape(-1, gradients[0].shape[-1])
-        index, kept = choose(full, sparsity)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        index, kept, plain = choose_and_sum(full, sparsity, signed=needs_bias and not sparsity.sparse_bias)
         dx = dweight = dbias = None
         if needs_x:
             dx = (kept @ weight.index_select(0, index).to(kept.dtype)).view(x.shape).to(ctx.x_dtype)
@@ -74,7 +74,9 @@ class _Linear(torch.autograd.Function):
             else:
                 dweight = sparsity.gradient("weight").make(weight, index, rows, ctx.next_functions[1][0])
         if needs_bias:
-            dbias = bias_gradient(full, index, kept, sparsity).to(ctx.bias_dtype)
+            dbias = bias_gradient(None if sparsity.sparse_bias else plain, index, kept, full.shape[1]).to(
+                ctx.bias_dtype
+            )
         return dx, dweight, dbias, None, None
 
 
@@ -94,11 +96,11 @@ def refuse_second(sparsity: Sparsity) -> None:
         )
 
 
-def bias_gradient(full: Tensor, index: Tensor, kept: Tensor, sparsity: Sparsity) -> Tensor:
-    """The bias's gradient: of all outputs, as the paper's code has it, or of those that are kept."""
-    if not sparsity.sparse_bias:
-        return full.sum(over_rows(full))
-    return full.new_zeros(full.shape[1]).index_copy(0, index, kept.sum(over_rows(kept)))
+def bias_gradient(plain: Tensor | None, index: Tensor, kept: Tensor, width: int) -> Tensor:
+    """The bias's gradient: of all outputs, as the paper's code has it, where their sums are given; or of those kept."""
+    if plain is not None:
+        return plain
+    return kept.new_zeros(width).index_copy(0, index, kept.sum(over_rows(kept)))
 
 
 class SparseLinear(SparseLayer, nn.Linear):

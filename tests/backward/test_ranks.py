@@ -58,3 +58,18 @@ def choose_together():
 def test_ranks_that_share_keep_the_same_rows(pools):
     first, second = pools[2].run(choose_together)
     assert first == second
+
+
+def averaged_by_hand():
+    """An all-reduce of a gradient in place, of which its version counter says nothing."""
+    model, rank = model_of(None), dist.get_rank()
+    for step in range(3):
+        model.zero_grad()
+        model(whole((8, 16), seed=10 * step + rank)).sum().backward()
+        assert int((model[2].weight.grad != 0).any(1).sum()) <= 4
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+
+def test_gradients_that_are_averaged_in_place(pools):
+    pools[2].run(averaged_by_hand)
