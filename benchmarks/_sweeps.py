@@ -42,7 +42,7 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
 }
 """By the name of a method, or by a name for a family of its settings, which then say whose they are. Of codecs that are
 not here, the defaults are tried; what is no codec is passed over."""
-LEFT_OUT = {"none", "threshold"}  # whose settings must know how large gradients are
+LEFT_OUT = {"none", "threshold", "rows"}  # which must know how large gradients are, or which of their rows are zero
 
 
 def sweep() -> dict[str, list[dict[str, Any]]]:

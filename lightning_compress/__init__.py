@@ -17,6 +17,8 @@ from lightning_compress.exchanges import Exchange, ExchangePlan
 from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
+    from lightning_compress.callbacks.meprop import MeProp
+    from lightning_compress.callbacks.mesimp import MeSimp
     from lightning_compress.callbacks.monitor import CommunicationMonitor
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _LIGHTNING = {
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "MeProp": "callbacks.meprop",
+    "MeSimp": "callbacks.mesimp",
     "ThetaRecovery": "callbacks.theta_recovery",
 }
 
@@ -61,6 +65,8 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "ExchangePlan",
+    "MeProp",
+    "MeSimp",
     "Plan",
     "Reducer",
     "ReducerPlan",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
+from lightning_compress.callbacks.meprop import MePropMixin
+from lightning_compress.callbacks.mesimp import MeSimpMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
@@ -16,6 +18,14 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[mi
 
 class CommunicationMonitor(MonitorMixin, Callback):
     """See ``lightning_compress.CommunicationMonitor``."""
+
+
+class MeProp(MePropMixin, Callback):
+    """See ``lightning_compress.MeProp``."""
+
+
+class MeSimp(MeSimpMixin, Callback):
+    """See ``lightning_compress.MeSimp``."""
 
 
 class ThetaRecovery(RecoveryMixin, Callback):

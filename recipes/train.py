@@ -62,6 +62,8 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     trainer: Trainer = build(cfg.trainer)
     watching = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
     trainer.callbacks[:0] = [Recorder(), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
+    if cfg.get("backward"):  # beside those of the trainer, which a command line may replace
+        trainer.callbacks.insert(0, build(cfg.backward))  # type: ignore[attr-defined]
     refuse_idle(cfg, trainer)
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:

@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from lightning_compress.codecs import QSGD, Adaptive, Threshold, TopK, Wangni
+from lightning_compress.codecs import QSGD, Adaptive, Rows, Threshold, TopK, Wangni
 from lightning_compress.core.layout import Layout
 
 
@@ -84,3 +84,8 @@ def wangni(codec: Wangni, layout: Layout) -> int:
     certain, others = math.floor(target) + 1, math.ceil(target + 4 * math.sqrt(target))
     assert others <= layout.numel
     return rice(layout.numel, certain) + 4 * certain + rice(layout.numel, others) + values("1bit", 1, others)
+
+
+def rows(codec: Rows, layout: Layout) -> int:
+    """All of it, and a header."""
+    return 8 + 4 * layout.numel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import wraps
@@ -146,6 +147,16 @@ class CompressedDDPMixin(_Base):
         assert self.lightning_module is not None
         manual = not self.lightning_module.automatic_optimization  # else every average is for one step
         self._compression = compress(self.model, self._settings, self._loss_scale, self._kept, accumulates=manual)
+
+    def rebuild(self) -> None:
+        """Wrap the model anew, whose parameters are others now; steps are counted on, residuals begin at zero."""
+        before = self.compression
+        before.close()
+        self.model = self.lightning_module
+        gc.collect()  # the old wrapper takes its hooks from the parameters that stayed
+        self.configure_ddp()
+        self.compression.step, self.compression.epoch = before.step, before.epoch
+        self._check_optimizers()
 
     def _loss_scale(self) -> torch.Tensor | None:
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)

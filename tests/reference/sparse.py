@@ -263,3 +263,33 @@ def wangni_random(key: int, numel: int) -> list[float]:
     return [
         (upper + 32768 + (more + 0.5) / 65536) / 65536 for upper, more in zip(random16(key, numel), lower, strict=True)
     ]
+
+
+def rows(vector: Array, segments: list[tuple[int, int, int]]) -> bytes:
+    """The message of the rows that are not zero.
+
+    Args:
+        vector: of segments.
+        segments: of each, its elements, the parameter's element that is its first one, and the width of a row.
+    """
+    found: list[list[float]] = []
+    place = 0
+    for numel, start, width in segments:
+        for element in range(start, start + numel):
+            if element == start or element % width == 0:
+                found.append([])
+            found[-1].append(float(vector[place]))
+            place += 1
+    kept = [number for number, row in enumerate(found) if any(row)]
+    numbers = np.array(kept, np.int32).tobytes()
+    bits = _bytes("".join("1" if any(row) else "0" for row in found)).ljust(4 * math.ceil(len(found) / 32), b"\0")
+    values = np.array([value for number in kept for value in found[number]], np.float32).tobytes()
+    ways = [
+        (len(bytes(name)) + len(body), preferred, np.array([count, kind], np.int32).tobytes() + name + body)
+        for count, kind, name, body, preferred in (
+            (len(kept), 0, numbers, values, 1),
+            (len(kept), 1, bits, values, 2),
+            (len(found), 2, b"", vector.tobytes(), 0),
+        )
+    ]
+    return min(ways)[2]

@@ -1,0 +1,165 @@
+"""Milliseconds of backward passes and whole training steps, sparse and as PyTorch has them, in turns."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._backward.accuracy import mlp
+from lightning_compress.backward import enable
+from lightning_compress.backward.selection import sums
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that is timed.
+
+    Args:
+        label: to show.
+        k: outputs that are kept, as ``enable`` takes them.
+        make: builds the model.
+        shape: of the input.
+        output: the last layer is sparse as well: it is the only one.
+        memory: see ``enable``.
+    """
+
+    label: str
+    k: int | float
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    output: bool = False
+    memory: float = 0.0
+
+
+def linear(width: int, batch: int, k: int | float, memory: float = 0.0) -> Case:
+    """One square layer, whose input needs a gradient too, as inside of a network."""
+    share = f"k {k}" if isinstance(k, int) else f"k {100 * k:g} %"
+    label = f"Linear {width}, batch {batch}, {share}" + (f", memory {memory:g}" if memory else "")
+    return Case(label, k, lambda: nn.Sequential(nn.Linear(width, width)), (batch, width), True, memory)
+
+
+def paper(hidden: int, batch: int, k: int, memory: float = 0.0) -> Case:
+    """The MLP of the paper on images of 784 pixels."""
+    label = f"MLP 784-{hidden}-{hidden}-10, batch {batch}, k {k}" + (f", memory {memory:g}" if memory else "")
+    return Case(label, k, lambda: mlp(784, hidden), (batch, 784), False, memory)
+
+
+def conv(channels: int, size: int, batch: int, k: float) -> Case:
+    """One convolution of 3 x 3."""
+    label = f"Conv2d {channels}, {size} x {size}, batch {batch}, k {100 * k:g} %"
+    make = lambda: nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1))  # noqa: E731
+    return Case(label, k, make, (batch, channels, size, size), True)
+
+
+class Trial:
+    """One model and its optimizer, and what its steps took.
+
+    Args:
+        model: trained by SGD without momentum.
+        x: its input.
+        needs_x: whether the input's gradient is asked for.
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, needs_x: bool) -> None:
+        self._model, self._x = model, x.clone().requires_grad_(needs_x)
+        self._optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        with torch.no_grad():
+            self._gradient = torch.randn_like(model(x)) / 1e3
+        self._cuda = x.is_cuda
+        self.backward: list[float] = []
+        self.step: list[float] = []
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def run(self) -> None:
+        """Time one training step."""
+        begin = self._now()
+        self._optimizer.zero_grad()
+        self._x.grad = None
+        y = self._model(self._x)
+        middle = self._now()
+        y.backward(self._gradient)
+        end = self._now()
+        self._optimizer.step()
+        self.backward.append(1e3 * (end - middle))
+        self.step.append(1e3 * (self._now() - begin))
+
+
+def measure(case: Case, rounds: int, seconds: float, device: torch.device) -> list[str]:
+    """Time a case and its dense twin in turns.
+
+    Args:
+        case: what is timed.
+        rounds: at most so many steps of each; the first two do not count.
+        seconds: no further round begins after these.
+        device: where.
+
+    Returns:
+        the label; milliseconds of the dense and the sparse backward pass (the least) and their ratio; the same of the
+        whole step; and the median of the rounds' ratios.
+    """
+    torch.manual_seed(0)
+    model = case.make().to(device)
+    x = torch.randn(case.shape, device=device)
+    sparse = copy.deepcopy(model)
+    enable(sparse, case.k, output=case.output, memory=case.memory)
+    trials = [Trial(each, x, needs_x=case.output) for each in (model, sparse)]
+    end = time.monotonic() + seconds
+    for number in range(rounds + 2):
+        for trial in trials:
+            trial.run()
+        if number >= 4 and time.monotonic() > end:
+            break
+    dense, ours = trials
+    cells = [case.label]
+    for one, other in ((dense.backward[2:], ours.backward[2:]), (dense.step[2:], ours.step[2:])):
+        median = statistics.median(a / b for a, b in zip(one, other, strict=True))
+        cells += [f"{min(one):.2f}", f"{min(other):.2f}", f"{min(one) / min(other):.1f}", f"{median:.1f}"]
+    return cells
+
+
+def bounds(width: int, batch: int, k: int, rounds: int = 7) -> list[tuple[str, float]]:
+    """What a sparse backward pass of a linear layer consists of, in milliseconds, each the least of some rounds.
+
+    Args:
+        width: of inputs and outputs.
+        batch: rows.
+        k: outputs that are kept.
+        rounds: repeats.
+    """
+    torch.manual_seed(0)
+    gradient, x, weight = torch.randn(batch, width), torch.randn(batch, width), torch.randn(width, width)
+    index = torch.arange(0, width, width // k)[:k]
+    kept, rows = gradient.index_select(1, index), weight.index_select(0, index)
+    new = (x.t() @ kept).t()
+    total, score = torch.zeros(width, width), gradient.abs().sum(0)
+    parts: Sequence[tuple[str, Callable[[], object]]] = [
+        ("sums of |dy| and of dy, in blocks", lambda: sums(gradient, True)),
+        ("the k largest", lambda: score.sort(descending=True, stable=True).indices[:k].sort()),
+        ("columns of dy", lambda: gradient.index_select(1, index)),
+        ("rows of the weight", lambda: weight.index_select(0, index)),
+        ("dx", lambda: kept @ rows),
+        ("dW, its rows", lambda: x.t() @ kept),
+        ("clear and write rows", lambda: total.index_fill_(0, index, 0).index_copy_(0, index, new)),
+        ("(not done: |dy| as a tensor, two sums)", lambda: (gradient.abs().sum(0), gradient.sum(0))),
+        ("(not done: zeros for all of dW)", lambda: torch.zeros_like(weight)),
+    ]
+    taken = []
+    for name, part in parts:
+        part()
+        best = float("inf")
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            part()
+            best = min(best, time.perf_counter() - begin)
+        taken.append((name, 1e3 * best))
+    return taken

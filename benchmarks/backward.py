@@ -1,0 +1,77 @@
+"""Speed and accuracy of sparse backward passes (meProp) against PyTorch's own.
+
+    python -m benchmarks.backward                                # speed, on the CPU or --device cuda
+    python -m benchmarks.backward --only 4096 --rounds 20        # cases whose label has this in it
+    python -m benchmarks.backward --parts                        # what a sparse backward pass consists of
+    python -m benchmarks.backward --accuracy digits --k 80 5
+    python -m benchmarks.backward --accuracy cifar10 --data DIR
+
+Dense and sparse steps take turns in one process. Columns: the least milliseconds of each, their ratio, and the median
+of the rounds' ratios, of the backward pass alone and of the whole training step (forward, backward, SGD).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._backward import accuracy, speed
+
+CASES = [
+    *(speed.linear(width, batch, 0.01) for width in (512, 1024, 2048, 4096) for batch in (32, 256, 1024)),
+    speed.linear(8192, 32, 0.01),
+    speed.linear(4096, 1024, 0.05),
+    speed.linear(4096, 1024, 0.01, memory=0.5),
+    speed.linear(8192, 1024, 8),
+    speed.conv(128, 28, 32, 0.05),
+    speed.paper(500, 10, 80),
+    speed.paper(500, 100, 80),
+    speed.paper(500, 100, 80, memory=0.5),
+    speed.paper(8192, 100, 80),
+]
+PAPERS = """The papers' figures: meProp, GPU, width 8192, batch 1024, k 8: backward 36.8 x; MNIST MLP with k 80, CPU: \
+backward 5.9 x; with memory (arXiv:1905.10194), MNIST: backward 10.2 x, whole step 2.14 x. A whole step gains \
+at most 3 x where the forward pass is a third of it."""
+
+
+def main() -> None:
+    """Measure what was asked for, and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each case")
+    parser.add_argument("--parts", action="store_true", help="the parts of one backward pass instead")
+    parser.add_argument("--accuracy", choices=tuple(accuracy.SETS), help="accuracy of the paper's MLP instead")
+    parser.add_argument("--data", type=Path, help="folder that holds cifar-10-batches-bin/")
+    parser.add_argument("--k", type=int, nargs="+", default=[80])
+    parser.add_argument("--memory", type=float, nargs="+", default=[0.0, 0.5])
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    console = Console(width=140)
+    if given.accuracy:
+        table = Table("data", "backward pass", "accuracy, %", "least to most", "to dense, points")
+        for row in accuracy.compare(given.accuracy, given.data, given.k, given.seeds, given.memory):
+            table.add_row(*row)
+    elif given.parts:
+        table = Table("part", "ms", title="Linear 4096, batch 1024, k 41")
+        for name, ms in speed.bounds(4096, 1024, 41):
+            table.add_row(name, f"{ms:.2f}")
+    else:
+        table = Table(
+            "case", *(f"{of} {what}" for of in ("backward", "step") for what in ("dense", "sparse", "x", "~x"))
+        )
+        for case in CASES:
+            if given.only in case.label:
+                table.add_row(*speed.measure(case, given.rounds, given.seconds, torch.device(given.device)))
+    console.print(table)
+    if not (given.accuracy or given.parts):
+        console.print(PAPERS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""LSTM and GRU whose backward pass through time follows the largest gate gradients: meProp (Sun et al., ICML 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_compress.backward import selection
+from lightning_compress.backward.linear import refuse_second
+from lightning_compress.backward.scan import CELLS, Scan, Step, plan_steps
+from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
+
+__all__ = ["SparseGRU", "SparseGRUCell", "SparseLSTM", "SparseLSTMCell", "scan"]
+
+Hidden = tuple[Tensor, ...]
+"""``(h, c)`` of an LSTM, ``(h,)`` of a GRU."""
+
+
+def scan(
+    kind: str, x: Tensor, hidden: Hidden, weights: Sequence[Tensor | None], steps: Sequence[Step], sparsity: Sparsity
+) -> tuple[Tensor, Hidden]:
+    """One direction of one layer, with a sparse backward pass.
+
+    Of each gate those ``k`` outputs are kept whose pre-activations have the largest gradients: at each time step
+    anew, by the sum of absolute values over the minibatch; or, ``per_example``, each example's own; or, with
+    ``per_sequence``, one choice for all time steps, made by the gradients that the outputs bring before they travel
+    through time. Only these go through the weights: back to the step before, to the inputs, and into the weights'
+    gradients, where other rows get none. In a GRU both products of the candidate gate keep the same outputs.
+
+    Args:
+        kind: "lstm" or "gru".
+        x: ``[rows, in]``, time steps one after the other, as in a ``PackedSequence``.
+        hidden: before the first step, ``[batch, hidden]`` each.
+        weights: ``weight_ih [gates * hidden, in]``, ``weight_hh [gates * hidden, hidden]``, ``bias_ih`` and ``bias_hh``
+            (or None), with the gates in PyTorch's order.
+        steps: in the order in which they are computed.
+        sparsity: how sparse; ``width`` is ``hidden``.
+
+    Returns:
+        the output ``[rows, hidden]``, and what is hidden after the last step.
+    """
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    output, *after = _Scan.apply(kind, steps, sparsity, dtype, x, *weights, *hidden)  # type: ignore[no-untyped-call]
+    return output, tuple(after)
+
+
+class _Scan(torch.autograd.Function):
+    """All time steps; in the backward pass, products with the rows of the weights that were chosen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: str, steps: Sequence[Step], sparsity: Sparsity, dtype: torch.dtype | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.dtypes = [None if each is None else each.dtype for each in tensors]
+        x, w_ih, w_hh, b_ih, b_hh, *hidden = (
+            each if dtype is None or each is None else each.to(dtype) for each in tensors
+        )
+        cell = CELLS[kind]
+        with torch.autocast(x.device.type, enabled=False):
+            outputs, after, saved = cell.forward(x, w_ih, w_hh, b_ih, b_hh, hidden, steps)
+        ctx.kind, ctx.steps, ctx.sparsity = kind, steps, sparsity
+        ctx.save_for_backward(x, tensors[1], tensors[2], *saved)  # the parameters themselves, whose rows are looked up
+        return (outputs, *after)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        refuse_second(ctx.sparsity)
+        sparsity: Sparsity = ctx.sparsity
+        x, w_ih, w_hh, *saved = ctx.saved_tensors
+        cell = CELLS[ctx.kind]
+        scanned = Scan(cell, ctx.steps, x, w_ih.to(x.dtype), w_hh.to(x.dtype), saved, gradients)
+        needs = ctx.needs_input_grad[4:]
+        if sparsity.per_example:
+            scanned.run(lambda gates: (None, selection_of_each(gates, cell.gates, sparsity.k)))
+        elif sparsity.per_sequence:
+            scanned.run_fixed(_top(scanned.local_scores(), sparsity))
+        else:
+            scanned.run(lambda gates: _columns(gates, _top(selection.scores(gates).view(cell.gates, -1), sparsity)))
+        found: list[Tensor | None] = [scanned.dx() if needs[0] else None]
+        for number, (name, weight) in enumerate((("ih", w_ih), ("hh", w_hh)), start=1):
+            gradient = None
+            if needs[number]:
+                index, rows = scanned.weight_rows(name)
+                node = ctx.next_functions[number][0]
+                gradient = rows.to(weight.dtype) if index is None else _rows(sparsity, name, weight, index, rows, node)
+            found.append(gradient)
+        biases = scanned.biases(sparsity.sparse_bias) if needs[3] or needs[4] else (None, None)
+        found += [each if needed else None for each, needed in zip(biases, needs[3:5], strict=True)]
+        found += scanned.before()
+        cast_back = zip(found, ctx.dtypes, strict=True)
+        return None, None, None, None, *(None if each is None else each.to(dtype) for each, dtype in cast_back)
+
+
+def _rows(sparsity: Sparsity, name: str, weight: Tensor, index: Tensor, rows: Tensor, node: Any) -> Tensor:
+    # Layers and directions of one module have weights of their own
+    return sparsity.gradient(f"{name} {id(weight)}").make(weight, index, rows, node)
+
+
+def _top(scores: Tensor, sparsity: Sparsity) -> Tensor:
+    """The chosen outputs of all gates, ascending, of ``[gates, hidden]``."""
+    if sparsity.group is not None:
+        torch.distributed.all_reduce(scores, group=sparsity.group)
+    gates, hidden = scores.shape
+    first = torch.arange(0, gates * hidden, hidden, device=scores.device)
+    return (selection.top(scores, sparsity.k) + first[:, None]).flatten()
+
+
+def _columns(gates: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    return index, gates.index_select(1, index)
+
+
+def selection_of_each(gates: Tensor, count: int, k: int) -> Tensor:
+    """Gate gradients ``[rows, count * hidden]`` with ``k`` of each example's own left in each gate."""
+    return selection.kept_of_each(gates.reshape(len(gates) * count, -1), k).view_as(gates)
+
+
+class _Recurrent(SparseLayer):
+    """What layers and cells have in common."""
+
+    remembers: ClassVar[bool] = False
+    kind: ClassVar[str]
+
+    @classmethod
+    def width_of(cls, module: nn.Module) -> int:
+        """Outputs of each gate."""
+        return cast(int, module.hidden_size)
+
+
+class _Layers(_Recurrent):
+    """Several layers, in one or two directions."""
+
+    @classmethod
+    def weights_of(cls, module: nn.Module) -> tuple[str, ...]:
+        """See ``SparseLayer``."""
+        return tuple(name for names in cast(nn.RNNBase, module)._all_weights for name in names if "weight" in name)
+
+    @classmethod
+    def refusal(cls, module: nn.Module, per_example: bool) -> str:
+        """See ``SparseLayer``."""
+        if cast(nn.RNNBase, module).proj_size:
+            return f"an LSTM with projections (proj_size={module.proj_size}) cannot be made sparse"
+        return ""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """As the ordinary layer."""
+        if not self.sparsity.active or not torch.is_grad_enabled():
+            return self.ordinary.forward(self, input, hx)
+        return _forward(self, input, hx)
+
+
+@eagerly
+def _forward(layer: Any, input: Any, hx: Any) -> Any:
+    """The layer's own conventions around ``_stack``."""
+    packed = isinstance(input, PackedSequence)
+    single = not packed and input.dim() == 2
+    batch_axis = 0 if layer.batch_first else 1
+    sizes = order = back = None
+    if packed:
+        x, sizes, order, back = input
+    else:
+        if input.dim() not in (2, 3):
+            raise ValueError(f"{layer.kind.upper()}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+        x = input.unsqueeze(batch_axis) if single else input
+    batch = x.shape[batch_axis] if sizes is None else int(sizes[0])
+    lengths = [batch] * x.shape[1 - batch_axis] if sizes is None else sizes.tolist()
+    directions = 2 if layer.bidirectional else 1
+    parts = 2 if layer.kind == "lstm" else 1
+    if hx is None:
+        zeros = x.new_zeros(layer.num_layers * directions, batch, layer.hidden_size)
+        hidden: Hidden = (zeros,) * parts
+    else:
+        given = hx if parts == 2 else (hx,)
+        if any(each.dim() != (2 if single else 3) for each in given):
+            raise RuntimeError(f"{layer.kind.upper()}: hidden states must have as many dimensions as the input")
+        hidden = tuple(each.unsqueeze(1) if single else each for each in given)
+    layer.check_forward_args(x, hidden if parts == 2 else hidden[0], sizes)
+    if hx is not None and order is not None:
+        hidden = tuple(each.index_select(1, order) for each in hidden)
+    rows = x if packed else (x.transpose(0, 1) if layer.batch_first else x).reshape(-1, x.shape[-1])
+    output, after = _stack(layer, rows, hidden, lengths)
+    if back is not None:
+        after = tuple(each.index_select(1, back) for each in after)
+    if single:
+        after = tuple(each.squeeze(1) for each in after)
+    state = after if parts == 2 else after[0]
+    if packed:
+        return PackedSequence(output, sizes, order, back), state
+    output = output.view(-1, batch, output.shape[-1])
+    output = output.transpose(0, 1) if layer.batch_first else output
+    return (output.squeeze(batch_axis) if single else output), state
+
+
+def _stack(layer: Any, x: Tensor, hidden: Hidden, lengths: Sequence[int]) -> tuple[Tensor, Hidden]:
+    """All layers and directions, over rows as in a ``PackedSequence``."""
+    steps, outputs, after = plan_steps(lengths), list[Tensor](), []
+    directions = 2 if layer.bidirectional else 1
+    for number, names in enumerate(layer._all_weights):
+        weights = [getattr(layer, name) for name in names] + [None] * (4 - len(names))
+        backwards = number % directions == 1
+        given = tuple(each[number] for each in hidden)
+        output, left = scan(layer.kind, x, given, weights, steps[::-1] if backwards else steps, layer.sparsity)
+        outputs.append(output)
+        after.append(left)
+        if len(outputs) == directions:
+            x, outputs = outputs[0] if directions == 1 else torch.cat(outputs, 1), []
+            if layer.dropout and layer.training and number < len(layer._all_weights) - 1:
+                x = functional.dropout(x, layer.dropout)
+    return x, tuple(torch.stack(each) for each in zip(*after, strict=True))
+
+
+class SparseLSTM(_Layers, nn.LSTM):
+    """``nn.LSTM`` with a sparse backward pass."""
+
+    ordinary = nn.LSTM
+    kind = "lstm"
+
+
+class SparseGRU(_Layers, nn.GRU):
+    """``nn.GRU`` with a sparse backward pass."""
+
+    ordinary = nn.GRU
+    kind = "gru"
+
+
+class _Cell(_Recurrent):
+    """One time step."""
+
+    weights = ("weight_ih", "weight_hh")
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """As the ordinary cell."""
+        if not self.sparsity.active or not torch.is_grad_enabled():
+            return self.ordinary.forward(self, input, hx)
+        return _cell_forward(self, input, hx)
+
+
+@eagerly
+def _cell_forward(cell: Any, input: Tensor, hx: Any) -> Any:
+    parts = 2 if cell.kind == "lstm" else 1
+    given = None if hx is None else hx if parts == 2 else (hx,)
+    if any(each.dim() not in (1, 2) for each in (input, *(given or ()))):
+        raise ValueError(f"{cell.kind.upper()}Cell: Expected input and hx to be 1D or 2D")
+    x = input if input.dim() == 2 else input.unsqueeze(0)
+    if given is None:
+        hidden: Hidden = (x.new_zeros(len(x), cell.hidden_size),) * parts
+    else:
+        hidden = tuple(each if input.dim() == 2 else each.unsqueeze(0) for each in given)
+    weights = [cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh]
+    _, after = scan(cell.kind, x, hidden, weights, plan_steps([len(x)]), cell.sparsity)
+    after = after if input.dim() == 2 else tuple(each.squeeze(0) for each in after)
+    return after if parts == 2 else after[0]
+
+
+class SparseLSTMCell(_Cell, nn.LSTMCell):
+    """``nn.LSTMCell`` with a sparse backward pass."""
+
+    ordinary = nn.LSTMCell
+    kind = "lstm"
+
+
+class SparseGRUCell(_Cell, nn.GRUCell):
+    """``nn.GRUCell`` with a sparse backward pass."""
+
+    ordinary = nn.GRUCell
+    kind = "gru"

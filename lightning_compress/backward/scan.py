@@ -1,0 +1,343 @@
+"""Time steps of LSTM and GRU, forth and back, with whole gates or the rows of them that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Step = tuple[slice, int]
+"""Rows of a time step, and how many they are: sequences ``[0, count)``, of which the longest come first."""
+Choice = Callable[[Tensor], tuple[Tensor | None, Tensor]]
+"""From gate gradients ``[rows, gates * hidden]`` to the columns that are kept, and their gradients; None: all."""
+
+
+def plan_steps(lengths: Sequence[int]) -> list[Step]:
+    """The time steps of so many sequences each."""
+    return [(slice(start, stop), stop - start) for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``functional.linear``, by oneDNN where ``nn.LSTM`` computes by it: MKL takes twice as long on some processors."""
+    fast = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._get_mkldnn_enabled() else None
+    if fast is None or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
+        return functional.linear(x, weight, bias)
+    found: Tensor = fast(x, weight, bias, "none", [], "")
+    return found
+
+
+class Cell:
+    """One kind of cell. All that flows back is linear in sources: ``c`` and ``h`` of an LSTM, ``h`` of a GRU.
+
+    Attributes:
+        gates: how many.
+        sources: which source each gate's gradient is a multiple of.
+        parts: sources, which are also the hidden states, the last one being ``h``.
+    """
+
+    gates: ClassVar[int]
+    sources: ClassVar[tuple[int, ...]]
+    parts: ClassVar[int]
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None,
+        b_hh: Tensor | None,
+        hidden: Sequence[Tensor],
+        steps: Sequence[Step],
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Outputs, what is hidden afterwards, and what the backward pass needs; ``h`` before each step comes first."""
+        raise NotImplementedError
+
+    @staticmethod
+    def factors(saved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the gates' gradients, for ``w_ih`` and for ``w_hh``, ``[rows, gates, hidden]``; of ``dh`` in ``dc``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def carried(saved: Sequence[Tensor]) -> Tensor:
+        """Factors of what goes straight to the step before: of ``dc`` in an LSTM, of ``dh`` in a GRU."""
+        raise NotImplementedError
+
+
+class LSTM(Cell):
+    """Gates i, f, g, o."""
+
+    gates, sources, parts = 4, (0, 0, 0, 1), 2
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None,
+        b_hh: Tensor | None,
+        hidden: Sequence[Tensor],
+        steps: Sequence[Step],
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See ``Cell``."""
+        size = w_hh.shape[1]
+        gates = product(x, w_ih, None if b_ih is None or b_hh is None else b_ih + b_hh)
+        rows = x.new_empty(4, len(x), size)  # h before, c before, c, h
+        last_h, last_c = (each.clone() for each in hidden)
+        for span, count in steps:
+            h, c, gate = last_h[:count], last_c[:count], gates[span]
+            before_h, before_c, now_c, now_h = rows[:, span]
+            before_h.copy_(h)
+            before_c.copy_(c)
+            gate.add_(product(h, w_hh, None))
+            gate[:, : 2 * size].sigmoid_()
+            gate[:, 2 * size : 3 * size].tanh_()
+            gate[:, 3 * size :].sigmoid_()
+            i, f, g, o = gate.chunk(4, 1)
+            torch.mul(f, c, out=now_c).addcmul_(i, g)
+            torch.tanh(now_c, out=now_h).mul_(o)
+            h.copy_(now_h)
+            c.copy_(now_c)
+        before_h, before_c, now_c, now_h = rows
+        return now_h.clone(), (last_h, last_c), (before_h, before_c, now_c, gates)
+
+    @staticmethod
+    def factors(saved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See ``Cell``."""
+        _, before, now, gates = saved
+        i, f, g, o = gates.chunk(4, 1)
+        bent = now.tanh()
+        found = gates.new_empty(len(gates), 4, now.shape[1])
+        torch.mul(g, i - i * i, out=found[:, 0])
+        torch.mul(before, f - f * f, out=found[:, 1])
+        torch.mul(i, 1 - g * g, out=found[:, 2])
+        torch.mul(bent, o - o * o, out=found[:, 3])
+        return found, found, o * (1 - bent * bent)
+
+    @staticmethod
+    def carried(saved: Sequence[Tensor]) -> Tensor:
+        """See ``Cell``."""
+        return saved[3].chunk(4, 1)[1]
+
+
+class GRU(Cell):
+    """Gates r, z, n."""
+
+    gates, sources, parts = 3, (0, 0, 0), 1
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None,
+        b_hh: Tensor | None,
+        hidden: Sequence[Tensor],
+        steps: Sequence[Step],
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See ``Cell``."""
+        size = w_hh.shape[1]
+        gates = product(x, w_ih, b_ih)
+        rows = x.new_empty(3, len(x), size)  # h before, the candidate's share of it, h
+        last = hidden[0].clone()
+        for span, count in steps:
+            h, gate = last[:count], gates[span]
+            before, share, now = rows[:, span]
+            before.copy_(h)
+            inner = product(h, w_hh, b_hh)
+            share.copy_(inner[:, 2 * size :])
+            gate[:, : 2 * size].add_(inner[:, : 2 * size]).sigmoid_()
+            r, z, n = gate.chunk(3, 1)
+            n.addcmul_(r, share).tanh_()
+            torch.sub(h, n, out=now).mul_(z).add_(n)
+            h.copy_(now)
+        before, share, now = rows
+        return now.clone(), (last,), (before, share, gates)
+
+    @staticmethod
+    def factors(saved: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See ``Cell``."""
+        before, share, gates = saved
+        r, z, n = gates.chunk(3, 1)
+        found = gates.new_empty(len(gates), 3, before.shape[1])
+        torch.mul(1 - z, 1 - n * n, out=found[:, 2])
+        torch.mul(found[:, 2] * share, r - r * r, out=found[:, 0])
+        torch.mul(before - n, z - z * z, out=found[:, 1])
+        inner = found.clone()
+        inner[:, 2].mul_(r)
+        return found, inner, None
+
+    @staticmethod
+    def carried(saved: Sequence[Tensor]) -> Tensor:
+        """See ``Cell``."""
+        return saved[2].chunk(3, 1)[1]
+
+
+CELLS: dict[str, type[Cell]] = {"lstm": LSTM, "gru": GRU}
+
+
+class Scan:
+    """The backward pass through time of one direction of one layer.
+
+    Args:
+        cell: of which kind.
+        steps: in the order of the forward pass.
+        x: ``[rows, in]``.
+        w_ih: ``[gates * hidden, in]``.
+        w_hh: ``[gates * hidden, hidden]``.
+        saved: by the forward pass.
+        gradients: of the output ``[rows, hidden]`` and of what is hidden at the end: ``h``, and ``c`` of an LSTM.
+    """
+
+    def __init__(
+        self,
+        cell: type[Cell],
+        steps: Sequence[Step],
+        x: Tensor,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        saved: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        self._cell, self._steps, self._x, self._w_ih, self._w_hh = cell, steps[::-1], x, w_ih, w_hh
+        self._before, self._size = saved[0], w_hh.shape[1]
+        self._factors, self._inner, self._through = cell.factors(saved)
+        self._carried = cell.carried(saved)
+        self._output = gradients[0]
+        # dc and dh beside each other: a gate's columns are found in one of them
+        self._flowing = torch.cat([*gradients[:0:-1]], 1)
+        self._all: Tensor | None = None  # all of it, at each step
+        self._kept: tuple[Tensor | None, Tensor, Tensor] | None = None
+        self._dx: Tensor | None = None
+        self._summed: dict[str, Tensor] = {}
+
+    def local_scores(self) -> Tensor:
+        """How large gate gradients are before they travel through time, summed: ``[gates, hidden]``."""
+        last = torch.empty(len(self._flowing), dtype=torch.long, device=self._x.device)
+        for span, count in reversed(self._steps):
+            last[:count] = torch.arange(span.start, span.stop, device=last.device)
+        parts = list(self._flowing.split(self._size, 1))
+        sources = [self._output.index_add(0, last, parts[-1])]
+        if self._through is not None:
+            sources.insert(0, (sources[0] * self._through).index_add_(0, last, parts[0]))
+        wide = torch.float32 if self._x.dtype in (torch.float16, torch.bfloat16) else self._x.dtype
+        found = [
+            (sources[source] * self._factors[:, gate]).abs().sum(0, dtype=wide)
+            for gate, source in enumerate(self._cell.sources)
+        ]
+        return torch.stack(found)
+
+    def run_fixed(self, index: Tensor) -> None:
+        """Through all steps with one choice of columns of the gates, ascending."""
+        cell, size = self._cell, self._size
+        places = torch.tensor(cell.sources, device=index.device)[index // size] * size + index % size
+        outer = self._factors.flatten(1).index_select(1, index)
+        same = self._inner is self._factors
+        inner = outer if same else self._inner.flatten(1).index_select(1, index)
+        rows = self._w_hh.index_select(0, index)
+        kept = torch.empty_like(outer)
+        sources = torch.empty_like(outer)
+        self._all = self._x.new_empty(len(self._x), self._flowing.shape[1])
+        for span, count in self._steps:
+            flowing = self._begin(span, count)
+            torch.index_select(flowing, 1, places, out=sources[span])
+            torch.mul(sources[span], inner[span], out=kept[span])
+            self._end(flowing, kept[span], rows, span)
+        self._kept = index, kept if same else sources.mul_(outer), kept
+
+    def run(self, choose: Choice) -> None:
+        """Through all steps, with a choice at each."""
+        cell, total = self._cell, len(self._w_hh)
+        self._dx, both = torch.empty_like(self._x), self._inner is not self._factors
+        names = {"ih": self._w_ih, "hh": self._w_hh}
+        self._summed = {name: torch.zeros_like(each) for name, each in names.items()}
+        self._summed |= {f"bias {name}": self._x.new_zeros(total) for name in names}
+        self._summed |= {f"full {name}": self._x.new_zeros(total) for name in names}
+        for span, count in self._steps:
+            flowing = self._begin(span, count)
+            parts = flowing.split(self._size, 1)
+            sources = torch.cat([parts[source] for source in cell.sources], 1)
+            full = sources * self._factors[span].flatten(1)
+            index, kept = choose(full)
+            inner, whole = kept, full
+            if both:
+                whole = sources * self._inner[span].flatten(1)
+                inner = torch.where(kept != 0, whole, 0) if index is None else whole.index_select(1, index)
+            w_ih, w_hh = (each if index is None else each.index_select(0, index) for each in names.values())
+            torch.mm(kept, w_ih, out=self._dx[span])
+            self._add("ih", index, kept, self._x[span], full)
+            self._add("hh", index, inner, self._before[span], whole)
+            self._end(flowing, inner, w_hh, span)
+
+    def _add(self, name: str, index: Tensor | None, kept: Tensor, other: Tensor, full: Tensor) -> None:
+        summed, bias = self._summed[name], self._summed[f"bias {name}"]
+        self._summed[f"full {name}"].add_(full.sum(0))
+        if index is None:
+            summed.addmm_(kept.t(), other)
+            bias.add_(kept.sum(0))
+        else:
+            summed.index_add_(0, index, (other.t() @ kept).t())  # as for linear layers
+            bias.index_add_(0, index, kept.sum(0))
+
+    def _begin(self, span: slice, count: int) -> Tensor:
+        """``dc`` and ``dh`` of a step, in place of those of the step after it."""
+        flowing = self._flowing[:count]
+        dh = flowing[:, -self._size :]
+        dh.add_(self._output[span])
+        if self._through is not None:
+            flowing[:, : self._size].addcmul_(dh, self._through[span])
+        if self._all is not None:
+            self._all[span] = flowing
+        return flowing
+
+    def _end(self, flowing: Tensor, kept: Tensor, rows: Tensor, span: slice) -> None:
+        """``dc`` and ``dh`` of the step before."""
+        dh = flowing[:, -self._size :]
+        flowing[:, : self._size].mul_(self._carried[span])  # dc of an LSTM; in a GRU this is dh
+        if self._through is not None:
+            dh.copy_(kept @ rows)
+        else:
+            dh.addmm_(kept, rows)
+
+    def dx(self) -> Tensor:
+        """Of the input."""
+        if self._kept is None:
+            assert self._dx is not None
+            return self._dx
+        index, outer, _ = self._kept
+        assert index is not None
+        return outer @ self._w_ih.index_select(0, index)
+
+    def weight_rows(self, name: str) -> tuple[Tensor | None, Tensor]:
+        """Rows of ``w_ih`` or ``w_hh`` that have a gradient, and these; or None, and the whole gradient."""
+        if self._kept is None:
+            return None, self._summed[name]
+        index, outer, inner = self._kept
+        kept, other = (outer, self._x) if name == "ih" else (inner, self._before)
+        return index, (other.t() @ kept).t()
+
+    def biases(self, sparse: bool) -> tuple[Tensor, Tensor]:
+        """Of ``b_ih`` and ``b_hh``: of all outputs, or of those that are kept."""
+        if self._kept is None:
+            kind = "bias" if sparse else "full"
+            return self._summed[f"{kind} ih"], self._summed[f"{kind} hh"]
+        index, *kept = self._kept
+        assert index is not None
+        assert self._all is not None
+        if sparse:
+            zeros = self._x.new_zeros(len(self._w_hh))
+            first, second = (zeros.index_copy(0, index, each.sum(0)) for each in kept)
+            return first, second
+        parts = self._all.split(self._size, 1)
+        found = []
+        for factors in (self._factors, self._inner):
+            sums = [(parts[source] * factors[:, gate]).sum(0) for gate, source in enumerate(self._cell.sources)]
+            found.append(torch.cat(sums))
+        return found[0], found[1]
+
+    def before(self) -> list[Tensor]:
+        """Of what is hidden before the first step, in the order in which it is given."""
+        return [*reversed(self._flowing.split(self._size, 1))]

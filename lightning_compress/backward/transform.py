@@ -1,0 +1,287 @@
+"""Gives the layers of a model a sparse backward pass, and takes it back."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
+
+from lightning_compress.backward.conv import SparseConv1d, SparseConv2d
+from lightning_compress.backward.linear import SparseLinear
+from lightning_compress.backward.recurrent import SparseGRU, SparseGRUCell, SparseLSTM, SparseLSTMCell
+from lightning_compress.backward.selection import Amount, check_amount, count_of
+from lightning_compress.backward.sparsity import SparseLayer, Sparsity
+
+log = logging.getLogger(__name__)
+
+LAYERS: dict[type[nn.Module], type[SparseLayer]] = {
+    each.ordinary: each
+    for each in (SparseLinear, SparseConv1d, SparseConv2d, SparseLSTM, SparseGRU, SparseLSTMCell, SparseGRUCell)
+}
+"""The sparse kind of each class of layers; a method for another class adds itself here."""
+
+
+def enable(
+    model: nn.Module,
+    k: Amount | Mapping[str, Amount],
+    *,
+    skip: Sequence[str] = (),
+    output: bool = False,
+    per_example: bool = False,
+    sparse_bias: bool = False,
+    memory: float = 0.0,
+    group: Any = None,
+    per_sequence: bool = False,
+) -> dict[str, Sparsity]:
+    """Let layers propagate only the ``k`` largest of their output gradients: meProp (Sun et al., ICML 2017).
+
+    Layers change their class, and nothing else: ``state_dict``, parameters, optimizer and hooks are what they were.
+
+    Args:
+        model: linear, convolutional and recurrent layers of it are changed, in place.
+        k: outputs that are kept, a count or a fraction such as 0.05, of every layer; or by shell-style patterns of
+            layer names, the first that matches, and other layers are left alone.
+        skip: patterns of layers that are left alone.
+        output: change the output layer too. It is the last layer that could be changed, in the order of
+            ``model.modules()``; a pattern that is its very name takes it as well.
+        per_example: each example keeps ``k`` of its own, which saves little; otherwise one choice holds for the
+            minibatch, by the sum of absolute values over it.
+        sparse_bias: biases of outputs that are dropped have no gradient; otherwise all have theirs.
+        memory: what is dropped is multiplied by this and added the next time (Zhang et al., arXiv:1905.10194); 0: lost.
+        group: process group whose ranks keep the same outputs, those with the largest sums over all ranks. Each
+            backward pass of a layer then is a collective call, in the same order on all ranks.
+        per_sequence: recurrent layers choose once for all time steps, which is several times as fast, and leaves ``k``
+            rows of each gate in their weight gradients; otherwise at each step anew.
+
+    Returns:
+        what was changed, by name.
+
+    Raises:
+        ValueError: a value is not allowed, a pattern matches no layer, or a layer cannot be changed.
+    """
+    check_settings(skip, memory, per_example, group is not None)
+    amounts = amounts_of(k)
+    layers = {name: each for name, each in model.named_modules() if _kind(each)}
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            raise ValueError(f"skip={pattern!r} matches no layer; {_hint(layers)}")
+    chosen = _chosen(model, layers, amounts, skip, output, per_example)
+    done = {}
+    for name, amount in chosen.items():
+        kind = _kind(layers[name])
+        assert kind is not None
+        width = kind.width_of(layers[name])
+        done[name] = Sparsity(
+            name, width, count_of(amount, width, name), per_example, sparse_bias, float(memory), group
+        )
+        done[name].per_sequence = per_sequence
+        if refusal := _refused_together(name, kind, per_example, per_sequence, memory, group):
+            raise ValueError(f"{refusal}; or leave it out by skip=[{name!r}]")
+    for name, sparsity in done.items():
+        layer, kind = layers[name], _kind(layers[name])
+        assert kind is not None
+        if not isinstance(layer, SparseLayer):
+            layer.__class__ = kind
+        layer.sparsity = sparsity
+    _warn_of_norms(model, done)
+    log.debug("meProp: %s", ", ".join(f"{name} keeps {each.k} of {each.width}" for name, each in done.items()))
+    return done
+
+
+def _refused_together(
+    name: str, kind: type[SparseLayer], per_example: bool, per_sequence: bool, memory: float, group: object
+) -> str:
+    """Settings that a recurrent layer cannot have."""
+    if kind.remembers:
+        return ""
+    if memory:
+        return f"{name}: memory={memory!r} is for linear and convolutional layers; {kind.ordinary.__name__} has none"
+    if per_example and per_sequence:
+        return f"{name}: per_example and per_sequence exclude each other; choose one"
+    if group is not None and not per_sequence:
+        return (
+            f"{name}: ranks may have other numbers of time steps, so they choose together only with per_sequence=True"
+        )
+    return ""
+
+
+def disable(model: nn.Module) -> None:
+    """Give all layers of a model their ordinary backward pass again; what was remembered is dropped."""
+    for layer in model.modules():
+        if isinstance(layer, SparseLayer):
+            layer.__class__ = type(layer).ordinary  # type: ignore[assignment]
+            del layer.sparsity
+
+
+def enabled(model: nn.Module) -> dict[str, Sparsity]:
+    """The layers of a model that have a sparse backward pass, by name."""
+    return {name: layer.sparsity for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
+
+
+def check_settings(skip: object, memory: object, per_example: bool, together: bool) -> None:
+    """Refuse what no model could be changed by; see ``enable``.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+    if isinstance(skip, str):
+        raise ValueError(f"skip={skip!r} must be a list of patterns: [{skip!r}]")
+    if isinstance(memory, (str, bool)) or not isinstance(memory, (int, float)) or not 0 <= memory <= 1:
+        raise ValueError(f"memory={memory!r} must be from 0.0 (what is dropped is lost) to 1.0 (all of it is kept)")
+    if per_example and together:
+        raise ValueError("per_example=True: examples choose for themselves, so ranks cannot choose together")
+
+
+def amounts_of(k: object) -> dict[str, Amount]:
+    """Patterns of layer names, and how many outputs their layers keep.
+
+    Raises:
+        ValueError: it is neither a count, a fraction, nor a mapping to them.
+    """
+    if not isinstance(k, Mapping):
+        return {"*": check_amount(k, "k")}
+    if not k:
+        raise ValueError("k={} names no layer; give a fraction such as 0.05, or {pattern: fraction}")
+    return {str(pattern): check_amount(amount, f"k[{pattern!r}]") for pattern, amount in k.items()}
+
+
+def pattern_of(name: str, amounts: Mapping[str, Amount]) -> str | None:
+    """The first pattern that matches a layer's name."""
+    return next((each for each in amounts if fnmatchcase(name, each)), None)
+
+
+def _kind(module: nn.Module) -> type[SparseLayer] | None:
+    """The sparse class of a layer; None: there is none."""
+    if isinstance(module, SparseLayer):
+        return LAYERS[type(module).ordinary]
+    for ordinary, kind in LAYERS.items():
+        if isinstance(module, ordinary):
+            return kind
+    return None
+
+
+def _chosen(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    amounts: Mapping[str, Amount],
+    skip: Sequence[str],
+    output: bool,
+    per_example: bool,
+) -> dict[str, Amount]:
+    """Names of the layers that are changed, and how many outputs each keeps."""
+    tied = _tied(model)
+    everything = dict(model.named_modules())
+    for pattern in amounts:
+        if pattern in everything and pattern not in layers:
+            raise ValueError(f"k[{pattern!r}]: {_no_kind(everything[pattern])}; {_hint(layers)}")
+    last = next(reversed(list(layers)), None)
+    chosen: dict[str, Amount] = {}
+    used = set()
+    for name, layer in layers.items():
+        matched = pattern_of(name, amounts)
+        left_out = any(fnmatchcase(name, each) for each in skip) or (name == last and not output and matched != name)
+        if matched is None or left_out:
+            continue
+        problem = _problem(name, layer, tied)
+        kind = _kind(layer)
+        assert kind is not None
+        refusal = _own_forward(name, layer, kind, everything) or kind.refusal(layer, per_example)
+        if problem or (refusal and matched == name):
+            raise ValueError(f"{name}: {problem or refusal}; leave it out by skip=[{name!r}]")
+        if not refusal:
+            used.add(matched)
+            chosen[name] = amounts[matched]
+    for pattern in amounts:
+        if pattern not in used:
+            raise ValueError(
+                f"k[{pattern!r}] matches no layer that can be changed and is not left out (the output layer, "
+                f"{last!r}, is, unless output=True); {_hint(layers)}"
+            )
+    return chosen
+
+
+def _hint(layers: Mapping[str, nn.Module]) -> str:
+    kinds = ", ".join(each.__name__ for each in LAYERS)
+    names = ", ".join(list(layers)[:5]) or "none"
+    return f"patterns are shell-style ('encoder.*'), the layers are of kinds {kinds}: {names}"
+
+
+def _no_kind(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return (
+            f"{kind} computes its projections in one function, from a packed weight, and cannot be made sparse; write "
+            "attention with nn.Linear for q, k, v and the output around functional.scaled_dot_product_attention"
+        )
+    return f"a layer of type {kind} cannot be made sparse"
+
+
+def _own_forward(name: str, layer: nn.Module, kind: type[SparseLayer], modules: Mapping[str, nn.Module]) -> str:
+    """A layer whose own ``forward`` is not what computes cannot be changed."""
+    if isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
+        return _no_kind(modules[name.rpartition(".")[0]])
+    ours = isinstance(layer, SparseLayer)
+    if ours or type(layer) is kind.ordinary:
+        return ""
+    return (
+        f"{type(layer).__name__} is a subclass of {kind.ordinary.__name__}, and may compute something else; only "
+        f"{kind.ordinary.__name__} itself can be made sparse"
+    )
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Names of parameters that several modules have."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    owners = {
+        name: id(module)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in (f"{prefix}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False))
+    }
+    count = Counter(each for each, _ in {(id(parameter), owners[name]) for name, parameter in named})
+    return {name for name, parameter in named if count[id(parameter)] > 1}
+
+
+def _problem(name: str, layer: nn.Module, tied: set[str]) -> str:
+    """What is wrong with a layer of a kind that could be changed."""
+    kind = _kind(layer)
+    assert kind is not None
+    if parametrize.is_parametrized(layer):
+        return "its weight is parametrized, and has no gradient of its own"
+    for own in kind.weights_of(layer):
+        weight = getattr(layer, own)
+        if isinstance(weight, nn.parameter.UninitializedParameter):
+            return f"{own} has no shape yet; run a forward pass first"
+        if f"{name}.{own}".lstrip(".") in tied:
+            return f"{own} is tied to another layer, whose gradient would make all rows dense again"
+        if type(weight) not in (nn.Parameter, torch.Tensor) or weight.is_quantized or not weight.is_floating_point():
+            return f"{own} is quantised or of a special kind ({type(weight).__name__}, {weight.dtype})"
+        if weight.layout != torch.strided:
+            return f"{own} is sparse ({weight.layout})"
+    return ""
+
+
+def _warn_of_norms(model: nn.Module, changed: Collection[str]) -> None:
+    """Say once that batch norms follow convolutions, as far as the order of the modules tells."""
+    followed = [
+        (name, other)
+        for (name, layer), (other, norm) in pairwise(model.named_modules())
+        if name in changed and isinstance(layer, _ConvNd) and isinstance(norm, _BatchNorm)
+    ]
+    if followed:
+        name, norm = followed[0]
+        warnings.warn(
+            f"meProp: a batch norm follows {len(followed)} of the convolutions ({norm} after {name}): its backward "
+            "pass spreads each channel's gradient over the batch, and scales it by weight over standard deviation, by "
+            "which channels are then chosen. Compare the accuracy with a run without meProp, or leave them out by skip",
+            stacklevel=3,
+        )

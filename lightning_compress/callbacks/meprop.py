@@ -1,0 +1,225 @@
+"""Sparse backward passes in a Lightning training: meProp."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_compress.backward import disable, enable
+from lightning_compress.backward.selection import Amount
+from lightning_compress.backward.sparsity import Sparsity
+from lightning_compress.backward.transform import amounts_of, check_settings, pattern_of
+
+__all__ = ["MeProp", "MePropMixin"]
+
+Amounts = Amount | Mapping[str, Amount]
+Memories = dict[str, dict[str, Tensor]]
+"""By layer and name."""
+
+
+class MePropMixin:
+    """Turns a ``Callback`` into one that makes backward passes sparse; see ``MeProp``."""
+
+    def __init__(
+        self,
+        k: Amounts = 0.05,
+        *,
+        skip: Sequence[str] = (),
+        output: bool = False,
+        schedule: Mapping[int, Amounts] | None = None,
+        memory: float = 0.0,
+        share: bool = False,
+        per_example: bool = False,
+        sparse_bias: bool = False,
+        per_sequence: bool = False,
+    ) -> None:
+        amounts_of(k)
+        check_settings(skip, memory, per_example, share)
+        self.k, self.skip, self.output, self.share = k, tuple(skip), output, share
+        self.memory, self.per_example, self.sparse_bias = float(memory), per_example, sparse_bias
+        self.per_sequence = per_sequence
+        self.schedule = _milestones(schedule or {})
+        self.layers: dict[str, Sparsity] = {}
+        self._group: Any = None
+        self._scale: Tensor | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._trainer: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Change the model's layers.
+
+        Raises:
+            ValueError: they cannot be changed so; on every rank.
+        """
+        self._trainer, self._scale = trainer, None
+        if (self.share or self.memory) and torch.distributed.is_initialized() and trainer.world_size > 1:
+            self._group = torch.distributed.new_group()  # DDP's own traffic is not in its way
+        self.layers = enable(
+            pl_module,
+            self.k,
+            skip=self.skip,
+            output=self.output,
+            per_example=self.per_example,
+            sparse_bias=self.sparse_bias,
+            memory=self.memory,
+            group=self._group if self.share else None,
+            per_sequence=self.per_sequence,
+        )
+        for _, amounts in self.schedule:  # what is wrong is found now
+            self._resize(amounts, try_only=True)
+        kept = ", ".join(f"{name} {each.k} of {each.width}" for name, each in self.layers.items())
+        rank_zero_info(f"meProp: backward passes keep {kept}")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Go on where a checkpoint ended."""
+        if self._loaded is not None:
+            self._restore(self._loaded["memory"], trainer)
+            self._loaded = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Keep as many outputs as the schedule says."""
+        due = [amounts for step, amounts in self.schedule if step <= trainer.global_step]
+        if due:
+            self._resize(due[-1])
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Multiply the memory as the loss is, whose gradients are added to it."""
+        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        if scale is None or not self.memory:
+            return
+        factor = scale if self._scale is None else scale / self._scale
+        for sparsity in self.layers.values():
+            for remembered in sparsity.memory.values():
+                remembered.mul_(factor.to(remembered.device))
+        self._scale = scale.clone()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the model back as it was."""
+        disable(pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the model back as it was."""
+        disable(pl_module)
+        if self._group is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group(self._group)
+        self._group = self._trainer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank's memory; a collective call, unless training is being aborted.
+
+        A checkpoint has one state of a callback, that of rank 0, so that it gathers what the ranks have; each goes on
+        from its own. A save in a signal's handler, or after an error, has rank 0's alone.
+        """
+        if not self.memory or not self.layers:
+            return {}
+        own = self._unscaled()
+        ranks: list[Memories | None] = [own]
+        if self._trainer is not None and self._trainer.world_size > 1:
+            ranks = [own if rank == 0 else None for rank in range(self._trainer.world_size)]
+            if self._group is not None and not (self._trainer.interrupted or _in_handler()):
+                torch.distributed.all_gather_object(ranks, own, group=self._group)
+        return {"memory": ranks}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See ``state_dict``."""
+        self._loaded = state_dict if "memory" in state_dict else None
+
+    def _unscaled(self) -> Memories:
+        """Memory in units of the loss, on the CPU."""
+        factor = 1.0 if self._scale is None else 1 / self._scale.item()
+        return {
+            layer: {name: (each * factor).cpu() for name, each in sparsity.memory.items()}
+            for layer, sparsity in self.layers.items()
+            if sparsity.memory
+        }
+
+    def _restore(self, ranks: Sequence[Memories | None], trainer: Any) -> None:
+        """Take this rank's memory; at another number of ranks each takes the mean, whose sum is that of the mean."""
+        if any(each is None for each in ranks):
+            rank_zero_warn("MeProp: the checkpoint was saved in a hurry and has no memory of ranks other than 0")
+        same = len(ranks) == trainer.world_size
+        own = (ranks[trainer.global_rank] or {}) if same else _mean([each or {} for each in ranks])
+        for layer, memories in own.items() if self.memory else ():
+            sparsity = self.layers.get(layer)
+            for name, remembered in memories.items():
+                if sparsity is None or remembered.numel() % sparsity.width:
+                    rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory begins anew")
+                    break
+                sparsity.memory[name] = remembered.clone()
+
+    def _resize(self, amounts: Amounts, try_only: bool = False) -> None:
+        patterns = amounts_of(amounts)
+        for name, sparsity in self.layers.items():
+            if (pattern := pattern_of(name, patterns)) is not None:
+                before = sparsity.k
+                sparsity.resize(patterns[pattern])
+                if try_only:
+                    sparsity.k = before
+
+
+def _milestones(schedule: Mapping[Any, Amounts]) -> list[tuple[int, Amounts]]:
+    if not isinstance(schedule, Mapping):
+        raise ValueError(f"schedule={schedule!r}: give {{step: k, ...}}, such as {{0: 1.0, 1000: 0.05}}")
+    for step, amounts in schedule.items():
+        if not str(step).isdecimal():
+            raise ValueError(f"schedule: {step!r} must be a whole number of optimizer steps, 0 or more")
+        amounts_of(amounts)
+    return sorted(((int(step), amounts) for step, amounts in schedule.items()), key=lambda each: each[0])
+
+
+def _mean(ranks: Sequence[Memories]) -> Memories:
+    total: Memories = {}
+    for memories in ranks:
+        for layer, named in memories.items():
+            for name, each in named.items():
+                mine = total.setdefault(layer, {})
+                mine[name] = mine.get(name, torch.zeros_like(each)) + each / len(ranks)
+    return total
+
+
+def _in_handler() -> bool:
+    """Whether a signal's handler of Lightning's is saving, at which the ranks stand at different places."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("signal_connector.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class MeProp(MePropMixin, Callback):
+    """Backward passes that follow only the largest output gradients: meProp (Sun et al., ICML 2017, arXiv:1706.06197).
+
+    In each linear, convolutional or recurrent layer but the output layer, the ``k`` outputs with the largest gradients
+    (sums of absolute values over the minibatch) take part in the backward pass; the others count as zero. That is two
+    small matrix products instead of two large ones, and a weight gradient of ``k`` rows. The forward pass, checkpoints
+    and optimizer are untouched; an optimizer with momentum or weight decay still changes all rows.
+
+    Args:
+        k: outputs that are kept, a count (80) or a fraction (0.05), of every layer; or by shell-style patterns of layer
+            names, ``{"encoder.*": 0.05, "decoder.out": 40}``, the first that matches, and others are left alone.
+        skip: patterns of layers that are left alone.
+        output: the output layer too: the last one in the order of ``model.modules()``.
+        schedule: other values of ``k`` from these optimizer steps on: ``{0: 1.0, 1000: 0.05}`` trains 1000 steps with
+            the ordinary backward pass first.
+        memory: what is dropped is multiplied by this, at most 1, and added to the next gradient (memorized sparse
+            backpropagation, Zhang et al., arXiv:1905.10194): one number an output and rank; 0 is meProp as it is. It is
+            saved with the checkpoint, by rank. Where a step is skipped because of its loss scale, a layer remembers
+            what it dropped there, unless that was not finite.
+        share: ranks add up their sums first, one all-reduce of as many floats as the layer has outputs, and keep the
+            same outputs, so that the mean gradient has ``k`` rows as well. Every rank must run the same layers.
+        per_example: each example keeps ``k`` outputs of its own: the paper's first variant, which saves little time.
+        sparse_bias: biases of dropped outputs get no gradient; in the paper's code all of them do.
+        per_sequence: recurrent layers choose once for all time steps, which is several times as fast; otherwise at each
+            step anew, as in the paper.
+
+    Raises:
+        ValueError: a value is not allowed; when training begins: a pattern matches no layer, or a layer cannot be
+            changed (its weight is tied, quantised or parametrized, or it is of another kind).
+    """
