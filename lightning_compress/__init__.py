@@ -18,12 +18,14 @@ from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
     from lightning_compress.callbacks.monitor import CommunicationMonitor
+    from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
 
 _LIGHTNING = {
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "SufficientFactors": "callbacks.sufficient_factors",
     "ThetaRecovery": "callbacks.theta_recovery",
 }
 
@@ -64,6 +66,7 @@ __all__ = [
     "Plan",
     "Reducer",
     "ReducerPlan",
+    "SufficientFactors",
     "ThetaRecovery",
     "attach",
     "compare",

@@ -6,6 +6,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_compress.callbacks.monitor import MonitorMixin
+from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 
@@ -16,6 +17,10 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[mi
 
 class CommunicationMonitor(MonitorMixin, Callback):
     """See ``lightning_compress.CommunicationMonitor``."""
+
+
+class SufficientFactors(SufficientFactorsMixin, Callback):
+    """See ``lightning_compress.SufficientFactors``."""
 
 
 class ThetaRecovery(RecoveryMixin, Callback):

@@ -51,6 +51,8 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
     trainer: Trainer = build(cfg.trainer)
+    if cfg.get("backward"):  # beside those of the trainer, which a command line may replace
+        trainer.callbacks.insert(0, build(cfg.backward))  # type: ignore[attr-defined]
     refuse_idle(cfg, trainer)
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:

@@ -22,11 +22,18 @@ from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from tests.config.composing import CONF, built, composed
 
 FILES = sorted(CONF.glob("*/*.yaml"))
-PACKAGED = [path for path in FILES if path.parent.name in ("compressor", "exchange", "strategy", "monitor", "recovery")]
 
 
 def name(path: Path) -> str:
     return f"{path.parent.name}={path.stem}"
+
+
+PACKAGED = [
+    path
+    for path in FILES
+    if path.parent.name in ("backward", "compressor", "exchange", "strategy", "monitor", "recovery")
+    and name(path) != "backward=none"  # which is nothing
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +44,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups() -> None:
     groups = {path.parent.name for path in FILES}
-    wanted = "recipe optimizer data compressor exchange strategy monitor recovery trainer logger experiment debug"
+    wanted = (
+        "recipe optimizer data compressor exchange strategy monitor recovery backward trainer logger experiment debug"
+    )
     assert groups == set(wanted.split())
 
 
@@ -79,7 +88,15 @@ def test_strategy_shows_every_setting_of_ours() -> None:
     assert settings < set(shown)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name in ("strategy", "monitor")], ids=name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in FILES
+        if path.parent.name in ("strategy", "monitor") or path.stem in ("meprop", "sufficient_factors")
+    ],
+    ids=name,
+)
 def test_defaults_are_those_of_python(path: Path) -> None:
     shown = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(shown, dict)

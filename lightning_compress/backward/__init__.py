@@ -1,0 +1,1 @@
+"""Methods that act inside of the backward pass."""
