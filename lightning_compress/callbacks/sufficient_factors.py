@@ -43,10 +43,11 @@ class SufficientFactorsMixin:
                 f"{type(trainer.strategy).__name__}"
             )
         self._close()
-        self._factors = enable(pl_module, self.settings, trainer.world_size)
-        if self._factors is None:
+        if trainer.world_size == 1:
             rank_zero_info("lightning_compress: sufficient factors are off, because there is one rank")
-        elif self._state:
+            return
+        self._factors = enable(pl_module, self.settings)
+        if self._factors is not None and self._state:
             self._factors.load_state_dict(self._state)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

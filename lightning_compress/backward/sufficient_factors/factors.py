@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -31,26 +32,51 @@ from lightning_compress.exchanges.probe import agreed
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
-def enable(module: nn.Module, settings: FactorSettings | None = None, ranks: int | None = None) -> Factors | None:
+def enable(
+    module: nn.Module, settings: FactorSettings | None = None, collective: TorchCollective | None = None
+) -> Factors | None:
     """Take the weights of linear layers out of DistributedDataParallel, to average them by their factors.
 
-    Call it on every rank, before the model is wrapped; then ``begin`` with the wrapped one.
+    A collective call, before the model is wrapped; then ``begin`` with the wrapped one.
 
     Args:
         module: the model.
         settings: which layers, and how; None: the defaults.
-        ranks: that average; None: those of the default process group.
+        collective: the ranks that average; None: those of the default process group.
 
     Returns:
         the handle; None on one rank, where nothing is changed.
 
     Raises:
-        ValueError: a layer cannot travel as factors, or so many ranks never pay; nothing was changed.
+        ValueError: a layer cannot travel as factors, so many ranks never pay, or ranks chose differently; on every
+            rank, and nothing was changed.
     """
     settings = settings or FactorSettings()
-    ranks = TorchCollective().size if ranks is None else ranks
-    layers = choose(module, settings, ranks)
-    return Factors(module, layers, settings, ranks) if ranks > 1 else None
+    collective = collective or TorchCollective()
+    problem, layers = None, []
+    try:
+        layers = choose(module, settings, collective.size)
+    except ValueError as error:  # the other ranks wait for word
+        problem = error
+    told = [(each.names, tuple(each.weight.shape), str(each.weight.dtype)) for each in layers]
+    agreed_on = _agree(repr([settings, told]), collective)
+    if problem:
+        raise problem
+    if not agreed_on:
+        raise ValueError(
+            "ranks chose different layers or settings for sufficient factors, or one of them cannot use them and says "
+            f"why; rank {collective.rank} has {[each.name for each in layers]} by {settings}"
+        )
+    return Factors(module, layers, settings, collective.size) if collective.size > 1 else None
+
+
+def _agree(told: str, collective: TorchCollective) -> bool:
+    """Whether all ranks say the same."""
+    device = "cuda" if dist.get_backend(collective.group) == "nccl" else "cpu"
+    mine = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.uint8).to(device)
+    everyone = mine.new_empty(collective.size, len(mine))
+    collective.all_gather(mine, everyone)
+    return bool(everyone.eq(everyone[0]).all())
 
 
 class Factors:
@@ -130,13 +156,12 @@ class Factors:
                 loop; otherwise by the one around the backward.
 
         Raises:
-            ValueError: ranks have chosen differently, on all of them; or it is not the model that was enabled.
+            ValueError: it is not the model that was enabled.
         """
         if not isinstance(ddp, DistributedDataParallel) or ddp.module is not self._module:
             raise ValueError("sufficient factors: begin() takes the DistributedDataParallel of the enabled model")
         whole = TorchCollective(ddp.process_group)
         self._device = self.layers[0].weight.device
-        self._check_ranks_agree(whole)
         self._transport = whole.apart()
         self._meter = Meter(self._device)
         self._collective = CountingCollective(self._transport, self._meter)
@@ -149,16 +174,6 @@ class Factors:
         self._ddp, self._compression, self._say, self._at_forward = ddp, compression, say, at_forward
         self._handles.append(ddp.register_forward_pre_hook(self._expect))
         self._watch()
-
-    def _check_ranks_agree(self, collective: TorchCollective) -> None:
-        told = repr([self._settings, [(each.names, each.weight.shape, each.weight.dtype) for each in self.layers]])
-        mine = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.uint8).to(self._device)
-        everyone = mine.new_empty(collective.size, len(mine))
-        collective.all_gather(mine, everyone)
-        if not everyone.eq(everyone[0]).all():
-            raise ValueError(
-                f"ranks chose different layers or settings for sufficient factors; rank {collective.rank} has {told}"
-            )
 
     def _watch(self) -> None:
         """See when backward is through with a parameter: after the node that would accumulate its gradient."""
