@@ -1,16 +1,14 @@
 """The callback in a Trainer: accumulation, clipping, AMP, resuming, and what it refuses."""
 
-from pathlib import Path
-
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, SufficientFactors
-from tests.helpers.training import Net, digits, fit, loader, parameters
+from lightning_compress import CompressedDDPStrategy, SufficientFactors
+from tests.helpers.training import Net, fit, parameters
+from tests.strategies import test_resume
 
 LINK = {"latency_s": 1e-6, "bytes_per_s": 1e7}
 
@@ -59,37 +57,19 @@ def test_a_fit_is_that_of_ddp(pools, strategy, given):
 
 
 def _resumed(folder):
-    """One run in one go, and one that is saved after 4 of 8 steps and goes on; with topk for the rest."""
-    whole, _ = _trained({"name": "topk", "density": 0.1}, 8)
-    path = Path(folder) / "half.ckpt"
+    """Two epochs, and the second one again from the first one's checkpoint; with topk for the rest."""
 
-    class Save(pl.Callback):
-        def on_train_end(self, trainer, module):
-            trainer.save_checkpoint(path)
+    def epochs(where, **resume):
+        callbacks = [ModelCheckpoint(where, "{epoch}", save_top_k=-1), factors()]
+        return test_resume.fit(where, {"name": "topk", "density": 0.1}, callbacks=callbacks, make=Wide, **resume)[0]
 
-    strategy = {"name": "topk", "density": 0.1}
-    fit(CompressedDDPStrategy(strategy), 4, Wide, callbacks=[factors(), Save()])
-    content = torch.load(path, weights_only=True)
+    whole = epochs(folder)
+    again = epochs(f"{folder}/again", resume=f"{folder}/epoch=0.ckpt")
+    content = torch.load(f"{folder}/epoch=0.ckpt", weights_only=True)
     (kept,) = [each for name, each in content["callbacks"].items() if name.startswith("SufficientFactors")]
-    dist.barrier()
-    model = Wide()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=CompressedDDPStrategy(strategy),
-        max_steps=8,
-        max_epochs=100,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[factors(), CommunicationMonitor()],
-    )
-    trainer.fit(model, loader(digits()), ckpt_path=path)
-    return np.array_equal(whole, parameters(model).numpy()), kept
+    return np.array_equal(whole, again), kept
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_resumed_run_goes_on_exactly(pools, tmp_path):
     for same, kept in pools[2].run(_resumed, str(tmp_path)):
         assert kept == {"ranks": 2, "ways": {"head.2": "factors", "head.0": "factors"}, "ordered": True}
