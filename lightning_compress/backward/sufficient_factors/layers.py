@@ -83,7 +83,7 @@ class Layer:
         """Let the module leave rows, or be an ordinary one."""
         if on and type(self.module) is nn.Linear:
             self.stash.weight, self.stash.bias = self.weight, self.bias is not None
-            self.module.factors = self.stash
+            vars(self.module)["factors"] = self.stash
             self.module.__class__ = FactoredLinear
         elif not on and type(self.module) is FactoredLinear:
             self.stash.weight = None
