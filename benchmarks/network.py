@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks._network.cells import measure, record, replay
 from benchmarks._network.lab import bits_per_second
-from benchmarks._network.methods import OURS, PYTORCH, SETS, make, settings
+from benchmarks._network.methods import FACTORS, OURS, PYTORCH, SETS, make, settings
 from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw
 from benchmarks._network.replay import SCHEDULES
@@ -93,7 +93,7 @@ def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -
 def parse() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, everything = parser.add_argument, ",".join([*PYTORCH, *OURS])
+    add, everything = parser.add_argument, ",".join([*PYTORCH, *OURS, *FACTORS])
     add("--ranks", default="4", help="one number or several, by commas")
     add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")
     add("--model", choices=MODELS, default="mlp")
@@ -146,7 +146,9 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
     for name in arguments.methods:
         make(name)
         if taking and settings(name) is None and name not in DENSE:
-            raise ValueError(f"{name} cannot be recorded; of PyTorch's methods these can: {', '.join(DENSE)}")
+            raise ValueError(
+                f"{name} cannot be recorded; of those that are none of attach's, these can: {', '.join(DENSE)}"
+            )
         if arguments.replay and name not in arguments.recorded["traces"]:
             raise ValueError(
                 f"{name} was not recorded in {arguments.replay}: {', '.join(arguments.recorded['traces'])}"

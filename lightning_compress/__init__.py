@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.meprop import MeProp
     from lightning_compress.callbacks.mesimp import MeSimp
     from lightning_compress.callbacks.monitor import CommunicationMonitor
+    from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
 
@@ -28,6 +29,7 @@ _LIGHTNING = {
     "CompressedDDPStrategy": "strategies.compressed_ddp",
     "MeProp": "callbacks.meprop",
     "MeSimp": "callbacks.mesimp",
+    "SufficientFactors": "callbacks.sufficient_factors",
     "ThetaRecovery": "callbacks.theta_recovery",
 }
 
@@ -70,6 +72,7 @@ __all__ = [
     "Plan",
     "Reducer",
     "ReducerPlan",
+    "SufficientFactors",
     "ThetaRecovery",
     "attach",
     "compare",

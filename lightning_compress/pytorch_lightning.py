@@ -8,6 +8,7 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from lightning_compress.callbacks.meprop import MePropMixin
 from lightning_compress.callbacks.mesimp import MeSimpMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
+from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 
@@ -26,6 +27,10 @@ class MeProp(MePropMixin, Callback):
 
 class MeSimp(MeSimpMixin, Callback):
     """See ``lightning_compress.MeSimp``."""
+
+
+class SufficientFactors(SufficientFactorsMixin, Callback):
+    """See ``lightning_compress.SufficientFactors``."""
 
 
 class ThetaRecovery(RecoveryMixin, Callback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import Compression, attach
+from lightning_compress.backward import sufficient_factors
 
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
 """What ``auto`` is told, so that a method goes the same way whatever the machine does: 1 Gbit/s."""
@@ -51,6 +52,19 @@ def _ours(arguments: dict[str, Any]) -> Any:
     return make
 
 
+def _factors(dtype: Literal["float32", "bfloat16"], rest: str = "none") -> Any:
+    def make(module: nn.Module) -> tuple[DistributedDataParallel, Compression]:
+        handle = sufficient_factors.enable(module, sufficient_factors.FactorSettings(dtype=dtype, link=LINK))
+        model = DistributedDataParallel(module)
+        compression = attach(model, rest)
+        if handle is not None:
+            handle.begin(model, compression)
+            compression.at_close(handle.close)
+        return model, compression
+
+    return make
+
+
 # Its bf16 hook refuses Gloo.
 PYTORCH: dict[str, Any] = {
     "no communication": _hooked(nothing),
@@ -71,6 +85,12 @@ OURS: dict[str, dict[str, Any]] = {
     "powersgd 4": {"compressor": {"name": "powersgd", "rank": 4}},
 }
 
+
+FACTORS: dict[str, Any] = {
+    "factors": _factors("float32"),
+    "factors bf16": _factors("bfloat16", "bf16"),
+}
+"""Sufficient factors of the linear layers that pay: without loss, the rest by DDP; and all of it in 16 bits."""
 
 SETS: dict[str, dict[str, dict[str, Any]]] = {
     "2_bits": {
@@ -98,19 +118,19 @@ PAPER = {"DDP": "2.26", "qsgd": "1.31", "terngrad": "1.25", "topk": "1.47"}
 
 
 def settings(name: str) -> dict[str, Any] | None:
-    """Arguments of ``attach`` for a method of ours, by name or as JSON of them; None: it is one of PyTorch's.
+    """Arguments of ``attach`` for a method of ours, by name or as JSON of them; None: it is none of ``attach``.
 
     Raises:
         ValueError: there is no such method.
     """
     known = OURS | {label: each for members in SETS.values() for label, each in members.items()}
-    if name in PYTORCH:
+    if name in PYTORCH or name in FACTORS:
         return None
     found = known[name] if name in known else json.loads(name) if name.startswith("{") else None
     if found is not None:  # the method that is asked for, also where float32 would be faster
         return {"exchange": {"name": "auto", "fallback": "never", "link": LINK}} | found
     raise ValueError(
-        f"unknown method {name!r}; there are {', '.join([*PYTORCH, *known])}, or JSON such as "
+        f"unknown method {name!r}; there are {', '.join([*PYTORCH, *FACTORS, *known])}, or JSON such as "
         '{"compressor": "topk", "exchange": "split_gather"}'
     )
 
@@ -123,7 +143,7 @@ def make(name: str) -> Callable[[nn.Module], tuple[DistributedDataParallel, Comp
     """
     given = settings(name)
     found: Callable[[nn.Module], tuple[DistributedDataParallel, Compression | None]]
-    found = PYTORCH[name] if given is None else _ours(given)
+    found = (PYTORCH | FACTORS)[name] if given is None else _ours(given)
     return found
 
 

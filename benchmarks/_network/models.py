@@ -28,6 +28,12 @@ def mlp() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(1768, 1768), nn.ReLU())])
 
 
+def classifier() -> nn.Module:
+    """Three layers of 4096 units and ten classes, 50 million parameters."""
+    wide = [layer for _ in range(3) for layer in (nn.Linear(4096, 4096), nn.ReLU())]
+    return nn.Sequential(*wide, nn.Linear(4096, 10))
+
+
 def alexnet() -> nn.Module:
     """Krizhevsky's network in one column, 61 million parameters ("One weird trick", arXiv:1404.5997)."""
     sizes = ((3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1), (256, 256, 3, 1, 1))
@@ -41,6 +47,7 @@ def alexnet() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (16, 1768)),
+    "classifier": (classifier, (8, 4096)),
     "resnet20": (lambda: ResNet(20), (32, 3, 32, 32)),
     "lstm": (Recurrent, (4, 20, 1024)),
     "alexnet": (alexnet, (2, 3, 224, 224)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -41,6 +42,15 @@ class Collective(ABC):
         """``all_reduce_max`` that may overlap with later ones, as ``begin_all_reduce``."""
         self.all_reduce_max(tensor)
         return lambda: None
+
+    def broadcast(self, tensor: Tensor, device: torch.device) -> None:
+        """Rank 0's bytes to all, in place, by way of a device: a sum with zeros, which every transport has."""
+        data = tensor.detach().reshape(-1).contiguous().to(device, copy=True).view(torch.uint8)
+        if self.rank:
+            data.zero_()
+        self.all_reduce(data)
+        with torch.no_grad():
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:

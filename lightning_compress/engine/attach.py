@@ -75,14 +75,19 @@ def attach(
 def say(compression: Compression) -> None:
     """Show what runs, and what is wrong with it: on one rank."""
     made = compression.forecast
-    if log.level > logging.INFO:  # set by hand
+    announce(made.line)
+    if made.warning and log.level <= logging.INFO:
+        log.warning(made.warning)
+
+
+def announce(line: str) -> None:
+    """Show a line: in the log, or where none is shown on stderr; not where the log was turned down by hand."""
+    if log.level > logging.INFO:
         return
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-        log.info(made.line)
+        log.info(line)
     else:
-        print(made.line, file=sys.stderr)
-    if made.warning:
-        log.warning(made.warning)
+        print(line, file=sys.stderr)
 
 
 def check_setup(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
@@ -132,7 +137,7 @@ def compress(
         settings,
         own or collective,
         scale,
-        ddp.parameters_to_ignore,
+        set(ddp.parameters_to_ignore) - checks.averaged_beside(ddp.module),
         unused,
         accumulates,
         _caps(ddp),

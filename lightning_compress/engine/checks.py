@@ -213,6 +213,15 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
     ]
 
 
+BESIDE = "_averaged_beside"
+"""Attribute of a module: names of parameters that leave DistributedDataParallel, and are averaged all the same."""
+
+
+def averaged_beside(module: nn.Module) -> set[str]:
+    """Names of parameters that something else averages, as ``BESIDE`` says."""
+    return set(getattr(module, BESIDE, ()))
+
+
 def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: Collective) -> dict[int, str]:
     """Names of parameters that are not averaged, though that was not asked for, by their ``id``; none on one rank."""
     named = module.named_parameters() if collective.size > 1 else ()

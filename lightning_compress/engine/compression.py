@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 
 from torch import Tensor, nn
@@ -130,6 +130,21 @@ class Compression:
                 flag = group.reduce(own, self.step, self._scale(), turn)
             self._finite.add(flag, group.names)
             self._drift.note(self.step, group.given, own)
+
+    def beside(self, names: Iterable[str], sent: int, dense: int, flag: Tensor) -> None:
+        """These parameters were averaged in this backward by something else; to be called at its end.
+
+        Args:
+            names: of the model's parameters.
+            sent: bytes that this rank sent for them.
+            dense: bytes that stock DDP would have sent.
+            flag: float32 scalar, 0.0, or NaN if a rank's gradient is not finite.
+        """
+        if self._stepped:
+            self._begin_step()
+        self.meter.bytes_sent += sent
+        self.meter.bytes_dense += dense
+        self._finite.add(flag, names)
 
     def count(self, sent: int) -> None:
         """A step begins that DistributedDataParallel averages with so many bytes; counted once a step."""

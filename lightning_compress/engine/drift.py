@@ -83,7 +83,7 @@ class DriftGuard:
         described = zlib.crc32(repr([(each.shape, each.dtype) for each in same]).encode())
         alike = self._agree(mine.new_tensor([described]))
         for tensor in [*(parameter for _, parameter in self._parameters), *(same if alike else ())]:
-            self._broadcast(tensor)
+            self._collective.broadcast(tensor, self._parameters[0][1].device)
         if self._collective.rank == 0:
             what = "parameters and optimizer state" if alike else "parameters (each rank has a state of its own)"
             log.warning("%s. Rank 0's %s were copied to all", problem, what)
@@ -107,15 +107,6 @@ class DriftGuard:
             f"drift: after step {step}, {', '.join(names[:3])}{more} of rank {ranks} differ from rank 0's, {where}; "
             "something changed them on one rank alone: randomness, code that depends on the rank, or faulty memory"
         )
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's bytes to all: a sum with zeros, which every transport has."""
-        data = tensor.detach().reshape(-1).contiguous().to(self._parameters[0][1].device, copy=True).view(torch.uint8)
-        if self._collective.rank:
-            data.zero_()
-        self._collective.all_reduce(data)
-        with torch.no_grad():
-            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def _checksum(tensor: Tensor) -> Tensor:

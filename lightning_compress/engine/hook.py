@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from queue import Queue
 
@@ -151,6 +151,20 @@ class ThreadHook:
         # A future would turn errors into strings: they are raised here, at the end of backward.
         torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return future
+
+
+def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Average some gradients when all of backward's hooks are through, in their turn after those."""
+    if compression.device.type != "cuda":
+        compression.reduce(parameters, gradients)
+        return
+    stream, current = _stream_beside(compression.device), torch.cuda.current_stream(compression.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        compression.reduce(parameters, gradients)
+    for each in gradients:
+        each.record_stream(stream)
+    current.wait_stream(stream)
 
 
 def register(compression: Compression, ddp: DistributedDataParallel, transport: TorchCollective | None = None) -> None:

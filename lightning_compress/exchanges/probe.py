@@ -46,7 +46,7 @@ def time_link(collective: Collective, device: torch.device) -> Link:
         return _now(device) - start
 
     def least(count: int) -> float:
-        return min(_agreed([seconds(count) for _ in range(REPEATS)], collective, device))
+        return min(agreed([seconds(count) for _ in range(REPEATS)], collective, device))
 
     seconds(4 * size)  # connections are made
     start, count = least(4 * size), LEAST
@@ -96,7 +96,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _agreed(figures: list[float], collective: Collective, device: torch.device) -> list[float]:
+def agreed(figures: list[float], collective: Collective, device: torch.device) -> list[float]:
     """Those of rank 0, on every rank."""
     own = torch.tensor(figures, dtype=torch.float64, device=device)
     collective.all_reduce(own if collective.rank == 0 else own.zero_())
@@ -164,8 +164,8 @@ class Measured:
             self._look_at_links(collective, world, device, node_size)
         for name in (name for name, each in zip(wanted, absent, strict=True) if each):
             speeds = time_codec(wanted[name], device)
-            agreed = _agreed([speeds.encode_s, speeds.decode_s, speeds.start_s], world, device)
-            self.speeds[name] = Speeds(*agreed)
+            figures = [speeds.encode_s, speeds.decode_s, speeds.start_s]
+            self.speeds[name] = Speeds(*agreed(figures, world, device))
 
     def _missing(self, kinds: Iterable[str], world: Collective, device: torch.device) -> list[int]:
         """Whether to see which cluster this is, to measure its links, and each of the codecs; alike on all ranks."""
@@ -192,7 +192,7 @@ class Measured:
             links |= {"inside": whole.part(nodes), "between": whole.part(list(zip(*nodes, strict=True)))}
         for name, collective in links.items():
             link = time_link(collective, device)
-            self.links[name] = Link(*_agreed([link.latency_s, link.bytes_per_s], world, device))
+            self.links[name] = Link(*agreed([link.latency_s, link.bytes_per_s], world, device))
         self.node_size = len(nodes[0]) if len(links) > 1 else 1
 
     def as_primitives(self) -> dict[str, Any]:

@@ -102,7 +102,13 @@ def test_strategy_shows_every_setting_of_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if path.parent.name in ("strategy", "monitor") or path.stem == "meprop"], ids=name
+    "path",
+    [
+        path
+        for path in FILES
+        if path.parent.name in ("strategy", "monitor") or path.stem in ("meprop", "sufficient_factors")
+    ],
+    ids=name,
 )
 def test_defaults_are_those_of_python(path: Path) -> None:
     shown = OmegaConf.to_container(OmegaConf.load(path))

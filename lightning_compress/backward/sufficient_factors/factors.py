@@ -1,0 +1,391 @@
+"""Sufficient factors of one model, backward by backward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_compress.backward.sufficient_factors.decision import decide
+from lightning_compress.backward.sufficient_factors.exchange import Exchange, flag_of
+from lightning_compress.backward.sufficient_factors.layers import Layer, Way, choose
+from lightning_compress.backward.sufficient_factors.linear import Rows
+from lightning_compress.backward.sufficient_factors.ordinary import average_ordinary
+from lightning_compress.backward.sufficient_factors.rule import matrix_bytes
+from lightning_compress.backward.sufficient_factors.settings import FactorSettings
+from lightning_compress.collectives import CountingCollective, TorchCollective
+from lightning_compress.core import failures
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine import checks
+from lightning_compress.engine.attach import announce
+from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import Background
+from lightning_compress.exchanges.probe import agreed
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def enable(
+    module: nn.Module, settings: FactorSettings | None = None, collective: TorchCollective | None = None
+) -> Factors | None:
+    """Take the weights of linear layers out of DistributedDataParallel, to average them by their factors.
+
+    A collective call, before the model is wrapped; then ``begin`` with the wrapped one.
+
+    Args:
+        module: the model.
+        settings: which layers, and how; None: the defaults.
+        collective: the ranks that average; None: those of the default process group.
+
+    Returns:
+        the handle; None on one rank, where nothing is changed.
+
+    Raises:
+        ValueError: a layer cannot travel as factors, so many ranks never pay, or ranks chose differently; on every
+            rank, and nothing was changed.
+    """
+    settings = settings or FactorSettings()
+    collective = collective or TorchCollective()
+    problem, layers = None, []
+    try:
+        layers = choose(module, settings, collective.size)
+    except ValueError as error:  # the other ranks wait for word
+        problem = error
+    told = [(each.names, tuple(each.weight.shape), str(each.weight.dtype)) for each in layers]
+    agreed_on = _agree(repr([settings, told]), collective)
+    if problem:
+        raise problem
+    if not agreed_on:
+        raise ValueError(
+            "ranks chose different layers or settings for sufficient factors, or one of them cannot use them and says "
+            f"why; rank {collective.rank} has {[each.name for each in layers]} by {settings}"
+        )
+    return Factors(module, layers, settings, collective.size) if collective.size > 1 else None
+
+
+def _agree(told: str, collective: TorchCollective) -> bool:
+    """Whether all ranks say the same."""
+    device = "cuda" if dist.get_backend(collective.group) == "nccl" else "cpu"
+    mine = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.uint8).to(device)
+    everyone = mine.new_empty(collective.size, len(mine))
+    collective.all_gather(mine, everyone)
+    return bool(everyone.eq(everyone[0]).all())
+
+
+class Factors:
+    """The layers of one model whose gradients travel as factors; made by ``enable``.
+
+    In each synchronising backward, every layer's rows are gathered in the same order on all ranks, each as soon as
+    backward is through with it, over a process group of their own, in a thread beside backward. At the end of backward
+    the means are formed, in the order of the ranks. Rows of backwards that do not synchronise are kept until then.
+
+    Args:
+        module: the model.
+        layers: that were chosen.
+        settings: what the user chose.
+        ranks: that average.
+
+    Attributes:
+        layers: in the order in which they are sent.
+        sent: bytes that this rank sent for them in the last backward that synchronised.
+        summary: how each layer travels, in a line, once that was decided.
+    """
+
+    def __init__(self, module: nn.Module, layers: list[Layer], settings: FactorSettings, ranks: int) -> None:
+        self._module, self._settings, self._ranks = module, settings, ranks
+        self.layers = layers
+        self.sent = 0
+        self.summary = ""
+        self._task: int | None = None
+        self._syncs = self._expected = False
+        self._next = 0
+        self._arrivals: list[str] = []
+        self._ordered = False
+        self._problem: Exception | None = None
+        self._handles: list[RemovableHandle] = []
+        self._nodes: list[Any] = []
+        self._compression: Compression | None = None
+        self._ddp: DistributedDataParallel | None = None
+        self._before = list(getattr(module, _IGNORED, ()))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Have DistributedDataParallel ignore the parameters; it must keep one."""
+        names = {path for layer in self.layers for path in layer.paths}
+        theirs = [
+            parameter
+            for path, parameter in self._module.named_parameters()
+            if parameter.requires_grad and path not in names and path not in self._before
+        ]
+        if not theirs:
+            biased = [layer for layer in self.layers if layer.bias is not None and layer.bias.requires_grad]
+            if not biased:
+                raise ValueError(
+                    "sufficient factors would take every trained parameter, and DistributedDataParallel refuses a "
+                    "model of which it averages nothing; exclude one layer: "
+                    + ", ".join(each.name for each in self.layers)
+                )
+            min(biased, key=lambda each: each.module.out_features).bias = None
+        ours = [path for layer in self.layers for path in layer.paths]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._module, [*self._before, *ours])
+        setattr(self._module, checks.BESIDE, ours)
+        for layer in self.layers:
+            layer.switch(on=True)
+
+    def begin(
+        self,
+        ddp: DistributedDataParallel,
+        compression: Compression | None = None,
+        say: Callable[[str], object] = announce,
+        at_forward: bool = True,
+    ) -> None:
+        """Average from now on; a collective call. Rank 0's weights are copied to all, as those of the others were.
+
+        Args:
+            ddp: the wrapped model.
+            compression: of its other parameters, of ``attach``, which counts our bytes too; or None.
+            say: shows a line, on rank 0.
+            at_forward: whether a backward synchronises is said by ``no_sync`` around its forward, as in a bare training
+                loop; otherwise by the one around the backward.
+
+        Raises:
+            ValueError: it is not the model that was enabled.
+        """
+        if not isinstance(ddp, DistributedDataParallel) or ddp.module is not self._module:
+            raise ValueError("sufficient factors: begin() takes the DistributedDataParallel of the enabled model")
+        whole = TorchCollective(ddp.process_group)
+        self._device = self.layers[0].weight.device
+        self._transport = whole.apart()
+        self._meter = Meter(self._device)
+        self._collective = CountingCollective(self._transport, self._meter)
+        self._exchange = Exchange(self._collective, self._device, self._settings.dtype == "bfloat16")
+        self._background = Background()
+        self._sent_before = 0
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        for parameter in (each for layer in self.layers for each in layer.parameters):
+            whole.broadcast(parameter, self._device)
+        self._ddp, self._compression, self._say, self._at_forward = ddp, compression, say, at_forward
+        self._handles.append(ddp.register_forward_pre_hook(self._expect))
+        self._watch()
+
+    def _watch(self) -> None:
+        """See when backward is through with a parameter: after the node that would accumulate its gradient."""
+        ours = {id(layer.weight): layer for layer in self.layers}
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes.append(node)  # or torch makes another one
+                self._handles.append(node.register_hook(partial(self._arrive, ours.get(id(parameter)))))
+
+    def _expect(self, ddp: DistributedDataParallel, _: object) -> None:
+        if torch.is_grad_enabled():
+            self._expected = bool(ddp.require_backward_grad_sync)
+
+    def _arrive(self, layer: Layer | None, _: object, given: tuple[Tensor | None, ...]) -> None:
+        """Backward is through with a parameter, of this layer or of none of ours."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin_pass(task)
+        if layer is None:
+            return
+        layer.arrived = True
+        rows = layer.stash.take(task)
+        if layer.way == "ordinary":
+            layer.local = True
+            self._form_own(layer, rows)  # of a forward before that was decided
+            return
+        if given[0] is not None:
+            self._problem = ValueError(
+                f"the weight of {layer.name} is used outside of its layer's forward, where it leaves a gradient that "
+                "is no product of rows; exclude that layer"
+            )
+        layer.rows += rows
+        self._arrivals.append(layer.name)
+        if self._syncs and self._ordered:
+            self._send_arrived()
+
+    def _begin_pass(self, task: int) -> None:
+        if self._task is not None:  # the one before raised
+            self.forget()
+        self._task, self._next, self._problem = task, 0, None
+        self._arrivals = []
+        assert self._ddp is not None
+        self._syncs = self._expected if self._at_forward else bool(self._ddp.require_backward_grad_sync)
+        for layer in self.layers:
+            layer.arrived, layer.counts, layer.gathered = False, None, None
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _send_arrived(self, all_of_them: bool = False) -> None:
+        """Gather what is next in the order, as far as it has come."""
+        while self._next < len(self.layers) and (all_of_them or self.layers[self._next].arrived):
+            layer = self.layers[self._next]
+            self._next += 1
+            if layer.way != "ordinary":
+                self._submit(layer)
+
+    def _submit(self, layer: Layer) -> None:
+        layer.done.clear()
+        if self._stream:
+            layer.marks = [torch.cuda.Event(), torch.cuda.Event()]
+            layer.marks[0].record()
+        self._background.submit(partial(self._gather, layer, layer.rows), layer.done.set)
+
+    def _gather(self, layer: Layer, rows: Rows) -> None:
+        with failures.explained(f"gathering the factors of {layer.name}", self._transport.rank):
+            if self._stream is None:
+                self._exchange_rows(layer, rows)
+                return
+            self._stream.wait_event(layer.marks[0])
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                for each in (tensor for pair in rows for tensor in pair):
+                    each.record_stream(self._stream)
+                self._exchange_rows(layer, rows)
+                layer.marks[1].record(self._stream)
+
+    def _exchange_rows(self, layer: Layer, rows: Rows) -> None:
+        dtype = self._exchange.announce(layer, rows)
+        if dtype is not None and layer.way == "factors":
+            self._exchange.gather(layer, rows, dtype)
+
+    def _finish(self) -> None:
+        """The end of backward: what is left is sent, and averaged when the other ends of this backward are through."""
+        if not self._syncs:
+            self._keep()
+            return
+        self._send_arrived(all_of_them=True)
+        # averages by DistributedDataParallel, or by the compression's thread, come first: Gloo goes by order
+        torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _keep(self) -> None:
+        """Keep rows until a backward synchronises; whatever they were views of may change by then."""
+        self._task = None
+        for layer in self.layers:
+            if layer.arrived:
+                layer.rows = [(inputs.clone(), gradients.clone()) for inputs, gradients in layer.rows]
+        if self._problem:
+            raise self._problem
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Leave the mean over the ranks in every layer's ``grad``."""
+        for layer in self.layers:
+            if layer.way != "ordinary":
+                self._wait(layer)
+        if new := [layer for layer in self.layers if layer.way is None and any(layer.counts or ())]:
+            self._decide(new)
+        flags, formed = [], [layer for layer in self.layers if layer.way == "factors"]
+        for layer in formed:
+            if layer.gathered is not None:
+                flags += [flag_of(layer)] if self._compression else []
+                layer.add(*layer.gathered, self._ranks)
+            layer.rows, layer.gathered = [], None
+        assert self._ddp is not None
+        ordinary = [layer for layer in self.layers if layer.way == "ordinary"]
+        alone = average_ordinary(ordinary, self._ddp, self._compression, self._collective, self._device)
+        sent = int(self._meter.bytes_sent)
+        self.sent, self._sent_before = sent - self._sent_before, sent
+        if self._compression:
+            dense = sum(matrix_bytes(layer, self._ranks) for layer in [*formed, *alone])
+            flag = torch.stack(flags).sum() if flags else torch.zeros((), device=self._device)
+            names = [name for layer in formed for name in layer.names]
+            self._compression.beside(names, self.sent, dense, flag)
+        self._task = None
+        if self._problem:
+            raise self._problem
+
+    def _wait(self, layer: Layer) -> None:
+        """Until the layer's exchange of this backward is over.
+
+        Raises:
+            ExchangeError: it failed, or one before it.
+        """
+        layer.done.wait()
+        if layer.counts is None or (layer.way == "factors" and any(layer.counts) and layer.gathered is None):
+            self._background.wait()
+        if self._stream and layer.gathered:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(layer.marks[1])
+            for each in layer.gathered:
+                each.record_stream(current)
+
+    def _decide(self, new: list[Layer]) -> None:
+        """Choose how these layers travel, whose rows are known for the first time; on all ranks alike."""
+        quiet = self._collective.uncounted
+        said = decide(new, self._settings, quiet, self._exchange.sizes, self._device)
+        self.summary = f"{self.summary}; {said}" if self.summary else said
+        if quiet.rank == 0:
+            self._say(f"lightning_compress: {said}")
+        if not self._ordered:  # as rank 0's backward came to them
+            seen = {name: place for place, name in enumerate(self._arrivals)}
+            own = [float(seen.get(layer.name, len(seen))) for layer in self.layers]
+            places = dict(zip(self.layers, agreed(own, quiet, self._device), strict=True))
+            self.layers.sort(key=lambda layer: places[layer])
+            self._ordered = True
+        for layer in new:
+            if layer.way == "factors":
+                self._submit(layer)
+                self._wait(layer)
+            else:
+                self._form_own(layer, layer.rows)
+                layer.rows = []
+                layer.switch(on=False)
+
+    def _form_own(self, layer: Layer, rows: Rows) -> None:
+        """Leave this rank's own gradient in ``grad``, as autograd does."""
+        layer.local = layer.local or bool(rows)
+        for inputs, gradients in rows:
+            layer.add(inputs, gradients, 1)
+
+    def forget(self) -> None:
+        """Drop the rows of backwards that did not synchronise, as ``zero_grad`` drops gradients."""
+        self._task = None
+        for layer in self.layers:
+            layer.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How each layer travels, and in which order: primitives, the same on all ranks."""
+        return {
+            "ranks": self._ranks,
+            "ways": {layer.name: layer.way for layer in self.layers if layer.way},
+            "ordered": self._ordered,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as a ``state_dict`` says, if it is of as many ranks; layers that it does not know are decided anew."""
+        ways = state.get("ways")
+        if state.get("ranks") != self._ranks or not isinstance(ways, Mapping):
+            return
+        places = {name: place for place, name in enumerate(ways)}
+        self.layers.sort(key=lambda layer: places.get(layer.name, len(places)))
+        self._ordered = bool(state.get("ordered"))
+        for layer in self.layers:
+            way = ways.get(layer.name)
+            if way in get_args(Way):
+                layer.way = way
+                layer.switch(on=way == "factors")
+
+    def close(self) -> None:
+        """Leave the model as it was, when it will not be trained any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+        for layer in self.layers:
+            layer.switch(on=False)
+            layer.forget()
+            for parameter in layer.parameters:
+                vars(parameter).pop("_ddp_ignored", None)
+        vars(self._module).pop(checks.BESIDE, None)
+        vars(self._module).pop(_IGNORED, None)
+        if self._before:
+            setattr(self._module, _IGNORED, self._before)
+        if self._ddp is not None and self._background.idle:  # or a rank left in the middle of a step
+            self._transport.close()
+        self._ddp = self._compression = None

@@ -1,0 +1,105 @@
+"""A linear layer whose weight gets no gradient of its own: backward leaves the rows that make it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Rows = list[tuple[Tensor, Tensor]]
+"""Pairs of inputs ``[k, N]`` and output gradients ``[k, M]``."""
+
+
+class Stash:
+    """Rows that backward left, by the backward pass that did; a copy or a saved one is off.
+
+    Attributes:
+        weight: whose gradient they make up; None: off, the layer is an ordinary one.
+        bias: whether its gradient is made of them too.
+    """
+
+    def __init__(self, weight: nn.Parameter | None = None, bias: bool = False) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._rows: list[tuple[int, Tensor, Tensor]] = []
+
+    def put(self, inputs: Tensor, gradients: Tensor) -> None:
+        """What one use of the layer brings to the backward pass under way."""
+        self._rows.append((torch._C._current_graph_task_id(), inputs, gradients))
+
+    def take(self, task: int) -> Rows:
+        """What this pass brought; rows of others (``autograd.grad`` of something else) are dropped."""
+        found = [(inputs, gradients) for number, inputs, gradients in self._rows if number == task]
+        self._rows.clear()
+        return found
+
+    def __deepcopy__(self, memo: object) -> Stash:
+        return Stash()
+
+    def __reduce__(self) -> tuple[type[Stash], tuple[()]]:
+        return Stash, ()
+
+
+class FactoredLinear(nn.Linear):
+    """What a linear layer's class is while its gradients travel as factors; its parameters and keys are as before."""
+
+    factors: Stash
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., N]`` -> ``[..., M]``, as ``nn.Linear``.
+
+        Raises:
+            ValueError: the input is sparse, or the weight was frozen and the bias was not.
+        """
+        kept = self.factors
+        # another weight: torch.func.functional_call, whose gradient is none of ours
+        if kept.weight is None or not torch.is_grad_enabled() or self.weight is not kept.weight:
+            return F.linear(x, self.weight, self.bias)
+        if not self.weight.requires_grad:
+            if kept.bias and self.bias.requires_grad:
+                raise ValueError(
+                    f"the weight {tuple(self.weight.shape)} of a layer that travels as factors was frozen and its bias "
+                    "was not; freeze both, or exclude the layer"
+                )
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor = _forward(x, self.weight, self.bias, kept)
+        return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Stash) -> Tensor:
+    if x.layout != torch.strided:
+        raise ValueError(
+            f"a layer that travels as factors, {tuple(weight.shape)}, got an input of layout {x.layout}; exclude it, "
+            "or give it a dense input"
+        )
+    used = weight.detach()
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, used = x.to(dtype), used.to(dtype)
+    out: Tensor = _Linear.apply(x, weight, bias, used, kept)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` that leaves its rows in a stash, and no gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor, kept: Stash) -> Tensor:
+        ctx.save_for_backward(x, used)
+        ctx.kept, ctx.has_bias = kept, bias is not None
+        return F.linear(x, used, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        x, used = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[1]:
+            ctx.kept.put(x.reshape(-1, x.shape[-1]), rows)
+        own = ctx.has_bias and ctx.needs_input_grad[2] and not ctx.kept.bias
+        inward = gradient.matmul(used) if ctx.needs_input_grad[0] else None
+        return inward, None, rows.sum(0) if own else None, None, None
