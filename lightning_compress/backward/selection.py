@@ -9,8 +9,9 @@ from torch import Tensor
 
 Amount = int | float
 """How many outputs are kept: a whole number of them, or a fraction in (0, 1]."""
-BLOCK = 1 << 17
-"""Elements that are summed at a time on a CPU."""
+BLOCK = (1 << 15) - 1
+"""Elements that are summed at a time on a CPU: what torch gives to one thread. Where threads of other programs are in
+the way, each operation on several threads may wait milliseconds for the last of them."""
 
 
 def check_amount(amount: object, where: str) -> Amount:
