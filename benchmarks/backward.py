@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from benchmarks._backward import accuracy, speed
 
@@ -28,6 +29,12 @@ CASES = [
     speed.linear(4096, 1024, 0.01, memory=0.5),
     speed.linear(8192, 1024, 8),
     speed.conv(128, 28, 32, 0.05),
+    *(
+        speed.recurrent(cell, width, batch, steps, 0.05, once)
+        for cell in (nn.LSTM, nn.GRU)
+        for width, batch, steps in ((512, 32, 20), (1024, 64, 10))
+        for once in (False, True)
+    ),
     speed.paper(500, 10, 80),
     speed.paper(500, 100, 80),
     speed.paper(500, 100, 80, memory=0.5),

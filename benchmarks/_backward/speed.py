@@ -27,6 +27,7 @@ class Case:
         shape: of the input.
         output: the last layer is sparse as well: it is the only one.
         memory: see ``enable``.
+        per_sequence: see ``enable``.
     """
 
     label: str
@@ -35,6 +36,32 @@ class Case:
     shape: tuple[int, ...]
     output: bool = False
     memory: float = 0.0
+    per_sequence: bool = False
+
+
+class Outputs(nn.Module):
+    """A recurrent layer of which only the outputs are wanted.
+
+    Args:
+        layer: such as ``nn.LSTM``.
+    """
+
+    def __init__(self, layer: nn.LSTM | nn.GRU) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[steps, batch, width] -> [steps, batch, hidden]."""
+        outputs: Tensor = self.layer(x)[0]
+        return outputs
+
+
+def recurrent(cell: type[nn.LSTM | nn.GRU], width: int, batch: int, steps: int, k: float, per_sequence: bool) -> Case:
+    """One recurrent layer, whose inputs are as wide as its outputs."""
+    once = "once" if per_sequence else "each step"
+    label = f"{cell.__name__} {width}, batch {batch}, {steps} steps, k {100 * k:g} % {once}"
+    make = lambda: Outputs(cell(width, width))  # noqa: E731
+    return Case(label, k, make, (steps, batch, width), True, per_sequence=per_sequence)
 
 
 def linear(width: int, batch: int, k: int | float, memory: float = 0.0) -> Case:
@@ -111,7 +138,7 @@ def measure(case: Case, rounds: int, seconds: float, device: torch.device) -> li
     model = case.make().to(device)
     x = torch.randn(case.shape, device=device)
     sparse = copy.deepcopy(model)
-    enable(sparse, case.k, output=case.output, memory=case.memory)
+    enable(sparse, case.k, output=case.output, memory=case.memory, per_sequence=case.per_sequence)
     trials = [Trial(each, x, needs_x=case.output) for each in (model, sparse)]
     end = time.monotonic() + seconds
     for number in range(rounds + 2):
