@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from recipes.resnet.alexnet import AlexNet
 from recipes.resnet.model import ResNet
 
 
@@ -34,23 +35,13 @@ def classifier() -> nn.Module:
     return nn.Sequential(*wide, nn.Linear(4096, 10))
 
 
-def alexnet() -> nn.Module:
-    """Krizhevsky's network in one column, 61 million parameters ("One weird trick", arXiv:1404.5997)."""
-    sizes = ((3, 64, 11, 4, 2), (64, 192, 5, 1, 2), (192, 384, 3, 1, 1), (384, 256, 3, 1, 1), (256, 256, 3, 1, 1))
-    layers: list[nn.Module] = []
-    for number, (inward, outward, kernel, stride, padding) in enumerate(sizes):
-        layers += [nn.Conv2d(inward, outward, kernel, stride, padding), nn.ReLU()]
-        layers += [nn.MaxPool2d(3, 2)] if number in (0, 1, 4) else []
-    head = [nn.Linear(9216, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
-    return nn.Sequential(*layers, nn.Flatten(), *head)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (16, 1768)),
     "classifier": (classifier, (8, 4096)),
     "resnet20": (lambda: ResNet(20), (32, 3, 32, 32)),
     "lstm": (Recurrent, (4, 20, 1024)),
-    "alexnet": (alexnet, (2, 3, 224, 224)),
+    "alexnet": (lambda: AlexNet(dropout=0.0), (2, 3, 224, 224)),
+    "alexnet_head": (lambda: AlexNet(dropout=0.0).classifier, (8, 9216)),
 }
 """Each with the shape of a rank's batch."""
 
