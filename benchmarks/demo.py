@@ -17,8 +17,8 @@ import sys
 import time
 from contextlib import ExitStack
 
+from benchmarks._demo.entries import ENTRIES, RATES, Entry
 from benchmarks._demo.table import Row, conclusion, table
-from benchmarks._demo.tasks import RATES, TASKS, Task
 from benchmarks._network.lab import Here, Lab
 from benchmarks._network.launch import run_ranks
 
@@ -34,7 +34,7 @@ def main() -> None:
     if refused:
         print(f"links are played, not measured: {refused}")
     try:
-        rows = run(TASKS, paced=refused is not None)
+        rows = run(ENTRIES, paced=refused is not None)
     except KeyboardInterrupt:
         sys.exit(130)
     print(f"\n{table(rows, paced=refused is not None)}\n\n{conclusion(rows)}")
@@ -50,7 +50,7 @@ def refusal() -> str | None:
         return str(error)
 
 
-def run(tasks: list[Task], *, paced: bool) -> list[Row]:
+def run(tasks: list[Entry], *, paced: bool) -> list[Row]:
     """A row for each method of each task.
 
     Args:

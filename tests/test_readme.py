@@ -73,6 +73,8 @@ def test_command(command, capsys):
     elif words[:3] == ["python", "-m", "recipes.predict"]:  # where there is no such checkpoint, it says so
         assert predict.main(words[3:]) == 1
         assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
+    elif words[0] == "python" and words[2].startswith("benchmarks."):  # how each is used is tested below
+        assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
     elif words[0] == "make":
         run([words[0], "--dry-run", *words[1:]])
     elif words[:2] == ["pip", "install"]:

@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks._demo.entries import RATES, Entry
 from benchmarks._demo.pace import Wire, pace
-from benchmarks._demo.tasks import RATES, Task
 from benchmarks._network.lab import bits_per_second, set_rate
 from lightning_compress import CompressedDDPStrategy
 from recipes import task as recipe
@@ -57,13 +57,13 @@ def main(told: dict[str, Any]) -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{told['store']}", rank=told["rank"], world_size=told["ranks"])
-    rows = [row for given in told["tasks"] for row in rows_of(Task(*given), paced=told["paced"])]
+    rows = [row for given in told["tasks"] for row in rows_of(Entry(*given), paced=told["paced"])]
     Path(told["result"]).write_text(json.dumps({"rows": rows}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def rows_of(task: Task, *, paced: bool) -> list[dict[str, Any]]:
+def rows_of(task: Entry, *, paced: bool) -> list[dict[str, Any]]:
     """Train a task with each of its methods, and time the steps of each.
 
     Args:

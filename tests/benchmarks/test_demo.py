@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import demo
+from benchmarks._demo.entries import ENTRIES, RATES, Entry
 from benchmarks._demo.pace import Wire, pace
 from benchmarks._demo.rank import QUIET
 from benchmarks._demo.table import Row, conclusion, table
-from benchmarks._demo.tasks import RATES, TASKS, Task
 from benchmarks._network import lab
 from lightning_compress import attach
 from tests.benchmarks.test_network import namespaces, root
@@ -75,7 +75,7 @@ def test_error_rates_are_better_when_lower():
     assert "but for a, x (30.0" in conclusion([row("dense", 20.0, ms, higher=False), row("x", 30.0, ms, higher=False)])
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", ENTRIES, ids=lambda task: task.name)
 def test_every_method_composes_and_only_the_first_is_dense(task):
     assert next(iter(task.methods)) == "dense"
     for method, overrides in task.methods.items():
@@ -91,7 +91,7 @@ def test_readme_shows_a_table_of_the_demo():
     shown = read(text)
     assert text == table(shown, paced=False)
     assert [(each.task, each.method) for each in shown] == [
-        (each.name, name) for each in TASKS for name in each.methods
+        (each.name, name) for each in ENTRIES for name in each.methods
     ]
     assert list(shown[0].ms) == list(RATES)
     assert conclusion(shown) in " ".join(README.split())
@@ -147,7 +147,7 @@ def test_played_links_are_as_slow_as_asked(pools, compressor):
         assert 2 < slow / fast < 6
 
 
-TINY = Task(
+TINY = Entry(
     "tiny",
     ["recipe=resnet", "recipe.depth=8", "data.train_size=64", "trainer.max_epochs=1"],
     {"dense": ["compressor=none"], "onebit": ["compressor=onebit"]},

@@ -54,7 +54,9 @@ def test_every_method_trains_and_ranks_stay_identical(pools, case, size):
     assert all(np.array_equal(first, other) for other, _ in ranks)
     assert np.isfinite(first).all()
     assert stats["steps"] == 6
-    assert stats["ratio"] > (1.9 if case.name != "none" else 0.99)
+    assert stats["ratio"] > (
+        1.9 if case.name not in ("none", "rows") else 0.99
+    )  # whose gradients here have no empty row
 
 
 def _trace(accumulate):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["RATES", "TASKS", "Task"]
+__all__ = ["ENTRIES", "RATES", "Entry"]
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 """As people write them, and as tc does."""
 
 
-class Task(NamedTuple):
+class Entry(NamedTuple):
     """A recipe on its embedded data, at a size that trains in seconds."""
 
     name: str
@@ -25,18 +25,18 @@ DENSE = {"dense": ["compressor=none"]}
 ROTATED = {"rotated 4 bits": ["compressor=rotated"]}
 TOPK = {"topk 1 %": ["compressor=topk", "compressor.density=0.01"]}
 
-TASKS = [
-    Task(
+ENTRIES = [
+    Entry(
         "ResNet-20, digits",
         ["recipe=resnet", "recipe.schedule=linear", "recipe.warmup_epochs=1", "trainer.max_epochs=10"],
         DENSE | ROTATED | TOPK,
     ),
-    Task(
+    Entry(
         "LSTM, spoken digits",
         ["recipe=lstm_speech", "data.augment=null", "data.batch_size=8", "optimizer.lr=0.2", "trainer.max_epochs=2"],
         DENSE | ROTATED | TOPK,
     ),
-    Task(
+    Entry(
         "Transformer, numbers",
         ["recipe=nmt", "recipe.beam=1", "trainer.max_epochs=3"],
         DENSE | ROTATED,
