@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -48,7 +50,7 @@ with hydra.initialize_config_dir(version_base="1.3", config_dir=sys.argv[1]):
 
 def run(*command, cwd, site=None):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (cwd, site, ROOT))))}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": free_port()}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout

@@ -20,13 +20,15 @@ from recipes.lineage import PARENT
 from recipes.record import read_result
 from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_idle, refuse_multirun, refuse_unwritable
 from tests.config.composing import ROOT, composed
+from tests.helpers.ports import free_port
 from tests.recipes.test_sweep import gone
 
 
 def alone() -> dict[str, str]:
     """The environment of a run that no launcher started."""
     launched = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", PARENT)
-    return {key: value for key, value in os.environ.items() if key not in launched} | {"OMP_NUM_THREADS": "1"}
+    ours = {"OMP_NUM_THREADS": "1", "MASTER_PORT": free_port()}
+    return {key: value for key, value in os.environ.items() if key not in launched} | ours
 
 
 def train(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
