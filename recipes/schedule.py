@@ -41,7 +41,9 @@ def lr_factor(
         ValueError: there is no such schedule.
     """
     first = min(1.0, peak) if start is None else start
-    if first == peak:
+    if (
+        schedule != "inverse_sqrt" and first == peak
+    ):  # which falls from the end of the warm-up, whatever that began with
         warmup = 0
     if step < warmup:
         return first + (peak - first) * step / warmup

@@ -56,6 +56,8 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     folder = writable(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     refuse_foreign_data(cfg)
+    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).exists():
+        raise ValueError(f"ckpt_path={cfg.ckpt_path}: there is no such checkpoint; null begins anew")
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
@@ -70,7 +72,7 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
         logger.log_hyperparams(settings)
         if isinstance(logger, WandbLogger):
             logger.log_hyperparams(choices())  # one word each, as in a sweep: compressor: topk
-    trainer.fit(model, datamodule=data)
+    trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     go_on_writing(trainer.loggers)
     fitted = dict(trainer.callback_metrics)
     for logger in trainer.loggers:
@@ -150,6 +152,8 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
     Raises:
         ValueError: a compressor, an exchange or a recovery would have no effect.
     """
+    if trainer.limit_test_batches == 0:
+        raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
     kind, compresses = type(trainer.strategy).__name__, isinstance(trainer.strategy, CompressedDDPStrategy)
     chosen = [
         f"{group}={cfg[group].get('_target_')}" for group in IDLE if cfg.get(group) and cfg[group] not in _plain(group)

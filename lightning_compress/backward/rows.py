@@ -68,10 +68,9 @@ class Buffer:
         self._rows, self._version = [index], self.tensor._version
         return self.tensor.detach()
 
-    def will_gain(self, index: Tensor) -> None:
-        """Autograd is about to add these rows to it, in place."""
-        self._rows.append(index)
-        self._version += 1
+    def will_gain(self) -> None:
+        """Autograd is about to add to it, in place: these rows, and whatever else reaches the weight in this pass."""
+        self._rows, self._version = [], -1
 
 
 class RowGradient:
@@ -99,7 +98,7 @@ class RowGradient:
         if weight.grad is not None and _accumulates(weight, node):
             for buffer in self._buffers:
                 if buffer.is_grad_of(weight):
-                    buffer.will_gain(index)
+                    buffer.will_gain()
             return torch.sparse_coo_tensor(
                 index[None], rows.contiguous(), weight.shape, check_invariants=False, is_coalesced=True
             )

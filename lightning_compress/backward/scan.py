@@ -253,9 +253,10 @@ class Scan:
         cell, total = self._cell, len(self._w_hh)
         self._dx, both = torch.empty_like(self._x), self._inner is not self._factors
         names = {"ih": self._w_ih, "hh": self._w_hh}
-        self._summed = {name: torch.zeros_like(each) for name, each in names.items()}
-        self._summed |= {f"bias {name}": self._x.new_zeros(total) for name in names}
-        self._summed |= {f"full {name}": self._x.new_zeros(total) for name in names}
+        wide = torch.promote_types(self._x.dtype, torch.float32)  # in 16 bits a sum over many steps loses small terms
+        self._summed = {name: torch.zeros_like(each, dtype=wide) for name, each in names.items()}
+        self._summed |= {f"bias {name}": self._x.new_zeros(total, dtype=wide) for name in names}
+        self._summed |= {f"full {name}": self._x.new_zeros(total, dtype=wide) for name in names}
         for span, count in self._steps:
             flowing = self._begin(span, count)
             parts = flowing.split(self._size, 1)
@@ -276,11 +277,11 @@ class Scan:
         summed, bias = self._summed[name], self._summed[f"bias {name}"]
         self._summed[f"full {name}"].add_(full.sum(0))
         if index is None:
-            summed.addmm_(kept.t(), other)
+            summed.add_(kept.t() @ other)
             bias.add_(kept.sum(0))
         else:
-            summed.index_add_(0, index, (other.t() @ kept).t())  # as for linear layers
-            bias.index_add_(0, index, kept.sum(0))
+            summed.index_add_(0, index, (other.t() @ kept).t().to(summed.dtype))  # as for linear layers
+            bias.index_add_(0, index, kept.sum(0).to(bias.dtype))
 
     def _begin(self, span: slice, count: int) -> Tensor:
         """``dc`` and ``dh`` of a step, in place of those of the step after it."""

@@ -84,9 +84,9 @@ class MePropMixin:
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keep as many outputs as the schedule says."""
-        due = [amounts for step, amounts in self.schedule if step <= trainer.global_step]
-        if due:
-            self._resize(due[-1])
+        for step, amounts in self.schedule:  # all that are due, since each may be of other layers
+            if step <= trainer.global_step:
+                self._resize(amounts)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Multiply the memory as the loss is, whose gradients are added to it."""
@@ -148,7 +148,7 @@ class MePropMixin:
         for layer, memories in own.items() if self.memory else ():
             sparsity = self.layers.get(layer)
             for name, remembered in memories.items():
-                if sparsity is None or remembered.numel() % sparsity.width:
+                if sparsity is None or remembered.numel() != sparsity.width:
                     rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory begins anew")
                     break
                 sparsity.memory[name] = remembered.clone()

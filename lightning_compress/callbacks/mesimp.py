@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class MeSimpMixin(MePropMixin):
         _check_strategy(trainer.strategy)
         check_optimizers(trainer.optimizers)
         resumed = bool(self.history)
-        self.k = {**(_narrower(pl_module, self._given) if resumed else {}), **amounts_of(self._given)}
+        self.k = {**(_narrower(pl_module, self._given, self.skip) if resumed else {}), **amounts_of(self._given)}
         super().on_fit_start(trainer, pl_module)
         self._following = followers(pl_module, self.layers, self.pairs)
         for name, sparsity in self.layers.items():
@@ -78,7 +79,9 @@ class MeSimpMixin(MePropMixin):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """At the end of a cycle, remove neurons; not at the end of the training, which should go on afterwards."""
         done = trainer.current_epoch + 1
-        if done % self.cycle == 0 and done != trainer.max_epochs:
+        if done % self.cycle or done == trainer.max_epochs or 0 <= trainer.max_steps <= trainer.global_step:
+            return
+        if not trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False):
             self._prune(trainer, pl_module)
 
     def _prune(self, trainer: Any, pl_module: Any) -> None:
@@ -132,11 +135,11 @@ class MeSimpMixin(MePropMixin):
         self._counted, self.history = state_dict["counts"], list(state_dict["history"])
 
 
-def _narrower(model: nn.Module, given: Amounts) -> dict[str, Amount]:
-    """Layers that have fewer neurons by now than they are to keep: they keep all."""
+def _narrower(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict[str, Amount]:
+    """Layers that have fewer neurons by now than they are to keep: they keep all. The output layer is none of them."""
     patterns, found = amounts_of(given), {}
-    for name, layer in model.named_modules():
-        pattern = pattern_of(name, patterns) if isinstance(layer, nn.Linear) else None
+    for name, layer in [each for each in model.named_modules() if isinstance(each[1], nn.Linear)][:-1]:
+        pattern = None if any(fnmatchcase(name, each) for each in skip) else pattern_of(name, patterns)
         if pattern is not None and isinstance(patterns[pattern], int) and layer.out_features < patterns[pattern]:
             found[name] = layer.out_features
     return found

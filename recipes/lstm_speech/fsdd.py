@@ -45,7 +45,7 @@ class FSDD(SpeechData):
         root: holds ``free-spoken-digit-dataset/``, or ``recordings/``, or the wavs: 8 kHz, 16 bits, named
             ``digit_speaker_take.wav``.
         leave_out: a speaker's name; None: the official split.
-        train_size: strings of the training part; 600 are each of its recordings once.
+        train_size: strings of the training part; 630 are each of its recordings once.
         val_size: strings of the validation part; 0: none.
         test_size: strings of the test part; 75 are each of its recordings once.
         corpus_seed: of the strings.

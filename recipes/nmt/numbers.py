@@ -85,6 +85,8 @@ class Numbers(TranslationData):
     def __init__(
         self, *, train_size: int = 8000, val_size: int = 500, test_size: int = 500, draw: int = 0, **kwargs: Any
     ) -> None:
+        if train_size is None:
+            raise ValueError(f"data.train_size=null: numbers are drawn, so say how many; at most {MOST:,}")
         super().__init__(train_size=train_size, **kwargs)
         total = train_size + val_size + test_size
         if val_size < 0 or test_size < 1 or total > MOST:

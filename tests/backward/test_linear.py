@@ -279,3 +279,16 @@ def test_enable_and_disable_change_nothing_else():
     disable(model)
     assert type(model[0]) is nn.Linear
     assert not hasattr(model[0], "sparsity")
+
+
+def test_what_else_reaches_the_weight_while_it_accumulates_is_cleared_too():
+    model = nn.Sequential(nn.Linear(6, 10))
+    enable(model, 2, output=True)
+    x = torch.randn(5, 6)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        (model(x).square().sum() + model[0].weight.square().sum()).backward()
+        model.zero_grad()
+        model(x).square().sum().backward()
+        assert int(model[0].weight.grad.any(1).sum()) == 2

@@ -164,3 +164,8 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     ((key, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{key}='?{value}"):
         ResNetModule(8, **wrong)
+
+
+def test_inverse_sqrt_falls_from_the_end_of_the_warm_up_also_without_a_ramp() -> None:
+    factors = [lr_factor(step, 1000, schedule="inverse_sqrt", warmup=200) for step in (0, 200, 800)]
+    assert factors == pytest.approx([1.0, 1.0, 0.5])

@@ -19,6 +19,7 @@ from recipes.build import build
 from recipes.lineage import PARENT
 from recipes.record import read_result
 from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_idle, refuse_multirun, refuse_unwritable
+from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
 from tests.recipes.test_sweep import gone
@@ -213,3 +214,15 @@ def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
     header, *rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     assert {"comm/ratio", "train/loss", "test/acc"} <= set(header.split(","))
     assert len(rows) > 3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("ckpt_path=nowhere.ckpt", "there is no such checkpoint"), ("trainer.limit_test_batches=0", "judged by its test")],
+)
+def test_what_a_run_cannot_do_is_said_before_it_begins(
+    override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        run_recipe(composed("trainer=cpu", "debug=fast", override))
