@@ -122,6 +122,9 @@ def test_defaults_are_those_of_python(path: Path) -> None:
             option = OmegaConf.load(CONF / key / f"{defaults[key]}.yaml")
             assert get_object(option["_target_"]) is {"compressor": COMPRESSORS, "exchange": EXCHANGES}[key]["auto"]
         else:
+            value = OmegaConf.create({"strategy": {key: value}}).strategy[
+                key
+            ]  # the seed: the run's, where there is one
             default = defaults.get(key, ddp.get(key))
             assert value == (list(default) if isinstance(default, tuple) else default), key
 

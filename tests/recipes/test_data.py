@@ -143,6 +143,7 @@ def test_draws_are_uniform_and_new_in_every_epoch() -> None:
     for bits in (first, other_epoch, other_seed):
         counts = torch.bincount(bits % 162, minlength=162)  # 9 x 9 windows, mirrored or not
         assert ((counts - 50_000 / 162) ** 2 / (50_000 / 162)).sum() < 230  # chi-square, 161 degrees: p < 0.001
+    assert not torch.equal(other_epoch, other_seed)
     for another in (other_epoch, other_seed):
         assert (first % 162 == another % 162).float().mean() < 0.01
 
