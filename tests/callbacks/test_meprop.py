@@ -76,6 +76,15 @@ def test_trains_by_a_schedule_and_leaves_the_model_as_it_came(tmp_path):
     assert "MeProp" not in content["callbacks"]  # nothing is remembered
 
 
+def test_a_run_that_goes_on_is_where_the_schedule_of_each_layer_is(tmp_path):
+    schedule = {0: 0.5, 1: {"head.*": 5}, 2: {"body.0": 3}, 5: {"body.3": 0.25}}
+    half, watch = Watch(), Watch()
+    trainer, _ = train(tmp_path, 1, MeProp(1.0, schedule=schedule), half)
+    train(tmp_path, 2, MeProp(1.0, schedule=schedule), watch, path=trainer.checkpoint_callback.best_model_path)
+    assert half.kept[1:] == [{"body.0": 8, "body.3": 8, "head.0": 5}, {"body.0": 3, "body.3": 8, "head.0": 5}]
+    assert watch.kept == [half.kept[2]] * 2 + [{"body.0": 3, "body.3": 4, "head.0": 5}]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_error_leaves_the_model_as_it_came(tmp_path):
     watch = Watch()
