@@ -16,6 +16,7 @@ from lightning_compress.backward.recurrent import scan
 from lightning_compress.backward.scan import plan_steps
 from lightning_compress.backward.sparsity import Sparsity
 
+pytestmark = pytest.mark.filterwarnings("ignore:meProp. layer would keep")
 HIDDEN, INPUT, STEPS, BATCH = 12, 5, 4, 3
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU}
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}

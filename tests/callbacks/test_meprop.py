@@ -105,6 +105,33 @@ def test_an_error_leaves_the_model_as_it_came(tmp_path):
     assert not enabled(model)
 
 
+class Recurrent(Narrow):
+    """A layer through which sequences pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(9, 16, batch_first=True)
+        self.head, self.tail = nn.Identity(), nn.Linear(16, 10)
+
+    def forward(self, images):
+        return self.tail(self.rnn(self.body(images).unflatten(1, (-1, 9)))[1][0])
+
+
+@pytest.mark.parametrize(("k", "schedule", "warns"), [(0.5, {}, 0), (0.5, {9: {"rnn": 0.1}}, 1), (0.2, {9: 0.1}, 1)])
+def test_what_a_schedule_comes_to_is_warned_of_once(k, schedule, warns, tmp_path):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        fast_dev_run=True,
+        callbacks=[MeProp(k, schedule=schedule)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Recurrent(), loader(digits()))
+    assert sum("rnn would keep" in str(each.message) for each in caught) == warns
+
+
 def resumed(folder, share):
     """Six steps at once, and three and three; parameters and memory of this rank."""
     results = []
