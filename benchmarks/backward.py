@@ -3,6 +3,7 @@
     python -m benchmarks.backward                                # speed, on the CPU or --device cuda
     python -m benchmarks.backward --only 4096 --rounds 20        # cases whose label has this in it
     python -m benchmarks.backward --parts                        # what a sparse backward pass consists of
+    python -m benchmarks.backward --recipes --share 0.5 0.16      # whole steps of each recipe, CPU time of one thread
     python -m benchmarks.backward --accuracy digits --k 80 5
     python -m benchmarks.backward --accuracy cifar10 --data DIR
 
@@ -13,6 +14,7 @@ of the rounds' ratios, of the backward pass alone and of the whole training step
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks._backward import accuracy, speed
+from benchmarks._backward import accuracy, recipes, speed
 
 CASES = [
     *(speed.linear(width, batch, 0.01) for width in (512, 1024, 2048, 4096) for batch in (32, 256, 1024)),
@@ -49,10 +51,13 @@ def main() -> None:
     """Measure what was asked for, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--only", default="", help="cases, or recipes, whose label contains this")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each case")
     parser.add_argument("--parts", action="store_true", help="the parts of one backward pass instead")
+    parser.add_argument("--recipes", action="store_true", help="whole steps of the recipes instead")
+    parser.add_argument("--share", type=float, nargs="+", default=[0.5], help="of the outputs that are kept there")
+    parser.add_argument("--steps", type=int, default=60, help="of each training there")
     parser.add_argument("--accuracy", choices=tuple(accuracy.SETS), help="accuracy of the paper's MLP instead")
     parser.add_argument("--data", type=Path, help="folder that holds cifar-10-batches-bin/")
     parser.add_argument("--k", type=int, nargs="+", default=[80])
@@ -64,6 +69,13 @@ def main() -> None:
         table = Table("data", "backward pass", "accuracy, %", "least to most", "to dense, points")
         for row in accuracy.compare(given.accuracy, given.data, given.k, given.seeds, given.memory):
             table.add_row(*row)
+    elif given.recipes:
+        table = Table(
+            "recipe", "k", *(f"{of} {what}" for of in ("backward", "step") for what in ("dense", "sparse", "x"))
+        )
+        for recipe, share in itertools.product(recipes.RECIPES, given.share):
+            if given.only in recipe:
+                table.add_row(*recipes.measure(recipe, share, given.steps))
     elif given.parts:
         table = Table("part", "ms", title="Linear 4096, batch 1024, k 41")
         for name, ms in speed.bounds(4096, 1024, 41):
@@ -76,7 +88,7 @@ def main() -> None:
             if given.only in case.label:
                 table.add_row(*speed.measure(case, given.rounds, given.seconds, torch.device(given.device)))
     console.print(table)
-    if not (given.accuracy or given.parts):
+    if not (given.accuracy or given.parts or given.recipes):
         console.print(PAPERS)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks._backward import accuracy, speed
+from benchmarks._backward import accuracy, recipes, speed
 
 
 def test_dense_and_sparse_take_turns():
@@ -17,3 +17,10 @@ def test_the_papers_mlp_learns_digits():
     data = accuracy.digits(None)
     assert len(data.y) + len(data.test_y) == 1797
     assert accuracy.train(data, 2, seed=0, k=80) > 50
+
+
+def test_steps_of_a_recipe_take_turns():
+    name, share, *figures = recipes.measure("ResNet-20, digits", 0.5, steps=4)
+    assert (name, share) == ("ResNet-20, digits", "50 %")
+    assert len(figures) == 6
+    assert all(float(each) > 0 for each in figures)
