@@ -174,6 +174,10 @@ def test_data_of_another_recipe_is_refused() -> None:
     cfg.data._target_ = "recipes.nmt.numbers.Numbers"
     with pytest.raises(ValueError, match=r"recipes.nmt.numbers.Numbers is of recipe=nmt, .* data=cifar10, digits"):
         refuse_foreign_data(cfg)
+    with pytest.raises(ValueError, match=r"is of recipe=lstm_speech, and recipe=alexnet .* data=cifar10, digits"):
+        refuse_foreign_data(composed("recipe=alexnet", "data=spoken"))
+    with pytest.raises(ValueError, match=r"is of recipe=alexnet or resnet, and recipe=nmt cannot read it"):
+        refuse_foreign_data(composed("recipe=nmt", "data=digits"))
 
 
 def test_plugin_appends_our_groups() -> None:
