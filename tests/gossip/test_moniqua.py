@@ -160,14 +160,11 @@ def test_fine_codes_train_as_exact_ones(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["dpsgd", "d2"])
-@pytest.mark.parametrize("theta", [0.05, "estimated"])
+@pytest.mark.parametrize("theta", [0.05, {"rate": 3.0}])
 @pytest.mark.parametrize("bits", [1, 4])
 def test_where_theta_is_too_small_the_mean_still_holds(bits, theta, algorithm):
     """Edges that fail are mixed exactly, both ways; theta grows for all, at the same round."""
     size, problem, rounds = 4, Problem(4), 3 * AGREE
-    if theta == "estimated":  # and then the ranks part
-        problem.centres *= 3
-        theta = {"estimated": 1.01, "every": 100}
     ranks = run(algorithm, {"name": "moniqua", "bits": bits, "theta": theta}, size, rounds=rounds, problem=problem)
     numbers = [each.mixing.numbers for each in ranks]
     assert sum(each["failures"] for each in numbers) > 0
