@@ -9,7 +9,7 @@ from typing import Any
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["CONF", "TARGETS", "build", "recipe_of", "refuse_foreign_data"]
+__all__ = ["CONF", "TARGETS", "build", "options_of", "recipe_of", "refuse_foreign_data"]
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -42,6 +42,12 @@ def recipe_of(node: Any) -> str | None:
     return path[0] if package == "recipes" and len(path) > 1 else None
 
 
+def options_of(recipe: str | None) -> list[str]:
+    """Hydra's names of the models in a recipe's folder: ``alexnet`` and ``resnet`` of the latter."""
+    files = sorted((CONF / "recipe").glob("*.yaml"))
+    return [path.stem for path in files if recipe_of(OmegaConf.load(path).recipe) == recipe]
+
+
 def refuse_foreign_data(cfg: DictConfig) -> None:
     """Stop a recipe that would train on another recipe's data.
 
@@ -51,12 +57,16 @@ def refuse_foreign_data(cfg: DictConfig) -> None:
     Raises:
         ValueError: the data is of another recipe.
     """
-    recipe, owner = recipe_of(cfg.recipe), recipe_of(cfg.data)
+    recipe, owner, model = recipe_of(cfg.recipe), recipe_of(cfg.data), cfg.recipe.get("_target_")
     if not owner or owner == recipe:
         return
     files = sorted((CONF / "data").glob("*.yaml"))
     own = [path.stem for path in files if recipe_of(OmegaConf.load(path)) == recipe]
+    chosen = next(
+        (each for each in options_of(recipe) if OmegaConf.load(CONF / f"recipe/{each}.yaml").recipe._target_ == model),
+        recipe,
+    )
     raise ValueError(
-        f"data: {cfg.data._target_} is of recipe={owner}, which recipe={recipe} cannot read; leave it out, or choose "
-        f"data={', '.join(own)}"
+        f"data: {cfg.data._target_} is of recipe={' or '.join(options_of(owner)) or owner}, and recipe={chosen} cannot "
+        f"read it; leave it out, or choose data={', '.join(own)}"
     )

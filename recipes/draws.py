@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draw"]
+__all__ = ["draw", "own_seed"]
 
 
 def draw(index: Tensor, epoch: int, seed: int) -> Tensor:
@@ -19,10 +19,20 @@ def draw(index: Tensor, epoch: int, seed: int) -> Tensor:
     Returns:
         int64, the shape of ``index``.
     """
-    state = torch.full((), seed, dtype=torch.int64, device=index.device)
-    for value in (epoch, index):
-        state = _mix((state + value) & 0xFFFFFFFF)
+    state = torch.zeros((), dtype=torch.int64, device=index.device)
+    for value in (seed, epoch, index):  # not their sum, by which seed 1 would have the draws of seed 0, an epoch late
+        state = _mix((state + (value & 0xFFFFFFFF)) & 0xFFFFFFFF)
     return state
+
+
+def own_seed(seed: int, number: int = 0) -> int:
+    """Seed in [0, 2^32) for what counts on from it, as ``DistributedSampler`` does by the epoch.
+
+    Args:
+        seed: seed of the run.
+        number: such as a rank, where each has its own.
+    """
+    return int(draw(torch.tensor(number), 0, seed))
 
 
 def _mix(x: Tensor) -> Tensor:

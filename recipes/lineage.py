@@ -1,7 +1,8 @@
 """Processes that end when the one that started them does, however that ends.
 
 W&B's agent and impatient people kill the process they started and no other; its ranks would go on waiting for it, with
-the GPU's memory. A process that starts ranks calls ``start_lineage``; whoever of them imports ``recipes`` follows.
+the GPU's memory. A process that starts ranks calls ``start_lineage``; whoever of them imports ``recipes`` follows. What
+an agent started follows the agent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ __all__ = ["PARENT", "end_with", "follow", "start_lineage"]
 
 PARENT = "LIGHTNING_COMPRESS_PARENT"
 """The environment variable by which a process tells those that it starts to end with it: its process id."""
+AGENT = "WANDB_SWEEP_ID"
+"""Set by W&B's agent for what it starts: such a process ends with its parent, unasked."""
 PR_SET_PDEATHSIG = 1
 EVERY = 0.5
 """Seconds between two looks at the parent, where the kernel does not tell."""
@@ -28,11 +31,13 @@ def start_lineage() -> None:
 
 
 def follow() -> None:
-    """End with the process that asked for it, if one did, and have one's own follow in turn."""
+    """End with the process that asked for it, or else with W&B's agent, and have one's own follow in turn."""
     parent = os.environ.get(PARENT, "")
     if parent.isdigit() and int(parent) != os.getpid():
         end_with(int(parent))
         start_lineage()
+    elif not parent and os.environ.get(AGENT):
+        _watched(os.getppid())
 
 
 def end_with(parent: int) -> None:
@@ -49,6 +54,10 @@ def end_with(parent: int) -> None:
         _ask_kernel()
     if not _alive(parent):
         os._exit(1)
+    _watched(parent)
+
+
+def _watched(parent: int) -> None:
     threading.Thread(target=_watch, args=(parent,), daemon=True, name="end-with-parent").start()
 
 

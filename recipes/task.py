@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from recipes.draws import own_seed
 from recipes.schedule import Schedule, lr_factor
 
 __all__ = ["Score", "Task", "parameter_groups"]
@@ -108,6 +110,11 @@ class Task(LightningModule, ABC):
         Raises:
             ValueError: ``source`` cannot be read or is not what this recipe takes.
         """
+
+    def on_train_start(self) -> None:
+        """Let every rank drop other units than the others: their examples are other ones."""
+        seed = own_seed(torch.initial_seed(), self.global_rank)
+        torch.manual_seed(own_seed(seed, self.global_step))  # a run that goes on draws others than it began with
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the recipe's name, and the facts of the data."""

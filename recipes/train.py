@@ -9,6 +9,7 @@ import csv
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -163,6 +164,11 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
             f"{', '.join(chosen)} has no effect: trainer.strategy is {kind}, which does not compress; leave it at "
             "'${strategy}' with strategy=compressed_ddp, or take compressor=none"
         )
+    if chosen and trainer.world_size == 1:
+        raise ValueError(
+            f"{', '.join(chosen)} has no effect: one process sends no gradients; take more, as in trainer.devices=2, "
+            "or leave compressor and exchange out (auto), or take compressor=none"
+        )
     watching = any(isinstance(each, ThetaRecovery) for each in trainer.callbacks)  # type: ignore[attr-defined]
     if cfg.get("recovery") and not watching:
         raise ValueError(
@@ -195,7 +201,9 @@ def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
         ValueError: the trainer would start more than one process by running this command line again.
     """
     devices = cfg.trainer.devices
-    single = devices in (1, "1") and cfg.trainer.num_nodes == 1
+    listed = devices.strip(", ").split(",") if isinstance(devices, str) and "," in devices else devices
+    one = len(listed) == 1 if isinstance(listed, Sequence) and not isinstance(listed, str) else listed in (1, "1")
+    single = one and cfg.trainer.num_nodes == 1
     if mode != RunMode.MULTIRUN or single or cfg.strategy.get("start_method", "popen") != "popen":
         return
     raise ValueError(

@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as torch.compile does
@@ -19,6 +20,17 @@ def _one_thread():
 @pytest.fixture(scope="session", autouse=True)
 def _link():
     link.pretend()
+
+
+@pytest.fixture(autouse=True)
+def _surroundings():
+    """What a Trainer of one process leaves behind, a process group and a launcher's variables, misleads later tests."""
+    before = os.environ.copy()
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ def choose_and_sum(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keep the outputs that matter; what is dropped goes into the memory, if there is one.
 
-    Where ranks choose together this is a collective call: one all-reduce of ``width`` floats.
+    Where ranks choose together, and not all is kept, this is a collective call: one all-reduce of ``width`` floats.
 
     Args:
         gradient: of the outputs, ``[rows, width]``, or ``[batch, width, ...]`` of images.
@@ -43,7 +43,7 @@ def choose_and_sum(
     score, plain = selection.sums(gradient, signed or bool(sparsity.decay) or memory is not None)
     if memory is not None:
         score = score + memory.abs()
-    if sparsity.group is not None:
+    if sparsity.group is not None and sparsity.k < sparsity.width:  # else there is no choice, nor others that make it
         torch.distributed.all_reduce(score, group=sparsity.group)
     index = selection.top(score, sparsity.k)
     if sparsity.hits is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 
+from recipes.cache import made_once
 from recipes.lstm_speech import speaking
 from recipes.lstm_speech.data import PARTS, SpeechData, Utterance
 from recipes.lstm_speech.digits import ALPHABET, WORDS
@@ -105,13 +104,7 @@ class Spoken(SpeechData):
         """Read the corpus; the first process that wants it makes it."""
         job = json.dumps({"version": VERSION, "rate": self.features.rate, "sentences": sentences})
         path = self.cache / f"spoken-{hashlib.sha256(job.encode()).hexdigest()[:16]}.npz"
-        try:
-            self.cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{path}.lock"):
-                if not path.is_file():
-                    _make(job, path)
-        except OSError as error:
-            raise ValueError(f"data.cache={str(self.cache)!r}: cannot be written ({error}); set it elsewhere") from None
+        made_once(path, lambda draft: _make(job, draft))
         try:
             with path.open("rb") as file, np.load(file) as corpus:
                 samples, ends = torch.from_numpy(corpus["samples"]), corpus["ends"].tolist()
@@ -121,12 +114,12 @@ class Spoken(SpeechData):
 
 
 def _make(job: str, path: Path) -> None:
-    """Speak a corpus into ``path``, which appears when it is complete."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        order, made = Path(scratch) / "job.json", Path(scratch) / "corpus.npz"
+    """Speak a corpus into ``path``."""
+    with tempfile.TemporaryDirectory() as scratch:
+        order = Path(scratch) / "job.json"
         order.write_text(job, encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, speaking.__file__, str(order), str(made)], stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, speaking.__file__, str(order), str(path)], stdout=subprocess.PIPE, text=True, check=False
         )
         if done.returncode:
             reason = (done.stdout.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -134,4 +127,3 @@ def _make(job: str, path: Path) -> None:
                 f"data=spoken: the synthesiser cannot be used ({reason}); pip install --force-reinstall "
                 "espeakng-loader, or take data=fsdd with recordings in data.root"
             )
-        os.replace(made, path)

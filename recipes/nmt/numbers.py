@@ -6,16 +6,16 @@ import csv
 import datetime
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from babel.dates import format_date
-from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_info
 from num2words import num2words
 
+from recipes.cache import made_once
 from recipes.nmt.data import PARTS, Pair, TranslationData
-from recipes.nmt.tokenizer import write_whole
 
 __all__ = ["Numbers", "drawn"]
 
@@ -48,10 +48,12 @@ KINDS: tuple[tuple[Callable[[int], Pair], int, int], ...] = (
 """What is written, and the range of numbers that it is written of."""
 MOST = 100_000
 """Pairs that the kinds can give without repeating themselves too often."""
+VERSION = 2
+"""Of how pairs follow from their count and the draw; part of their file's name."""
 
 
 def drawn(count: int, seed: int) -> list[Pair]:
-    """Pairs of all kinds, no English sentence twice, the same for the same seed.
+    """Pairs of all kinds, no sentence of either language twice, the same for the same seed.
 
     Args:
         count: how many, at most ``MOST``.
@@ -59,17 +61,20 @@ def drawn(count: int, seed: int) -> list[Pair]:
     """
     rng = np.random.default_rng(seed)
     pairs: dict[str, Pair] = {}
+    targets: set[str] = set()  # "ten eighty-two" and "one thousand and eighty-two" have one translation
     while len(pairs) < count:
         make, low, high = KINDS[rng.choice(len(KINDS), p=(0.4, 0.15, 0.05, 0.4))]
         # Few digits as often as many
         number = int(10 ** rng.uniform(0, 6)) if make is _cardinal else int(rng.integers(low, high))
         pair = make(number)
-        pairs.setdefault(pair.source, pair)
+        if pair.source not in pairs and pair.target not in targets:
+            pairs[pair.source] = pair
+            targets.add(pair.target)
     return list(pairs.values())
 
 
 class Numbers(TranslationData):
-    """Cardinals to a million, ordinals, years and dates; no sentence is in two parts.
+    """Cardinals to a million, ordinals, years and dates; no sentence of either language is in two parts.
 
     Args:
         train_size: training pairs, at least 1.
@@ -99,15 +104,15 @@ class Numbers(TranslationData):
 
     def load(self) -> dict[str, list[Pair]]:
         """See ``TranslationData.load``; test and validation stay the same when the training part grows."""
-        path = self.cache / "nmt" / f"numbers-{sum(self.sizes)}-{self.draw}.tsv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                rank_zero_info(f"writing {sum(self.sizes):,} numbers and dates in English and German into {path}")
-                text = io.StringIO()
-                csv.writer(text, delimiter="\t", lineterminator="\n").writerows(drawn(sum(self.sizes), self.draw))
-                write_whole(path, text.getvalue().encode())
-            pairs = [Pair(*row) for row in csv.reader(io.StringIO(path.read_text("utf-8")), delimiter="\t")]
+        path = self.cache / "nmt" / f"numbers{VERSION}-{sum(self.sizes)}-{self.draw}.tsv"
+
+        def write(draft: Path) -> None:
+            rank_zero_info(f"writing {sum(self.sizes):,} numbers and dates in English and German into {path}")
+            with draft.open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file, delimiter="\t", lineterminator="\n").writerows(drawn(sum(self.sizes), self.draw))
+
+        text = made_once(path, write).read_text("utf-8")
+        pairs = [Pair(*row) for row in csv.reader(io.StringIO(text), delimiter="\t")]
         train, val, test = self.sizes
         cuts = {"test": (0, test), "val": (test, test + val), "train": (test + val, test + val + train)}
         return {part: pairs[slice(*cuts[part])] for part in PARTS}

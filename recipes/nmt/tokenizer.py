@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_info
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+from recipes.cache import made_once
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "Tokenizer", "cached_model", "train_model"]
 
@@ -86,23 +85,15 @@ def cached_model(sentences: list[str], vocab_size: int, cache: Path) -> bytes:
         cache: folder for such files, made when it is not there.
 
     Raises:
-        ValueError: see there.
-        OSError: the folder cannot be written.
+        ValueError: see there, or the folder cannot be written.
     """
     digest = hashlib.sha256(f"bpe {vocab_size}\n".encode())
     for sentence in sentences:
         digest.update(f"{sentence}\n".encode())
-    cache.mkdir(parents=True, exist_ok=True)
     path = cache / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}.model"
-    with FileLock(f"{path}.lock"):
-        if not path.exists():
-            rank_zero_info(f"learning {vocab_size:,} pieces of words from {len(sentences):,} sentences into {path}")
-            write_whole(path, train_model(sentences, vocab_size))
-        return path.read_bytes()
 
+    def learn(draft: Path) -> None:
+        rank_zero_info(f"learning {vocab_size:,} pieces of words from {len(sentences):,} sentences into {path}")
+        draft.write_bytes(train_model(sentences, vocab_size))
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file at once, so that a process that is killed leaves none that is half written."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    return made_once(path, learn).read_bytes()

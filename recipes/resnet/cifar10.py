@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
+import os
 import tarfile
 import tempfile
 import urllib.request
@@ -73,22 +75,37 @@ def _check(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def fetch(root: Path, url: str = URL, md5: str = MD5) -> None:
-    """Download the archive, check its sum, unpack it into ``root``; nothing is left behind when that fails.
+    """Download the archive, check its sum, unpack it into ``root``, file by file, each whole or not at all.
 
     Raises:
-        ValueError: the archive's checksum is wrong.
-        OSError: the page or the disk does not answer.
+        ValueError: the page does not answer, the archive's checksum is wrong, or ``root`` cannot be written.
     """
-    root.mkdir(parents=True, exist_ok=True)
     rank_zero_info(f"fetching {url} (162 MB) into {root}")
-    with tempfile.TemporaryDirectory(dir=root) as scratch:
-        archive = Path(scratch) / "archive.tar.gz"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as scratch:
+            archive, unpacked = Path(scratch) / "archive.tar.gz", Path(scratch) / FOLDER
+            _download(url, archive, md5)
+            with tarfile.open(archive) as tar:
+                tar.extractall(scratch, filter="data")
+            (root / FOLDER).mkdir(exist_ok=True)
+            for file in sorted(unpacked.iterdir()):
+                os.replace(file, root / FOLDER / file.name)
+    except OSError as error:
+        raise ValueError(f"data.root={str(root)!r}: cannot be written ({error}); set it elsewhere") from None
+
+
+def _download(url: str, archive: Path, md5: str) -> None:
+    try:
         urllib.request.urlretrieve(url, archive)
-        found = hashlib.md5(archive.read_bytes(), usedforsecurity=False).hexdigest()
-        if found != md5:
-            raise ValueError(f"{url}: md5 {found}, expected {md5}: a broken or changed download; try again")
-        with tarfile.open(archive) as tar:
-            tar.extractall(root, filter="data")
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(
+            f"data.download=true: {url} cannot be fetched ({getattr(error, 'reason', error)}); try again, or fetch and "
+            "unpack it elsewhere, and set data.root to the folder it is in"
+        ) from None
+    found = hashlib.md5(archive.read_bytes(), usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise ValueError(f"{url}: md5 {found}, expected {md5}: a broken or changed download; try again")
 
 
 class Cifar10(ImageData):
@@ -96,7 +113,7 @@ class Cifar10(ImageData):
 
     Args:
         root: folder that holds ``cifar-10-batches-bin/``.
-        download: fetch the files from the authors' page when that folder is not there; one process per node does it.
+        download: fetch the files from the authors' page when one is not there; one process per node does it.
         val_size: validation images, the last of the training ones, 0 to 49,999 (He et al. 2015: 5,000).
         **kwargs: see :class:`ImageData`.
 
@@ -118,7 +135,7 @@ class Cifar10(ImageData):
 
     def prepare_data(self) -> None:
         """Download where that was asked for and is due; files that are there are left alone."""
-        if self.download and not (self.root / FOLDER).is_dir():
+        if self.download and not all((self.root / FOLDER / name).is_file() for name in TRAIN_FILES + TEST_FILES):
             fetch(self.root)
 
     def load(self) -> tuple[Split, Split, Split, Tensor, Tensor]:

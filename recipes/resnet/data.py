@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from recipes.draws import draw
+from recipes.draws import draw, own_seed
 from recipes.resnet.augment import crop_and_flip
 
 __all__ = ["IGNORE", "ImageData", "Images", "Split", "image_facts"]
@@ -96,7 +96,7 @@ class ImageData(LightningDataModule):
         train_size: use only the first so many training images; None: all.
         augment: random crops and flips in training.
         num_workers: loader processes; 0 is best for images in memory.
-        seed: seed of the augmentation.
+        seed: seed of order and augmentation.
 
     Raises:
         ValueError: a value is out of its range.
@@ -177,8 +177,14 @@ class ImageData(LightningDataModule):
         return self.trainer.world_size if self.trainer else 1
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled; an incomplete last batch is left out. Lightning adds the sampler that shares it among ranks."""
-        return self._loader(self.splits["train"], shuffle=True, drop_last=True)
+        """Shuffled, anew in each epoch; an incomplete last batch is left out."""
+        split = self.splits["train"]
+        rank = self.trainer.global_rank if self.trainer else 0
+        seed = own_seed(self.seed)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            Images(split), self._ranks, rank, seed=seed, drop_last=True
+        )
+        return self._loader(split, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """In order; no loader where there is no validation set."""

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from recipes.draws import draw
+from recipes.draws import draw, own_seed
 from recipes.resnet.data import IGNORE, image_facts
 from recipes.resnet.pictures import SUFFIXES, as_tensor, centre, check, random_part, read
 
@@ -222,7 +222,7 @@ class ImageFolder(LightningDataModule):
         """Shuffled; an incomplete last batch is left out."""
         rank = self.trainer.global_rank if self.trainer else 0
         pictures = self._pictures("train", augment=self.augment, seed=self.seed)
-        sampler = Rows(pictures, self._ranks, rank, shuffle=True, seed=self.seed, drop_last=True)
+        sampler = Rows(pictures, self._ranks, rank, shuffle=True, seed=own_seed(self.seed), drop_last=True)
         return self._loader(pictures, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:

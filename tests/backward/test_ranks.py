@@ -60,6 +60,25 @@ def test_ranks_that_share_keep_the_same_rows(pools):
     assert first == second
 
 
+def empty_batches():
+    """Ranks remember different things, or nothing, when all outputs are to be kept again."""
+    group, rank = dist.new_group(), dist.get_rank()
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    (sparsity,) = enable(model, 4, group=group, memory=1.0).values()
+    remembered = []
+    for k, sizes in ((4, (8, 0)), (1.0, (8, 8)), (4, (8, 8)), (1.0, (0, 8)), (1.0, (8, 8)), (4, (8, 8))):
+        sparsity.resize(k)
+        model(whole((sizes[rank], 16), seed=rank)).sum().backward()
+        remembered.append(bool(sparsity.memory))
+    return remembered
+
+
+def test_empty_batches_where_all_is_kept_leave_nobody_waiting(pools):
+    first, second = pools[2].run(empty_batches)
+    assert first == [True, False, True, True, False, True]  # what a rank had no rows to add to, it keeps
+    assert second == [False, False, True, False, False, True]
+
+
 def averaged_by_hand():
     """An all-reduce of a gradient in place, of which its version counter says nothing."""
     model, rank = model_of(None), dist.get_rank()

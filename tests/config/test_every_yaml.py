@@ -122,6 +122,9 @@ def test_defaults_are_those_of_python(path: Path) -> None:
             option = OmegaConf.load(CONF / key / f"{defaults[key]}.yaml")
             assert get_object(option["_target_"]) is {"compressor": COMPRESSORS, "exchange": EXCHANGES}[key]["auto"]
         else:
+            value = OmegaConf.create({"strategy": {key: value}}).strategy[
+                key
+            ]  # the seed: the run's, where there is one
             default = defaults.get(key, ddp.get(key))
             assert value == (list(default) if isinstance(default, tuple) else default), key
 
@@ -171,6 +174,10 @@ def test_data_of_another_recipe_is_refused() -> None:
     cfg.data._target_ = "recipes.nmt.numbers.Numbers"
     with pytest.raises(ValueError, match=r"recipes.nmt.numbers.Numbers is of recipe=nmt, .* data=cifar10, digits"):
         refuse_foreign_data(cfg)
+    with pytest.raises(ValueError, match=r"is of recipe=lstm_speech, and recipe=alexnet .* data=cifar10, digits"):
+        refuse_foreign_data(composed("recipe=alexnet", "data=spoken"))
+    with pytest.raises(ValueError, match=r"is of recipe=alexnet or resnet, and recipe=nmt cannot read it"):
+        refuse_foreign_data(composed("recipe=nmt", "data=digits"))
 
 
 def test_plugin_appends_our_groups() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 from recipes.build import recipe_of
 from recipes.cells import Cell, Sweep, overrides, read_sweep
 from recipes.predict import module_of
+from recipes.record import read_result
 from recipes.train import train
 from tests.config.composing import ROOT, built, composed
+from tests.helpers.processes import Pools
 
 SWEEPS = sorted(ROOT.glob("recipes/*/sweeps/*.yaml"))
 EMBEDDED = {"resnet": "digits", "lstm_speech": "spoken", "nmt": "numbers"}
@@ -69,15 +73,24 @@ def _marked(path: Path) -> Any:
     return pytest.param(path, id=name(path), marks=[] if path in FIRST.values() else pytest.mark.thorough)
 
 
+def trained(folder: str, arguments: list[str]) -> tuple[str, float]:
+    """The metric of a cell, and its value."""
+    with contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        score, value = train(composed(*arguments))
+    return score.metric, value
+
+
 @pytest.mark.parametrize("path", [_marked(path) for path in SWEEPS])
-@pytest.mark.filterwarnings("ignore")
-def test_a_cell_trains(path: Path, tmp_path: Path) -> None:
+def test_a_cell_trains(path: Path, tmp_path: Path, pools: Pools) -> None:
     sweep = read_sweep(path)
     recipe = path.parents[1].name
-    short = ["debug=fast", "logger=csv", "trainer.accelerator=cpu", "trainer.devices=1", f"data={EMBEDDED[recipe]}"]
+    short = ["debug=fast", "logger=csv", "trainer.accelerator=cpu", "trainer.devices=2", f"data={EMBEDDED[recipe]}"]
     size = [f"data.batch_size={each}" for each in (8,) if recipe != "nmt"]
-    cfg = composed(*overrides(sweep, sweep.cells()[-1]), *short, *size)
-    score, value = train(cfg)
-    assert score.metric.startswith("test/")
-    assert value >= 0
-    assert (tmp_path / "run/result.json").is_file()
+    first, second = pools[2].run(trained, str(tmp_path), [*overrides(sweep, sweep.cells()[-1]), *short, *size])
+    assert first == second
+    assert first[0].startswith("test/")
+    assert first[1] >= 0
+    result = read_result(tmp_path / "run")
+    assert result is not None
+    assert result["ratio"] > 1

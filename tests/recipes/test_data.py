@@ -70,7 +70,7 @@ def test_impossible_label(root: Path) -> None:
         Cifar10(root=str(root), batch_size=8).setup("fit")
 
 
-def test_fetch_checks_the_sum(root: Path, tmp_path: Path) -> None:
+def test_fetch_checks_the_sum(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / "cifar.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(root / FOLDER, FOLDER)
@@ -81,6 +81,36 @@ def test_fetch_checks_the_sum(root: Path, tmp_path: Path) -> None:
     fetch(target, archive.as_uri(), hashlib.md5(archive.read_bytes()).hexdigest())
     assert [path.name for path in target.iterdir()] == [FOLDER]
     assert len(list((target / FOLDER).iterdir())) == 6
+    (target / FOLDER / "test_batch.bin").unlink()  # as where unpacking was interrupted
+    monkeypatch.setattr(
+        cifar10.fetch, "__defaults__", (archive.as_uri(), hashlib.md5(archive.read_bytes()).hexdigest())
+    )
+    Cifar10(root=str(target), download=True, batch_size=8, val_size=30).prepare_data()
+    assert (target / FOLDER / "test_batch.bin").read_bytes() == (root / FOLDER / "test_batch.bin").read_bytes()
+
+
+def test_an_interrupted_unpacking_leaves_no_part(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "cifar.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(root / FOLDER, FOLDER)
+    whole = tarfile.TarFile.extractall
+
+    def interrupted(tar: tarfile.TarFile, path: str, **kwargs: object) -> None:
+        whole(tar, path, members=tar.getmembers()[:4], filter="data")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(tmp_path / "target", archive.as_uri(), hashlib.md5(archive.read_bytes()).hexdigest())
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_page_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.download=true: http://127\.0\.0\.1:9/x cannot be fetched \(.*refused"):
+        fetch(tmp_path / "target", "http://127.0.0.1:9/x")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"data\.root=.*cannot be written"):
+        fetch(tmp_path / "file/root")
 
 
 def test_digits_are_split_by_class_and_always_the_same() -> None:
@@ -143,6 +173,7 @@ def test_draws_are_uniform_and_new_in_every_epoch() -> None:
     for bits in (first, other_epoch, other_seed):
         counts = torch.bincount(bits % 162, minlength=162)  # 9 x 9 windows, mirrored or not
         assert ((counts - 50_000 / 162) ** 2 / (50_000 / 162)).sum() < 230  # chi-square, 161 degrees: p < 0.001
+    assert not torch.equal(other_epoch, other_seed)
     for another in (other_epoch, other_seed):
         assert (first % 162 == another % 162).float().mean() < 0.01
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,29 @@ def test_pieces_are_learnt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list(tmp_path.glob("*.model"))) == 1  # nothing is left of what failed
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"data\.cache: .*file/nmt cannot be written \(.*\); set it elsewhere"):
+        _ = Numbers(cache=str(tmp_path / "file"), **SMALL).dims
+    with pytest.raises(ValueError, match=r"data\.cache: .* cannot be written"):
+        cached_model(SENTENCES, 150, tmp_path / "file")
+
+
+def test_what_is_kept_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        Numbers(cache=str(tmp_path), **SMALL).dims  # noqa: B018
+    finally:
+        os.umask(before)
+    kept = [path for path in (tmp_path / "nmt").iterdir() if path.suffix != ".lock"]
+    assert {oct(path.stat().st_mode & 0o777) for path in kept} == {"0o640"}
+    assert len(kept) == 2
+
+
 def test_numbers_are_translations() -> None:
-    pairs = dict(drawn(3000, 0))
+    drawn_pairs = drawn(3000, 0)
+    pairs = dict(drawn_pairs)
+    assert len(set(pairs.values())) == len(drawn_pairs)  # years can be read in two ways, and be written in one
     known = {
         "twenty-one": "einundzwanzig",
         "Monday, March 25, 2002": "Montag, 25. März 2002",
@@ -83,11 +105,11 @@ def test_numbers_are_translations() -> None:
 def test_numbers_are_the_same_for_all_and_in_one_part_each(numbers: Numbers, tmp_path: Path) -> None:
     parts = numbers.parts
     assert {part: len(pairs) for part, pairs in parts.items()} == {"train": 300, "val": 20, "test": 30}
-    sources = [pair.source for part in PARTS for pair in parts[part]]
-    assert len(set(sources)) == len(sources)
+    for sentences in zip(*(pair for part in PARTS for pair in parts[part]), strict=True):
+        assert len(set(sentences)) == len(sentences)
     assert Numbers(cache=str(tmp_path / "other"), seed=5, **SMALL).parts == parts
     assert Numbers(cache=str(tmp_path), draw=1, **SMALL).parts["train"] != parts["train"]
-    (path,) = (tmp_path / "nmt").glob("numbers-350-0.tsv")
+    (path,) = (tmp_path / "nmt").glob("numbers*-350-0.tsv")
     path.write_text("a\tb\n" * 350)
     assert set(Numbers(cache=str(tmp_path), **SMALL).parts["train"]) == {("a", "b")}  # read, not made again
 

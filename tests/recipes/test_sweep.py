@@ -121,7 +121,7 @@ def test_a_cell_in_a_process_of_its_own(number: int, tmp_path: Path, monkeypatch
     monkeypatch.setenv("LIGHTNING_COMPRESS_PARENT", "")
     parsed = read_sweep(written(tmp_path / "s.yaml"))
     arguments = overrides(parsed, parsed.cells()[number])
-    done = run([*arguments, "debug=fast", "trainer=cpu", "logger=csv"], tmp_path / "a=b, c")
+    done = run([*arguments, "debug=fast", "trainer=cpu_2proc", "logger=csv"], tmp_path / "a=b, c")
     if number == 1:
         assert done.result is None
         assert "Could not find 'compressor/nosuch'" in str(done.failure)
@@ -165,6 +165,30 @@ def test_processes_end_with_the_one_that_started_them(more: str) -> None:
     parent.wait()
     parent.stdout.close()
     assert gone([pid], 5)
+
+
+AGENT = """
+import os, subprocess, sys, time
+os.environ["WANDB_SWEEP_ID"] = "abc"
+first = subprocess.Popen(["env", sys.executable, "-c", sys.argv[1], sys.argv[2]])
+time.sleep(60)
+"""
+
+
+def test_a_killed_agent_leaves_nothing_behind() -> None:
+    child = "import recipes, time; print(__import__('os').getpid(), flush=True); time.sleep(60)"
+    environment = {key: value for key, value in os.environ.items() if key != "LIGHTNING_COMPRESS_PARENT"}
+    first = CHAIN.replace("print(child.pid", "print(os.getpid()")
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, first, child], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+    )
+    assert agent.stdout is not None
+    pids = [int(agent.stdout.readline()) for _ in range(2)]
+    assert all(map(_runs, pids))
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+    assert gone(pids, 5)
 
 
 def gone(pids: list[int], seconds: float) -> bool:

@@ -127,7 +127,7 @@ def test_errors_in_a_line() -> None:
 
 @pytest.mark.thorough
 def test_one_process(tmp_path: Path) -> None:
-    done = train("debug=fast", "trainer=cpu", "compressor=onebit", folder=tmp_path)
+    done = train("debug=fast", "trainer=cpu", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 1
 
@@ -151,6 +151,11 @@ def test_multirun_of_several_processes_is_refused(tmp_path: Path) -> None:
     [
         (RunMode.RUN, ["trainer.devices=2"], False),
         (RunMode.MULTIRUN, ["trainer.devices=1"], False),
+        (RunMode.MULTIRUN, ["trainer.devices=[0]"], False),
+        (RunMode.MULTIRUN, ["trainer.devices='1,'"], False),
+        (RunMode.MULTIRUN, ["trainer.devices=[0,1]"], True),
+        (RunMode.MULTIRUN, ["trainer.devices='0,1'"], True),
+        (RunMode.MULTIRUN, ["trainer.devices=auto"], True),
         (RunMode.MULTIRUN, ["trainer.devices=2", "strategy.start_method=spawn"], False),
         (RunMode.MULTIRUN, ["trainer.devices=-1"], True),
         (RunMode.MULTIRUN, ["trainer.devices=1", "trainer.num_nodes=2"], True),
@@ -170,7 +175,15 @@ def test_what_multirun_refuses(mode: RunMode, overrides: list[str], refused: boo
     [
         (["compressor=topk", "trainer.strategy=ddp"], "compressor=lightning_compress.codecs.TopK has no effect"),
         (["exchange=two_shot", "trainer.strategy=auto"], "exchange=lightning_compress.exchanges.TwoShot has no effect"),
-        (["compressor=fft", "recovery=theta"], "recovery has no effect: it is none of trainer.callbacks"),
+        (
+            ["compressor=topk"],
+            "compressor=lightning_compress.codecs.TopK has no effect: one process sends no gradients",
+        ),
+        (["exchange=two_shot"], "exchange=lightning_compress.exchanges.TwoShot has no effect: one process"),
+        (
+            ["trainer=cpu_2proc", "compressor=fft", "recovery=theta"],
+            "recovery has no effect: it is none of trainer.callbacks",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(overrides: list[str], words: str) -> None:
@@ -181,7 +194,13 @@ def test_what_has_no_effect_is_refused(overrides: list[str], words: str) -> None
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["trainer.strategy=ddp"], ["compressor=topk", "exchange=two_shot"], ["experiment=resnet_recovery"]],
+    [
+        [],
+        ["compressor=none"],
+        ["trainer.strategy=ddp"],
+        ["trainer=cpu_2proc", "compressor=topk", "exchange=two_shot"],
+        ["experiment=resnet_recovery"],
+    ],
 )
 def test_what_has_an_effect_is_not(overrides: list[str]) -> None:
     cfg = composed("trainer=cpu", *overrides)

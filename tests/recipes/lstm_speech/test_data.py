@@ -270,7 +270,7 @@ def test_without_the_synthesiser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_unwritable_cache(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"data\.cache='.*file': cannot be written"):
+    with pytest.raises(ValueError, match=r"data\.cache: .*file cannot be written"):
         Spoken(cache=str(tmp_path / "file"), **SMALL).setup("fit")
 
 
