@@ -20,27 +20,26 @@ class MonitorMixin:
         """Warn where the strategy does not compress."""
         if stage == "fit" and not _tells(trainer):
             rank_zero_warn(
-                "CommunicationMonitor logs nothing: it needs a strategy of lightning_compress, such as "
-                f"Trainer(strategy=CompressedDDPStrategy(...)), not "
+                f"CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), not "
                 f"{type(trainer.strategy).__name__}; for an uncompressed baseline use compressor='none'"
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Have those steps measured that will be logged."""
         if _tells(trainer):
-            trainer.strategy.meter.sample_every = trainer.log_every_n_steps
+            trainer.strategy.compression.meter.sample_every = trainer.log_every_n_steps
         self._steps = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log a step that ended in this batch, if it is due, in the row that Lightning's own figures of it have."""
         if not _tells(trainer):
             return
-        steps, every = trainer.strategy.meter.steps, trainer.log_every_n_steps
+        steps, every = trainer.strategy.compression.meter.steps, trainer.log_every_n_steps
         before, self._steps = self._steps, steps
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what LearningRateMonitor and self.log go by
         if not every or steps == before or (row + 1) % every:
             return
-        figures = {name: each for name, each in trainer.strategy.comm_stats().items() if isinstance(each, float)}
+        figures = {name: each for name, each in trainer.strategy.comm_stats().items() if name != "summary"}
         for logger in trainer.loggers:
             logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, row)
         if self.progress_bar:

@@ -12,6 +12,7 @@ from lightning_compress.gossip.deepsqueeze import DeepSqueeze
 from lightning_compress.gossip.dpsgd import DPSGD
 from lightning_compress.gossip.ecd import ECD
 from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.settings.automatic import Automatic
 
 ALGORITHMS: dict[str, type[Algorithm]] = {each.name: each for each in (DPSGD, D2, Choco, DCD, ECD, DeepSqueeze)}
 """What ``algorithm=`` takes by name."""
@@ -51,7 +52,7 @@ def build_gossip_compressor(given: object, algorithm: Algorithm) -> Codec | Moni
     coded = type(algorithm) in DEFAULTS
     if given is None or given == "none" or isinstance(given, Dense):
         compressor: Codec | Moniqua | None = Dense() if coded else None
-    elif given == "auto" or type(given).__name__ == "Automatic":
+    elif given == "auto" or isinstance(given, Automatic):
         compressor = DEFAULTS.get(type(algorithm))
     else:
         compressor = _built(given)

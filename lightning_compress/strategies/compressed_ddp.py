@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.core import failures
-from lightning_compress.core.meter import Meter
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
@@ -236,11 +235,6 @@ class CompressedDDPMixin(_Base):
                 "it lives in the spawned processes; use CommunicationMonitor to see their figures"
             )
         return self._compression
-
-    @property
-    def meter(self) -> Meter:
-        """Bytes and times of this rank; see ``compression``."""
-        return self.compression.meter
 
     def teardown(self) -> None:
         """Stop watching the optimizers; the figures stay readable."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -25,6 +25,7 @@ from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import Topology, build_topology
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.meeting import END
+from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.unwrapped import UnwrappedMixin
 
 Evaluate = Literal["mean", "local"]
@@ -34,6 +35,12 @@ _VARIANTS: dict[str, dict[str, object]] = {
     "_fork": {"start_method": "fork"},
     "_notebook": {"start_method": "fork"},
 }
+
+
+class Traffic(NamedTuple):
+    """What a rank sent, and how long it took."""
+
+    meter: Meter
 
 
 class GossipMixin(UnwrappedMixin):
@@ -49,6 +56,8 @@ class GossipMixin(UnwrappedMixin):
         average_states: bool = False,
         meet_every: int = 32,
         seed: int = 0,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
         **kwargs: Any,
     ) -> None:
         for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1), ("seed", seed, 0)):
@@ -58,14 +67,14 @@ class GossipMixin(UnwrappedMixin):
             raise ValueError(f"evaluate={evaluate!r} must be one of {', '.join(map(repr, get_args(Evaluate)))}")
         if not isinstance(average_states, bool):
             raise ValueError(f"average_states={average_states!r} must be true or false")
-        super().__init__(**kwargs)
+        super().__init__(state=state, strict_state=strict_state, **kwargs)
         self._algorithm = build_algorithm(algorithm)
         self._compressor = build_gossip_compressor(compressor, self._algorithm)
         self._given_topology = topology
         self._topology: Topology | None = None
         self._sync_every, self._meet_every, self._seed = sync_every, meet_every, seed
         self._evaluate, self._averages_states = evaluate, average_states
-        self._meter: Meter | None = None
+        self._traffic: Traffic | None = None
 
     @property
     def method(self) -> str:
@@ -85,15 +94,15 @@ class GossipMixin(UnwrappedMixin):
         return self._topology
 
     @property
-    def meter(self) -> Meter:
-        """Bytes and times of this rank in the fit under way.
+    def compression(self) -> Traffic:
+        """This rank's traffic in the fit under way, where callbacks look for it.
 
         Raises:
             RuntimeError: there is none.
         """
-        if self._meter is None:
+        if self._traffic is None:
             raise RuntimeError("there is no gossip in this process: it begins with trainer.fit()")
-        return self._meter
+        return self._traffic
 
     def prepare(self, trainer: Any) -> None:
         """Build the topology, the same on all ranks, and refuse parameters that are not float32."""
@@ -132,9 +141,10 @@ class GossipMixin(UnwrappedMixin):
         shapes = dict(self.lightning_module.named_parameters())
         layout = Layout.of((name, tuple(shapes[name].shape)) for name in self._names)
         device = self.root_device
-        self._meter = Meter(device)
+        meter = Meter(device)
+        self._traffic = Traffic(meter)
         self._ranks = TorchCollective().apart()
-        self._counted = CountingCollective(self._ranks, self._meter)
+        self._counted = CountingCollective(self._ranks, meter)
         self._neighbours = Neighbours(self._counted, self.topology)
         self._vector = torch.zeros(layout.numel, device=device)
         self._gather(self._vector)
@@ -160,12 +170,13 @@ class GossipMixin(UnwrappedMixin):
 
     def after_attempt(self, step: int) -> None:
         """Average with neighbours, every so many steps; meet all others, every so many."""
-        self.meter.begin_step()
+        meter = self.compression.meter
+        meter.begin_step()
         if self.world_size > 1 and step % self._sync_every == 0:
             with failures.explained(f"step {step}: averaging with neighbours", self.global_rank):
                 self._mix()
-        self.meter.bytes_dense += all_reduce_bytes(4 * len(self._vector), self.world_size)
-        self.meter.end_step()
+        meter.bytes_dense += all_reduce_bytes(4 * len(self._vector), self.world_size)
+        meter.end_step()
         if step % self._meet_every == 0:
             self._meet_all()
 
@@ -178,8 +189,7 @@ class GossipMixin(UnwrappedMixin):
         rates = [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
         number = self._mixing.round
         self._gather(self._vector)
-        with self.meter.span("exchange"):
-            self._mixing.mix(self._vector, max(rates, default=0.0))
+        self._mixing.mix(self._vector, max(rates, default=0.0))
         for part, parameter in self._parts():
             parameter.copy_(part)
         if self._averages_states:
@@ -244,11 +254,11 @@ class GossipMixin(UnwrappedMixin):
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of the last step and in total, see ``CommunicationMonitor``; ``summary``: what runs, in a line."""
-        meter = self.meter.read()
+        figures = self.compression.meter.read()
         links = {f"bytes_to_{peer}": float(sent) for peer, sent in sorted(self._neighbours.sent.items())}
         ranks = {f"bytes_of_{rank}": float(sent) for rank, sent in enumerate(self._by_rank)}
         return {
-            **meter,
+            **figures,
             **links,
             **ranks,
             "rounds": float(self._mixing.round),
