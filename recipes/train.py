@@ -142,9 +142,8 @@ def by_group(arguments: list[str]) -> list[str]:
     named = {path.stem for path in (CONF / "compressor").glob("*.yaml")}
     if not any(key == inner and value in named for key, _, value in (each.partition("=") for each in arguments)):
         return arguments
-    return [
-        each.removeprefix("strategy.") if each.startswith((f"{inner}=", f"{inner}.")) else each for each in arguments
-    ]
+    starts = (f"{inner}=", f"{inner}.")
+    return [each.removeprefix("strategy.") if each.startswith(starts) else each for each in arguments]
 
 
 def null_for_none(cfg: DictConfig | ListConfig) -> None:
