@@ -11,10 +11,15 @@ from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
+from lightning_compress.strategies.gossip import GossipMixin
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
     """See ``lightning_compress.CompressedDDPStrategy``."""
+
+
+class GossipStrategy(GossipMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
+    """See ``lightning_compress.GossipStrategy``."""
 
 
 class CommunicationMonitor(MonitorMixin, Callback):
@@ -38,3 +43,4 @@ class ThetaRecovery(RecoveryMixin, Callback):
 
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)
+GossipStrategy.register_strategies(StrategyRegistry)

@@ -20,6 +20,7 @@ ROOMS = [
     ("exchanges",),
     ("settings",),
     ("engine",),
+    ("gossip",),
     ("backward",),
     ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),

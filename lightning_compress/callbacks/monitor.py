@@ -39,7 +39,7 @@ class MonitorMixin:
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what LearningRateMonitor and self.log go by
         if not every or steps == before or (row + 1) % every:
             return
-        figures = trainer.strategy.compression.stats()
+        figures = {name: each for name, each in trainer.strategy.comm_stats().items() if name != "summary"}
         for logger in trainer.loggers:
             logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, row)
         if self.progress_bar:
@@ -51,12 +51,17 @@ def _tells(trainer: Any) -> bool:
 
 
 class CommunicationMonitor(MonitorMixin, Callback):
-    """Logs bytes, time and error of the compression every ``log_every_n_steps`` steps, where Lightning logs them.
+    """Logs bytes, time and error of the communication every ``log_every_n_steps`` steps, where Lightning logs them.
 
     Per step ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio``, ``encode_ms``, ``exchange_ms``,
     ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus residual),
     ``residual_norm``; in total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``. The figures
     are rank 0's. Steps between are not timed. With another strategy it warns, and logs nothing.
+
+    With ``GossipStrategy`` there are also ``bytes_to_<rank>``, what this rank has sent to each neighbour;
+    ``bytes_of_<rank>``, what each rank had sent when all met last; ``rounds``; ``consensus_distance``, the root mean
+    square distance of the ranks' models from their mean, over the mean's norm, when it was formed last; and with
+    Moniqua ``theta``, ``hash_failures`` (chunks that neighbours did not recover), ``hash_bytes`` and ``resent_bytes``.
 
     Args:
         prefix: of the metrics' names.

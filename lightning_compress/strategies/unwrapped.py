@@ -64,8 +64,8 @@ class UnwrappedMixin(_Base):
     meeting: Meeting
 
     def __init__(self, state: SavedState = "sidecar", strict_state: bool = False, **kwargs: Any) -> None:
-        makers = [vars(each)["__init__"] for each in type(self).__mro__ if "__init__" in vars(each)]
-        own = [name for make in makers for name in _arguments(make)]
+        mixins = [each for each in type(self).__mro__ if issubclass(each, UnwrappedMixin) and "__init__" in vars(each)]
+        own = [name for each in mixins for name in _arguments(vars(each)["__init__"])]
         checks.check_known(kwargs, type(self), own)
         super().__init__(**_without_wrapper(kwargs))
         if state == "mean":

@@ -15,11 +15,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from lightning_compress import CompressedDDPStrategy
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, Moniqua
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from recipes.build import recipe_of, refuse_foreign_data
+from recipes.train import by_group
 from tests.config.composing import CONF, built, composed, lay_out
 from tests.helpers.sounds import write_wavdir
 
@@ -33,7 +34,8 @@ def name(path: Path) -> str:
 def option(path: Path) -> list[str]:
     """What chooses this file: data needs its recipe beside it."""
     recipe = [f"recipe={recipe_of(OmegaConf.load(path))}"] if path.parent.name == "data" else []
-    return [*recipe, name(path)]
+    strategy = ["strategy=gossip"] if name(path) == "compressor=moniqua" else []
+    return [*recipe, *strategy, name(path)]
 
 
 PACKAGED = [
@@ -71,7 +73,7 @@ def test_composes_and_builds(path: Path) -> None:
         OmegaConf.resolve(cfg)
         pytest.skip("no GPU to build this trainer for")
     _, model, trainer = built(cfg)
-    assert isinstance(trainer.strategy, CompressedDDPStrategy)
+    assert isinstance(trainer.strategy, CompressedDDPStrategy | GossipStrategy)
     assert sum(p.numel() for p in model.parameters()) > 200_000
 
 
@@ -84,7 +86,9 @@ def test_head_comment_has_a_command_that_composes(path: Path) -> None:
     OmegaConf.resolve(composed(*words[3:]))
 
 
-@pytest.mark.parametrize(("group", "known"), [("compressor", COMPRESSORS), ("exchange", EXCHANGES)])
+@pytest.mark.parametrize(
+    ("group", "known"), [("compressor", {**COMPRESSORS, "moniqua": Moniqua}), ("exchange", EXCHANGES)]
+)
 def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: dict[str, type]) -> None:
     assert {path.stem for path in FILES if path.parent.name == group} == set(known)
     for option, cls in known.items():
@@ -95,10 +99,22 @@ def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: di
         assert settings == defaults
 
 
-def test_strategy_shows_every_setting_of_ours() -> None:
-    shown = OmegaConf.load(CONF / "strategy/compressed_ddp.yaml")
-    settings = set(inspect.signature(CompressedDDPStrategy).parameters) - {"kwargs"}
+@pytest.mark.parametrize(
+    ("option", "strategy"), [("compressed_ddp", CompressedDDPStrategy), ("gossip", GossipStrategy)]
+)
+def test_strategy_shows_every_setting_of_ours(option: str, strategy: type) -> None:
+    shown = OmegaConf.load(CONF / f"strategy/{option}.yaml")
+    settings = set(inspect.signature(strategy).parameters) - {"kwargs"}
     assert settings < set(shown)
+
+
+def test_a_strategys_compressor_is_the_group() -> None:
+    command = "strategy=gossip strategy.algorithm=d2 strategy.compressor=moniqua strategy.compressor.bits=1"
+    _, _, trainer = built(composed(*by_group(command.split())))
+    assert trainer.strategy._compressor == Moniqua(bits=1)
+    assert trainer.strategy._algorithm.name == "d2"
+    written = ["strategy.compressor={name: moniqua, bits: 1}"]
+    assert by_group(written) == written
 
 
 @pytest.mark.parametrize(
