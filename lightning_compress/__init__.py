@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
+    from lightning_compress.strategies.local_sgd import LocalSGDStrategy
 
 _LIGHTNING = {
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "LocalSGDStrategy": "strategies.local_sgd",
     "MeProp": "callbacks.meprop",
     "MeSimp": "callbacks.mesimp",
     "SufficientFactors": "callbacks.sufficient_factors",
@@ -45,6 +47,7 @@ def __getattr__(name: str) -> object:
 def _register(_: ModuleType) -> None:
     """Tell Lightning the names of our strategies, whichever of the two is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
+    import_module("lightning_compress.strategies.local_sgd")
 
 
 @when_imported("pytorch_lightning")
@@ -67,6 +70,7 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "ExchangePlan",
+    "LocalSGDStrategy",
     "MeProp",
     "MeSimp",
     "Plan",

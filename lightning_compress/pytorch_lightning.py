@@ -11,10 +11,15 @@ from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
+from lightning_compress.strategies.local_sgd import LocalSGDMixin
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
     """See ``lightning_compress.CompressedDDPStrategy``."""
+
+
+class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):  # type: ignore[misc]
+    """See ``lightning_compress.LocalSGDStrategy``."""
 
 
 class CommunicationMonitor(MonitorMixin, Callback):
@@ -38,3 +43,4 @@ class ThetaRecovery(RecoveryMixin, Callback):
 
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)
+LocalSGDStrategy.register_strategies(StrategyRegistry)

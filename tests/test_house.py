@@ -20,7 +20,7 @@ ROOMS = [
     ("exchanges",),
     ("settings",),
     ("engine",),
-    ("backward",),
+    ("local", "backward"),
     ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),
 ]
