@@ -50,7 +50,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "outer": "nesterov",
         "compressor": ROTATED,
     },
-    "sparseloco 30, float32 values": {
+    "sparseloco 30": {
+        "rounds": Rounds(30),
+        "outer": {"lr": 1.0},
+        "compressor": "sparseloco",
+        "residual_decay": 0.95,
+    },
+    "topk 1/64 30": {
         "rounds": Rounds(30),
         "outer": {"lr": 1.0},
         "compressor": {"name": "topk", "density": 1 / 64},

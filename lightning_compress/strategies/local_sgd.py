@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sparseloco": {
         "sync_every": 30,
         "outer": {"lr": 1.0},
-        "compressor": {"name": "topk", "density": 1 / 64},
+        "compressor": "sparseloco",
         "residual_decay": 0.95,
     },
 }
