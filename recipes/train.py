@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_compress import CompressedDDPStrategy, GossipStrategy, SufficientFactors, ThetaRecovery
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, SufficientFactors, ThetaRecovery
 from recipes.build import CONF, build, refuse_foreign_data
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
@@ -174,7 +174,8 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
     if trainer.limit_test_batches == 0:
         raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    kind, compresses = type(trainer.strategy).__name__, isinstance(trainer.strategy, CompressedDDPStrategy)
+    kind = type(trainer.strategy).__name__
+    compresses = isinstance(trainer.strategy, CompressedDDPStrategy | LocalSGDStrategy)
     gossips = isinstance(trainer.strategy, GossipStrategy)  # which has a compressor, and neighbours for an exchange
     chosen = [
         f"{group}={cfg[group].get('_target_')}"

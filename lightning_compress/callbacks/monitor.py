@@ -20,9 +20,9 @@ class MonitorMixin:
         """Warn where the strategy does not compress."""
         if stage == "fit" and not _tells(trainer):
             rank_zero_warn(
-                "CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)) or "
-                f"LocalSGDStrategy, not {type(trainer.strategy).__name__}; for an uncompressed baseline use "
-                "compressor='none'"
+                "CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), or "
+                f"LocalSGDStrategy or GossipStrategy, not {type(trainer.strategy).__name__}; for an uncompressed "
+                "baseline use compressor='none'"
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
