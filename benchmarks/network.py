@@ -5,11 +5,13 @@
     sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
     sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
     sudo python -m benchmarks.network --rate 100mbit --delay-ms 10          # a round trip of 10 ms: sites far apart
+    sudo python -m benchmarks.network --trainer --model resnet20 --methods bf16,onebit --delay-ms 10
 
 Linux and root: each rank gets a network namespace, a link to a bridge, and a token bucket (tc tbf) in both directions;
 everything is taken down again, also after Ctrl-C. iproute2 is needed. Methods take turns, in rounds; medians of all
 steps of rank 0, whose interface counts what it sends, TCP, IP and Ethernet headers included. A delay is made by a
-process that carries frames from link to link; the table says what a byte there and back takes.
+process that carries frames from link to link; the table says what a byte there and back takes. With ``--trainer`` our
+methods train by Lightning, each with and without its broadcast of a flag in every batch, which the strategy replaces.
 
 Ranks that share two cores wait for each other, and cannot fill a fast link. So steps can be recorded, each rank
 computing alone, and played again with sleeps in place of computing, over links of any speed, all slowed by one factor:
@@ -82,7 +84,7 @@ def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[
         return [({"how": "recorded"}, found)]
     if arguments.validate:
         return [({"how": "replayed"}, played(arguments, record(*task, one_by_one=False), rate))]
-    return [({}, measure(*task))]
+    return [({}, measure(*task, by="fit" if arguments.trainer else "rank"))]
 
 
 def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:
@@ -107,6 +109,7 @@ def parse() -> argparse.Namespace:
     add("--ranks", default="4", help="one number or several, by commas")
     add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")
     add("--delay-ms", type=float, default=0.0, help="that a round trip takes at least; 0: none is added")
+    add("--trainer", action="store_true", help="train by Lightning, with and without its broadcast in every batch")
     add("--model", choices=MODELS, default="mlp")
     add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}".replace("%", "%%"))
     add("--set", help=f"methods to compare at equal bits, in place of --methods: {', '.join(SETS)}, by commas")
@@ -138,8 +141,11 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
     """
     if sum(map(bool, (arguments.record, arguments.replay, arguments.validate))) > 1:
         raise ValueError("--record, --replay and --validate are three tasks; give one")
+    if arguments.trainer and (arguments.record or arguments.replay or arguments.validate):
+        raise ValueError("--trainer measures, and records and replays nothing; give one of them")
     if arguments.steps < arguments.rounds and not arguments.replay:
         raise ValueError(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
+    everything = ",".join(OURS) if arguments.trainer else everything
     taking = arguments.record or arguments.validate
     given = arguments.methods or (",".join(REPLAYED) if taking else everything)
     arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
@@ -154,9 +160,11 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
     if unknown := [each for each in sets if each not in SETS]:
         raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}")
     named = [name for each in sets for name in SETS[each]]
-    arguments.methods = [*DENSE, *named] if sets else names(given)
+    arguments.methods = [*(() if arguments.trainer else DENSE), *named] if sets else names(given)
     for name in arguments.methods:
         make(name)
+        if arguments.trainer and settings(name) is None:
+            raise ValueError(f"{name} is none of CompressedDDPStrategy's; with --trainer, these are: {', '.join(OURS)}")
         if taking and settings(name) is None and name not in DENSE:
             raise ValueError(
                 f"{name} cannot be recorded; of those that are none of attach's, these can: {', '.join(DENSE)}"

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
     from lightning_compress.strategies.gossip import GossipStrategy
+    from lightning_compress.strategies.local_sgd import LocalSGDStrategy
 
 _LIGHTNING = {
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
     "GossipStrategy": "strategies.gossip",
+    "LocalSGDStrategy": "strategies.local_sgd",
     "MeProp": "callbacks.meprop",
     "MeSimp": "callbacks.mesimp",
     "SufficientFactors": "callbacks.sufficient_factors",
@@ -49,6 +51,7 @@ def _register(_: ModuleType) -> None:
     """Tell Lightning the names of our strategies, whichever of the two is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
     import_module("lightning_compress.strategies.gossip")
+    import_module("lightning_compress.strategies.local_sgd")
 
 
 @when_imported("pytorch_lightning")
@@ -72,6 +75,7 @@ __all__ = [
     "ExchangeError",
     "ExchangePlan",
     "GossipStrategy",
+    "LocalSGDStrategy",
     "MeProp",
     "MeSimp",
     "Moniqua",

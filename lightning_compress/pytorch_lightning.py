@@ -12,6 +12,7 @@ from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMix
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 from lightning_compress.strategies.gossip import GossipMixin
+from lightning_compress.strategies.local_sgd import LocalSGDMixin
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
@@ -20,6 +21,10 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[mi
 
 class GossipStrategy(GossipMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
     """See ``lightning_compress.GossipStrategy``."""
+
+
+class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
+    """See ``lightning_compress.LocalSGDStrategy``."""
 
 
 class CommunicationMonitor(MonitorMixin, Callback):
@@ -44,3 +49,4 @@ class ThetaRecovery(RecoveryMixin, Callback):
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)
 GossipStrategy.register_strategies(StrategyRegistry)
+LocalSGDStrategy.register_strategies(StrategyRegistry)

@@ -2,7 +2,7 @@
 
 W&B's agent and impatient people kill the process they started and no other; its ranks would go on waiting for it, with
 the GPU's memory. A process that starts ranks calls ``start_lineage``; whoever of them imports ``recipes`` follows. What
-an agent started follows the agent.
+W&B's agent or torchrun started follows that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["PARENT", "end_with", "follow", "start_lineage"]
 
 PARENT = "LIGHTNING_COMPRESS_PARENT"
 """The environment variable by which a process tells those that it starts to end with it: its process id."""
-AGENT = "WANDB_SWEEP_ID"
-"""Set by W&B's agent for what it starts: such a process ends with its parent, unasked."""
+LAUNCHERS = ("WANDB_SWEEP_ID", "TORCHELASTIC_RUN_ID")
+"""Set by W&B's agent and by torchrun for what they start: such a process ends with its parent, unasked."""
 PR_SET_PDEATHSIG = 1
 EVERY = 0.5
 """Seconds between two looks at the parent, where the kernel does not tell."""
@@ -31,12 +31,12 @@ def start_lineage() -> None:
 
 
 def follow() -> None:
-    """End with the process that asked for it, or else with W&B's agent, and have one's own follow in turn."""
+    """End with the process that asked for it, or else with a launcher, and have one's own follow in turn."""
     parent = os.environ.get(PARENT, "")
     if parent.isdigit() and int(parent) != os.getpid():
         end_with(int(parent))
         start_lineage()
-    elif not parent and os.environ.get(AGENT):
+    elif not parent and any(map(os.environ.get, LAUNCHERS)):
         _watched(os.getppid())
 
 

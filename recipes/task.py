@@ -91,6 +91,11 @@ class Task(LightningModule, ABC):
             raise ValueError(f"recipe.warmup_epochs={warmup_epochs}: must be at least 0 (0: no warm-up)")
         if warmup_steps is not None and warmup_steps < 0:
             raise ValueError(f"recipe.warmup_steps={warmup_steps}: must be at least 0, or null for warmup_epochs")
+        if warmup_steps is not None and warmup_epochs > 0:
+            raise ValueError(
+                f"recipe.warmup_steps={warmup_steps}, recipe.warmup_epochs={warmup_epochs}: both say how long the "
+                "warm-up is; set recipe.warmup_steps=null, or recipe.warmup_epochs=0"
+            )
         if reference_batch is not None and reference_batch < 1:
             raise ValueError(f"recipe.reference_batch={reference_batch}: must be at least 1, or null not to scale lr")
         self.make_optimizer = optimizer or partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -150,7 +155,8 @@ class Task(LightningModule, ABC):
         warmup = round(epochs * math.ceil(self.trainer.num_training_batches / accumulate)) if steps is None else steps
         factor = partial(self.factor, total=int(total), peak=peak, warmup=warmup)
         if factor(0) != peak and warmup >= total:
-            rank_zero_warn(f"the warm-up of {warmup} steps outlasts the run of {total}: lower recipe.warmup_epochs")
+            setting = "warmup_epochs" if steps is None else "warmup_steps"
+            rank_zero_warn(f"the warm-up of {warmup} steps outlasts the run of {total}: lower recipe.{setting}")
         optimizer = self.make_optimizer(parameter_groups(self.model, decay_norm=self.decay_norm))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 

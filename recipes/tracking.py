@@ -26,6 +26,8 @@ PATIENCE = 5.0
 """Seconds in which the server must answer, before a run."""
 FINISH = 120.0
 """Seconds that the end of a run waits for what was not uploaded yet."""
+LINE = 200
+"""Most characters that are shown of what a server says."""
 WITHOUT_SERVER = ("offline", "dryrun", "disabled")
 """What ``WANDB_MODE`` may be where no server is needed."""
 
@@ -149,7 +151,8 @@ def _settings() -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= LINE else f"{line[:LINE]}..."  # a page of HTML, for one
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

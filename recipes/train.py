@@ -17,12 +17,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_compress import CompressedDDPStrategy, GossipStrategy, ThetaRecovery
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, SufficientFactors, ThetaRecovery
 from recipes.build import CONF, build, refuse_foreign_data
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
@@ -51,6 +51,10 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     """
     # A recipe says itself how many workers its data is worth.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # A recipe without validation has no loader for it.
+    warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+    # Lightning's own business with PyTorch.
+    warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec.` is deprecated")
     # A recipe's metrics count every example once, whatever the sampler repeats.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     null_for_none(cfg)
@@ -165,10 +169,11 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
         trainer: built from it.
 
     Raises:
-        ValueError: a compressor, an exchange or a recovery would have no effect.
+        ValueError: a compressor, an exchange, factors or a recovery would have no effect.
     """
     if trainer.limit_test_batches == 0:
         raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     kind, compresses = type(trainer.strategy).__name__, isinstance(trainer.strategy, CompressedDDPStrategy)
     gossips = isinstance(trainer.strategy, GossipStrategy)  # which has a compressor, and neighbours for an exchange
     chosen = [
@@ -186,7 +191,12 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
             f"{', '.join(chosen)} has no effect: one process sends no gradients; take more, as in trainer.devices=2, "
             "or leave compressor and exchange out (auto), or take compressor=none"
         )
-    watching = any(isinstance(each, ThetaRecovery) for each in trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.world_size == 1 and any(isinstance(each, SufficientFactors) for each in callbacks):
+        raise ValueError(
+            "backward=sufficient_factors has no effect: one process sends no gradients; take more, as in "
+            "trainer.devices=2, or leave backward out"
+        )
+    watching = any(isinstance(each, ThetaRecovery) for each in callbacks)
     if cfg.get("recovery") and not watching:
         raise ValueError(
             "recovery has no effect: it is none of trainer.callbacks; add it, as in "

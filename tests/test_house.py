@@ -20,8 +20,7 @@ ROOMS = [
     ("exchanges",),
     ("settings",),
     ("engine",),
-    ("gossip",),
-    ("backward",),
+    ("local", "gossip", "backward"),
     ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),
 ]

@@ -21,16 +21,28 @@ def measure(
     rounds: int,
     warm: int = 4,
     delay_ms: float = 0.0,
+    by: str = "rank",
 ) -> Found:
     """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
+
+    Args:
+        ranks: how many.
+        rate: of each link; None: not limited.
+        model: of ``MODELS``.
+        methods: of ``methods.make``.
+        steps: of all rounds.
+        rounds: of each method, in turn.
+        warm: steps of each round before those that count.
+        delay_ms: that a round trip takes at least.
+        by: what trains, "rank" or, with Lightning's Trainer, "fit".
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
     """
     told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
     with Lab(ranks, rate, delay_ms) as lab:
-        found = run_ranks(lab, told)[0]
-    del found["traces"]
+        found = run_ranks(lab, told, f"benchmarks._network.{by}")[0]
+    found.pop("traces", None)
     return found
 
 

@@ -4,7 +4,9 @@ Autograd takes a gradient over as ``weight.grad`` when nobody else holds the *te
 matter. So a buffer is kept, and what is returned is another tensor on it. It is used again once nobody but us has its
 memory: not while ``weight.grad``, a copy of a user's, or a second use of the weight in the same backward pass has it.
 Then the rows of last time are cleared, or all of it if somebody wrote into it (the version counter tells), and where
-there are several ranks. That is a sixth of what new zeros cost, whose pages the system must provide first.
+there are several ranks. That is a sixth of what new zeros cost, whose pages the system must provide first. What was
+written through ``grad.data`` or ``grad.numpy()`` does not count as a version, and stays in rows that nobody clears: to
+clear all of them always would cost half of what is won at small batches (4096 x 4096, 32 rows: 2.5 x instead of 1.4 x).
 """
 
 from __future__ import annotations

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
+from lightning_compress.backward.cautions import warn_of_few, warn_of_norms
 from lightning_compress.backward.conv import SparseConv1d, SparseConv2d
 from lightning_compress.backward.linear import SparseLinear
 from lightning_compress.backward.recurrent import SparseGRU, SparseGRUCell, SparseLSTM, SparseLSTMCell
@@ -46,6 +43,10 @@ def enable(
     """Let layers propagate only the ``k`` largest of their output gradients: meProp (Sun et al., ICML 2017).
 
     Layers change their class, and nothing else: ``state_dict``, parameters, optimizer and hooks are what they were.
+
+    The memory of a weight's gradient is used again in the next step, and only the rows that were written are cleared.
+    Who writes into a gradient by hand does so in place under ``torch.no_grad()``, which is noticed; not through
+    ``p.grad.data`` or ``p.grad.numpy()``, of which PyTorch keeps no count: rows written so would be there again.
 
     Args:
         model: linear, convolutional and recurrent layers of it are changed, in place.
@@ -93,7 +94,8 @@ def enable(
         if not isinstance(layer, SparseLayer):
             layer.__class__ = kind
         layer.sparsity = sparsity
-    _warn_of_norms(model, done)
+    warn_of_norms(model, done)
+    warn_of_few(model, {name: each.k / each.width for name, each in done.items()})
     log.debug("meProp: %s", ", ".join(f"{name} keeps {each.k} of {each.width}" for name, each in done.items()))
     return done
 
@@ -268,20 +270,3 @@ def _problem(name: str, layer: nn.Module, tied: set[str]) -> str:
         if weight.layout != torch.strided:
             return f"{own} is sparse ({weight.layout})"
     return ""
-
-
-def _warn_of_norms(model: nn.Module, changed: Collection[str]) -> None:
-    """Say once that batch norms follow convolutions, as far as the order of the modules tells."""
-    followed = [
-        (name, other)
-        for (name, layer), (other, norm) in pairwise(model.named_modules())
-        if name in changed and isinstance(layer, _ConvNd) and isinstance(norm, _BatchNorm)
-    ]
-    if followed:
-        name, norm = followed[0]
-        warnings.warn(
-            f"meProp: a batch norm follows {len(followed)} of the convolutions ({norm} after {name}): its backward "
-            "pass spreads each channel's gradient over the batch, and scales it by weight over standard deviation, by "
-            "which channels are then chosen. Compare the accuracy with a run without meProp, or leave them out by skip",
-            stacklevel=3,
-        )

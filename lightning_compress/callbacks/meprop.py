@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_compress.backward import disable, enable
+from lightning_compress.backward.cautions import FEW, warn_of_few
 from lightning_compress.backward.selection import Amount
 from lightning_compress.backward.sparsity import Sparsity
 from lightning_compress.backward.transform import amounts_of, check_settings, pattern_of
@@ -71,8 +72,7 @@ class MePropMixin:
             group=self._group if self.share else None,
             per_sequence=self.per_sequence,
         )
-        for _, amounts in self.schedule:  # what is wrong is found now
-            self._resize(amounts, try_only=True)
+        self._try_schedule(pl_module)
         kept = ", ".join(f"{name} {each.k} of {each.width}" for name, each in self.layers.items())
         rank_zero_info(f"meProp: backward passes keep {kept}")
 
@@ -153,14 +153,23 @@ class MePropMixin:
                     break
                 sparsity.memory[name] = remembered.clone()
 
-    def _resize(self, amounts: Amounts, try_only: bool = False) -> None:
+    def _try_schedule(self, model: Any) -> None:
+        """Find now what is wrong with a later ``k``, and warn of it as ``enable`` does of the first."""
+        first = {name: each.k for name, each in self.layers.items()}
+        least = dict(first)
+        for _, amounts in self.schedule:
+            self._resize(amounts)
+            least = {name: min(k, self.layers[name].k) for name, k in least.items()}
+        shares = {name: (least[name] / each.width, first[name] / each.width) for name, each in self.layers.items()}
+        warn_of_few(model, {name: later for name, (later, now) in shares.items() if now >= FEW})
+        for name, sparsity in self.layers.items():
+            sparsity.k = first[name]
+
+    def _resize(self, amounts: Amounts) -> None:
         patterns = amounts_of(amounts)
         for name, sparsity in self.layers.items():
             if (pattern := pattern_of(name, patterns)) is not None:
-                before = sparsity.k
                 sparsity.resize(patterns[pattern])
-                if try_only:
-                    sparsity.k = before
 
 
 def _milestones(schedule: Mapping[Any, Amounts]) -> list[tuple[int, Amounts]]:
@@ -199,7 +208,9 @@ class MeProp(MePropMixin, Callback):
     In each linear, convolutional or recurrent layer but the output layer, the ``k`` outputs with the largest gradients
     (sums of absolute values over the minibatch) take part in the backward pass; the others count as zero. That is two
     small matrix products instead of two large ones, and a weight gradient of ``k`` rows. The forward pass, checkpoints
-    and optimizer are untouched; an optimizer with momentum or weight decay still changes all rows.
+    and optimizer are untouched; an optimizer with momentum or weight decay still changes all rows. Gradients may be
+    changed in place (clipping, ``on_after_backward``), but not through ``p.grad.data`` or ``p.grad.numpy()``, of which
+    PyTorch keeps no count: what is written so into other rows would be there again in the next step.
 
     Args:
         k: outputs that are kept, a count (80) or a fraction (0.05), of every layer; or by shell-style patterns of layer

@@ -14,14 +14,15 @@ class MonitorMixin:
     def __init__(self, prefix: str = "comm/", progress_bar: bool = True) -> None:
         self.prefix = prefix
         self.progress_bar = progress_bar
-        self._steps = 0
+        self._steps = self._due = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Warn where the strategy does not compress."""
         if stage == "fit" and not _tells(trainer):
             rank_zero_warn(
-                f"CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), not "
-                f"{type(trainer.strategy).__name__}; for an uncompressed baseline use compressor='none'"
+                "CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)) or "
+                f"LocalSGDStrategy, not {type(trainer.strategy).__name__}; for an uncompressed baseline use "
+                "compressor='none'"
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -29,6 +30,7 @@ class MonitorMixin:
         if _tells(trainer):
             trainer.strategy.compression.meter.sample_every = trainer.log_every_n_steps
         self._steps = 0
+        self._due = trainer.fit_loop.epoch_loop._batches_that_stepped // max(1, trainer.log_every_n_steps)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log a step that ended in this batch, if it is due, in the row that Lightning's own figures of it have."""
@@ -37,8 +39,9 @@ class MonitorMixin:
         steps, every = trainer.strategy.compression.meter.steps, trainer.log_every_n_steps
         before, self._steps = self._steps, steps
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what LearningRateMonitor and self.log go by
-        if not every or steps == before or (row + 1) % every:
+        if not every or steps == before or (row + 1) // every == self._due:
             return
+        self._due = (row + 1) // every
         figures = {name: each for name, each in trainer.strategy.comm_stats().items() if name != "summary"}
         for logger in trainer.loggers:
             logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, row)

@@ -122,7 +122,8 @@ class Resume:
             content: of the checkpoint.
             method: what can go on from it.
             step: optimizer steps so far.
-            tree: tensors and primitives of this rank.
+            tree: tensors and primitives of this rank; what it has as ``"common"`` is the same on all ranks, or nothing
+                of it is restored.
             ranks: wait for each other.
             device: on which they talk.
             alone: do not wait.
@@ -148,15 +149,19 @@ class Resume:
         Raises:
             ValueError: there is none, and ``strict`` was asked for; on every rank.
         """
-        problem, tree = "", None
+        problem, tree, common = "", None, 0
         try:
             tree = sidecar.read_tree(files, self._path, content.get(sidecar.KEY), method, ranks, device)
+            common = sidecar.checksum(tree.get("common"))
         except Exception as error:  # the other ranks wait for word
             problem = str(error) or type(error).__name__
-        failed = torch.tensor([bool(problem)], dtype=torch.int32, device=device)
-        ranks.all_reduce_max(failed)
-        if not failed:
+        said = torch.tensor([bool(problem), common, -common], dtype=torch.int64, device=device)
+        ranks.all_reduce_max(said)
+        failed, most, least = said.tolist()
+        if not failed and most == -least:
             return tree, ""
+        if not failed:
+            problem = "the ranks' files are of different steps, or of models that differ where they have to be the same"
         problem = problem or "another rank cannot restore its state, and says why"
         if self.strict:
             raise ValueError(f"{problem}; set strict_state=False to begin from the checkpoint's own model")

@@ -64,8 +64,9 @@ class UnwrappedMixin(_Base):
     meeting: Meeting
 
     def __init__(self, state: SavedState = "sidecar", strict_state: bool = False, **kwargs: Any) -> None:
-        mixins = [each for each in type(self).__mro__ if issubclass(each, UnwrappedMixin) and "__init__" in vars(each)]
-        own = [name for each in mixins for name in _arguments(vars(each)["__init__"])]
+        ours = [each for each in type(self).__mro__ if issubclass(each, UnwrappedMixin)]
+        makers = [vars(each)["__init__"] for each in ours if "__init__" in vars(each)]
+        own = [name for make in makers for name in _arguments(make)]
         checks.check_known(kwargs, type(self), own)
         super().__init__(**_without_wrapper(kwargs))
         if state == "mean":
@@ -106,7 +107,7 @@ class UnwrappedMixin(_Base):
 
     @abstractmethod
     def own_state(self) -> sidecar.Tree:
-        """What else this rank has of its own: tensors and primitives."""
+        """What else this rank has: tensors and primitives; as ``"common"`` what has to be the same on all ranks."""
 
     @abstractmethod
     def load_own_state(self, state: sidecar.Tree) -> None:
@@ -324,12 +325,14 @@ class UnwrappedMixin(_Base):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _tree(self) -> sidecar.Tree:
+        own = self.own_state()
         return {
+            "common": {"attempts": self.attempts, "own": own.pop("common", None)},
             "model": {name: tensor.detach() for name, tensor in self.replica().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "attempts": [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers],
             "precision": self.precision_plugin.state_dict(),
-            "own": self.own_state(),
+            "own": own,
         }
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -358,7 +361,7 @@ class UnwrappedMixin(_Base):
         self.attempts = max(self._counts.values(), default=0)
         if tree["precision"]:
             self.precision_plugin.load_state_dict(tree["precision"])
-        self.load_own_state(tree["own"])
+        self.load_own_state(tree["own"] | {"common": tree["common"]["own"]})
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and what is beside it."""

@@ -16,6 +16,7 @@ from lightning_compress.backward.recurrent import scan
 from lightning_compress.backward.scan import plan_steps
 from lightning_compress.backward.sparsity import Sparsity
 
+pytestmark = pytest.mark.filterwarnings("ignore:meProp. layer would keep")
 HIDDEN, INPUT, STEPS, BATCH = 12, 5, 4, 3
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU}
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
@@ -284,3 +285,17 @@ def test_wrong_hidden_states_are_refused() -> None:
         ours(x, (torch.zeros(BATCH, HIDDEN), torch.zeros(BATCH, HIDDEN)))
     with pytest.raises(ValueError, match="2D or 3D"):
         ours(x[0, 0])
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_sums_over_many_steps_lose_nothing_in_16_bits(
+    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = nn.LSTM(INPUT, HIDDEN), torch.full((800, 1, INPUT), 0.5)
+    ours = sparse(layer, 1.0, **options)
+    monkeypatch.setattr(Sparsity, "active", True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(x)[0].sum().backward()
+    layer(x)[0].sum().backward()
+    for one, other in zip(ours.parameters(), layer.parameters(), strict=True):
+        assert float((one.grad - other.grad).norm() / other.grad.norm()) < 0.03

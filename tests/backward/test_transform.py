@@ -1,6 +1,7 @@
 """Which layers are changed, and what is refused when they are to be."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -121,3 +122,46 @@ def test_what_cannot_be_sparse_is_passed_over():
 def test_a_module_with_two_names_is_one():
     shared = nn.Linear(8, 8)
     assert kept(nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(8, 2)), 2) == {"0": 2}
+
+
+def recurrent():
+    return nn.ModuleDict({"rnn": nn.LSTM(8, 10), "cell": nn.GRUCell(8, 10), "out": nn.Linear(10, 4)})
+
+
+def transformer():
+    return nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "k", "named"),
+    [
+        (recurrent, 0.2, "rnn, cell would keep 20 %"),
+        (recurrent, {"cell": 2, "rnn": 0.5}, "cell would keep 20 %"),
+        (transformer, 0.16, "1.linear1, 1.linear2 would keep"),
+        (recurrent, 0.3, ""),
+        (transformer, {"1.*": 0.5, "0": 1}, ""),  # beside no norm
+        (net, 0.05, ""),
+        (lambda: nn.Sequential(nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 20, 3), nn.Linear(4, 4)), 0.05, ""),
+    ],
+)
+def test_too_few_outputs_where_sequences_pass_are_warned_of(make, k, named):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        enable(make(), k)
+    said = [str(each.message) for each in caught if "meProp" in str(each.message)]
+    assert len(said) == bool(named)
+    if named:
+        assert f"meProp: {named}" in said[0]
+        assert "Keep half, by k=0.5 or k={" in said[0]
+        assert re.search(r"by skip=\['[\w.]+', \.\.\.\]", said[0])
+
+
+def warned():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        enable(recurrent(), 0.2)
+    return len(caught)
+
+
+def test_one_rank_warns_for_all(pools):
+    assert pools[2].run(warned) == [1, 0]

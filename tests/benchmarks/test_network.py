@@ -34,6 +34,16 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
 
 
 @root
+@pytest.mark.thorough
+def test_lightning_trains_with_and_without_its_broadcast():
+    found = network.measure(2, "1gbit", "resnet20", ["onebit"], 8, 1, warm=2, delay_ms=1.0, by="fit")
+    assert list(found["ms"]) == ["onebit", "onebit, Lightning's broadcast"]
+    ours, theirs = found["wire_bytes"].values()
+    assert 4e4 < ours < theirs  # by its packets
+    assert found["ping_ms"] > 1
+
+
+@root
 def test_links_are_as_slow_as_asked():
     with lab.Lab(2, "10mbit") as built:
         said = subprocess.run(
@@ -148,6 +158,8 @@ def test_lists_of_rates_and_ranks(monkeypatch):
         (["--record", "x", "--validate"], "three tasks"),
         (["--validate", "--methods", "PyTorch PowerSGD 1"], "cannot be recorded"),
         (["--validate", "--rates", "none"], "links of a set speed"),
+        (["--trainer", "--validate"], "records and replays nothing"),
+        (["--trainer", "--methods", "DDP"], "none of CompressedDDPStrategy's"),
         (["--delay-ms", "-3"], "must be a round trip"),
         (["--schedule", "sometimes"], "none of hook, beside"),
         (["--replay", "/no/such/file"], "No such file"),

@@ -76,6 +76,15 @@ def test_trains_by_a_schedule_and_leaves_the_model_as_it_came(tmp_path):
     assert "MeProp" not in content["callbacks"]  # nothing is remembered
 
 
+def test_a_run_that_goes_on_is_where_the_schedule_of_each_layer_is(tmp_path):
+    schedule = {0: 0.5, 1: {"head.*": 5}, 2: {"body.0": 3}, 5: {"body.3": 0.25}}
+    half, watch = Watch(), Watch()
+    trainer, _ = train(tmp_path, 1, MeProp(1.0, schedule=schedule), half)
+    train(tmp_path, 2, MeProp(1.0, schedule=schedule), watch, path=trainer.checkpoint_callback.best_model_path)
+    assert half.kept[1:] == [{"body.0": 8, "body.3": 8, "head.0": 5}, {"body.0": 3, "body.3": 8, "head.0": 5}]
+    assert watch.kept == [half.kept[2]] * 2 + [{"body.0": 3, "body.3": 4, "head.0": 5}]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_error_leaves_the_model_as_it_came(tmp_path):
     watch = Watch()
@@ -94,6 +103,33 @@ def test_an_error_leaves_the_model_as_it_came(tmp_path):
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer.fit(model, loader(digits()))
     assert not enabled(model)
+
+
+class Recurrent(Narrow):
+    """A layer through which sequences pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(9, 16, batch_first=True)
+        self.head, self.tail = nn.Identity(), nn.Linear(16, 10)
+
+    def forward(self, images):
+        return self.tail(self.rnn(self.body(images).unflatten(1, (-1, 9)))[1][0])
+
+
+@pytest.mark.parametrize(("k", "schedule", "warns"), [(0.5, {}, 0), (0.5, {9: {"rnn": 0.1}}, 1), (0.2, {9: 0.1}, 1)])
+def test_what_a_schedule_comes_to_is_warned_of_once(k, schedule, warns, tmp_path):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        fast_dev_run=True,
+        callbacks=[MeProp(k, schedule=schedule)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Recurrent(), loader(digits()))
+    assert sum("rnn would keep" in str(each.message) for each in caught) == warns
 
 
 def resumed(folder, share):

@@ -85,6 +85,53 @@ def test_neurons_go_and_training_goes_on(tmp_path, optimizer):
     assert sizes(longer)[0] <= second["net.1"]
 
 
+class Counted(MeSimp):
+    """Notes the counters when training begins, and when neurons go."""
+
+    def __init__(self, **settings):
+        super().__init__({"net.1": 8, "net.3": 0.2}, prune=0.15, **settings)
+        self.begun, self.pruned = {}, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.begun = self.begun or {name: (each.hits.tolist(), each.seen) for name, each in self.layers.items()}
+
+    def _prune(self, trainer, pl_module):
+        self.pruned.append((trainer.global_step, {each.seen for each in self.layers.values()}))
+        super()._prune(trainer, pl_module)
+
+
+def test_a_run_that_goes_on_counts_on(tmp_path):
+    first, second = Counted(cycle=3), Counted(cycle=3)
+    trainer, _ = train(tmp_path, first, epochs=2)
+    path = trainer.checkpoint_callback.best_model_path
+    saved = torch.load(path, weights_only=True)["callbacks"]["Counted"]["counts"]
+    assert {seen for _, seen in saved.values()} == {12}
+    train(tmp_path, second, epochs=4, path=path)
+    assert second.begun == saved
+    assert (first.pruned, second.pruned) == ([], [(18, {18})])
+
+
+class StopsAt(pl.Callback):
+    """As early stopping does."""
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "stops", "pruned"),
+    [({"max_steps": 12}, False, []), ({"max_steps": 13}, False, [(12, {12})]), ({}, True, [])],
+    ids=["its end", "a step before", "stopped"],
+)
+def test_nothing_goes_where_the_training_ends(tmp_path, settings, stops, pruned):
+    callback, model = Counted(cycle=2), Wide()
+    model.configure_callbacks = lambda: [StopsAt()] if stops else []
+    train(tmp_path, callback, epochs=3, model=model, **settings)
+    assert callback.pruned == pruned
+    assert (sizes(model) == [48, 32, 10]) is not bool(pruned)
+
+
 def test_per_example_and_by_pairs(tmp_path):
     class Free(Wide):
         def __init__(self):

@@ -190,6 +190,7 @@ def test_a_checkpoint_needs_nothing_else(tmp_path: Path, monkeypatch: pytest.Mon
         ({"layers": 0}, "recipe.layers=0"),
         ({"beam": 0}, "recipe.beam=0"),
         ({"schedule": "noam"}, "recipe.schedule='noam'"),
+        ({"warmup_epochs": 2.0}, "recipe.warmup_steps=10, recipe.warmup_epochs=2.0: both"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any], words: str) -> None:

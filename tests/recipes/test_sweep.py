@@ -169,18 +169,20 @@ def test_processes_end_with_the_one_that_started_them(more: str) -> None:
 
 AGENT = """
 import os, subprocess, sys, time
-os.environ["WANDB_SWEEP_ID"] = "abc"
+os.environ[sys.argv[3]] = "abc"
 first = subprocess.Popen(["env", sys.executable, "-c", sys.argv[1], sys.argv[2]])
 time.sleep(60)
 """
 
 
-def test_a_killed_agent_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("variable", ["WANDB_SWEEP_ID", "TORCHELASTIC_RUN_ID"])
+def test_a_killed_launcher_leaves_nothing_behind(variable: str) -> None:
     child = "import recipes, time; print(__import__('os').getpid(), flush=True); time.sleep(60)"
-    environment = {key: value for key, value in os.environ.items() if key != "LIGHTNING_COMPRESS_PARENT"}
+    ours = ("LIGHTNING_COMPRESS_PARENT", "WANDB_SWEEP_ID", "TORCHELASTIC_RUN_ID")
+    environment = {key: value for key, value in os.environ.items() if key not in ours}
     first = CHAIN.replace("print(child.pid", "print(os.getpid()")
     agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, first, child], cwd=ROOT, env=environment, stdout=subprocess.PIPE
+        [sys.executable, "-c", AGENT, first, child, variable], cwd=ROOT, env=environment, stdout=subprocess.PIPE
     )
     assert agent.stdout is not None
     pids = [int(agent.stdout.readline()) for _ in range(2)]

@@ -54,14 +54,16 @@ def test_without_a_login_it_says_so_once_and_logs_offline(
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
 
 
-def test_a_refusing_server_is_no_reason_to_stop(stranger: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_refusing_server_is_no_reason_to_stop(
+    stranger: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[Any] = []
     begin = wandb.init
 
     def init(**kwargs: Any) -> Any:
         calls.append(kwargs.get("mode"))
         if kwargs.get("mode") != "offline":
-            raise wandb.errors.CommError("API key verification failed")
+            raise wandb.errors.CommError("API key verification failed " + 1000 * "<br>")
         return begin(**kwargs)
 
     stranger.setattr(wandb, "init", init)
@@ -69,6 +71,9 @@ def test_a_refusing_server_is_no_reason_to_stop(stranger: pytest.MonkeyPatch, tm
     logger = WandbLogger(save_dir=str(tmp_path))
     logger.log_metrics({"loss": 1.0})
     logger.close()
+    (said,) = [each.getMessage() for each in caplog.records if "W&B" in each.getMessage()]
+    assert "API key verification failed" in said
+    assert len(said) < 400
     assert calls == [None, "offline"]
     with pytest.raises(wandb.errors.CommError):
         WandbLogger(save_dir=str(tmp_path), offline=False).experiment  # noqa: B018

@@ -192,6 +192,14 @@ def test_what_has_no_effect_is_refused(overrides: list[str], words: str) -> None
         refuse_idle(cfg, build(cfg.trainer))
 
 
+def test_factors_of_one_process_are_refused() -> None:
+    cfg = composed("trainer=cpu", "backward=sufficient_factors")
+    trainer = build(cfg.trainer)
+    trainer.callbacks.insert(0, build(cfg.backward))
+    with pytest.raises(ValueError, match="backward=sufficient_factors has no effect: one process sends no gradients"):
+        refuse_idle(cfg, trainer)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -40,10 +40,10 @@ class Averaging(UnwrappedMixin, DDPStrategy):
         return self.mean
 
     def own_state(self):
-        return {"mean": self.mean}
+        return {"common": self.mean}
 
     def load_own_state(self, state):
-        for name, tensor in state["mean"].items():
+        for name, tensor in state["common"].items():
             self.mean[name].copy_(tensor)
 
     def finish(self):

@@ -23,14 +23,13 @@ def fit(strategy=None, make=Net, resume=None, data=None, **options):
     """Two epochs of four steps; every rank has its own share of the data, in one order."""
     torch.manual_seed(1)
     model = make("adamw")
-    options = {"max_epochs": 2, "limit_train_batches": 4, "callbacks": [], **options}
+    options = {"max_epochs": 2, "logger": False, "limit_train_batches": 4, "callbacks": [], **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
             strategy=strategy or Averaging(),
-            logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in options["callbacks"]),
