@@ -4,10 +4,14 @@
     sudo python -m benchmarks.network --rate 100mbit --model alexnet --methods 'DDP,dgc 0.1 %,{"compressor": "fft"}'
     sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
     sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
+    sudo python -m benchmarks.network --rate 100mbit --delay-ms 10          # a round trip of 10 ms: sites far apart
+    sudo python -m benchmarks.network --trainer --model resnet20 --methods bf16,onebit --delay-ms 10
 
 Linux and root: each rank gets a network namespace, a link to a bridge, and a token bucket (tc tbf) in both directions;
 everything is taken down again, also after Ctrl-C. iproute2 is needed. Methods take turns, in rounds; medians of all
-steps of rank 0, whose interface counts what it sends, TCP, IP and Ethernet headers included.
+steps of rank 0, whose interface counts what it sends, TCP, IP and Ethernet headers included. A delay is made by a
+process that carries frames from link to link; the table says what a byte there and back takes. With ``--trainer`` our
+methods train by Lightning, each with and without its broadcast of a flag in every batch, which the strategy replaces.
 
 Ranks that share two cores wait for each other, and cannot fill a fast link. So steps can be recorded, each rank
 computing alone, and played again with sleeps in place of computing, over links of any speed, all slowed by one factor:
@@ -27,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._network.cells import measure, record, replay
-from benchmarks._network.lab import bits_per_second
+from benchmarks._network.lab import bits_per_second, check_delay
 from benchmarks._network.methods import FACTORS, OURS, PYTORCH, SETS, make, settings
 from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw
@@ -57,10 +61,10 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for ranks in arguments.ranks:
         for rate in arguments.rates:
             for how, found in results(arguments, ranks, rate):
-                cell = {"model": arguments.model, "ranks": ranks, "rate": rate} | how
-                show(found, title(cell))
+                cell = {"model": arguments.model, "ranks": ranks, "rate": rate, "delay_ms": arguments.delay_ms} | how
+                show(found, title(cell | found))
                 if arguments.set:
-                    show_paper(found, title(cell))
+                    show_paper(found, title(cell | found))
                 cells.append(cell | found)
     return cells
 
@@ -68,7 +72,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What one rank number and one rate give."""
     limit = None if rate == "none" else rate
-    task = (ranks, limit, arguments.model, arguments.methods, arguments.steps, arguments.rounds, arguments.warm)
+    what = (arguments.model, arguments.methods, arguments.steps, arguments.rounds, arguments.warm)
+    task = (ranks, limit, *what, arguments.delay_ms)
     if arguments.replay:
         how = f"computing {arguments.faster:g} x faster" if arguments.faster != 1 else "computing as recorded"
         return [({"how": f"replayed, {how}"}, played(arguments, arguments.recorded, rate))]
@@ -79,12 +84,19 @@ def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[
         return [({"how": "recorded"}, found)]
     if arguments.validate:
         return [({"how": "replayed"}, played(arguments, record(*task, one_by_one=False), rate))]
-    return [({}, measure(*task))]
+    return [({}, measure(*task, by="fit" if arguments.trainer else "rank"))]
 
 
 def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:
     """A replay, beside the steps that were recorded where they were such steps."""
-    given = (arguments.slow, arguments.faster, arguments.schedule, arguments.steps, arguments.methods)
+    given = (
+        arguments.slow,
+        arguments.faster,
+        arguments.schedule,
+        arguments.steps,
+        arguments.methods,
+        arguments.delay_ms,
+    )
     found = replay(recorded, rate, *given)
     alike = recorded["rate"] == rate and not recorded["one_by_one"] and arguments.faster == 1
     return found | ({"real": recorded["ms"]} if alike else {})
@@ -96,6 +108,8 @@ def parse() -> argparse.Namespace:
     add, everything = parser.add_argument, ",".join([*PYTORCH, *OURS, *FACTORS])
     add("--ranks", default="4", help="one number or several, by commas")
     add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")
+    add("--delay-ms", type=float, default=0.0, help="that a round trip takes at least; 0: none is added")
+    add("--trainer", action="store_true", help="train by Lightning, with and without its broadcast in every batch")
     add("--model", choices=MODELS, default="mlp")
     add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}".replace("%", "%%"))
     add("--set", help=f"methods to compare at equal bits, in place of --methods: {', '.join(SETS)}, by commas")
@@ -127,12 +141,16 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
     """
     if sum(map(bool, (arguments.record, arguments.replay, arguments.validate))) > 1:
         raise ValueError("--record, --replay and --validate are three tasks; give one")
+    if arguments.trainer and (arguments.record or arguments.replay or arguments.validate):
+        raise ValueError("--trainer measures, and records and replays nothing; give one of them")
     if arguments.steps < arguments.rounds and not arguments.replay:
         raise ValueError(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
+    everything = ",".join(OURS) if arguments.trainer else everything
     taking = arguments.record or arguments.validate
     given = arguments.methods or (",".join(REPLAYED) if taking else everything)
     arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
     arguments.rates = arguments.rates.split(",")
+    check_delay(arguments.delay_ms)
     arguments.slow = arguments.slow or 10 * arguments.faster
     if arguments.replay:
         arguments.recorded = json.loads(arguments.replay.read_text())
@@ -142,9 +160,11 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
     if unknown := [each for each in sets if each not in SETS]:
         raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}")
     named = [name for each in sets for name in SETS[each]]
-    arguments.methods = [*DENSE, *named] if sets else names(given)
+    arguments.methods = [*(() if arguments.trainer else DENSE), *named] if sets else names(given)
     for name in arguments.methods:
         make(name)
+        if arguments.trainer and settings(name) is None:
+            raise ValueError(f"{name} is none of CompressedDDPStrategy's; with --trainer, these are: {', '.join(OURS)}")
         if taking and settings(name) is None and name not in DENSE:
             raise ValueError(
                 f"{name} cannot be recorded; of those that are none of attach's, these can: {', '.join(DENSE)}"

@@ -14,6 +14,7 @@ from lightning_compress.core.registry import register
 from lightning_compress.engine.attach import attach
 from lightning_compress.engine.compression import Compression
 from lightning_compress.exchanges import Exchange, ExchangePlan
+from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
+    from lightning_compress.strategies.gossip import GossipStrategy
+    from lightning_compress.strategies.local_sgd import LocalSGDStrategy
 
 _LIGHTNING = {
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "GossipStrategy": "strategies.gossip",
+    "LocalSGDStrategy": "strategies.local_sgd",
     "MeProp": "callbacks.meprop",
     "MeSimp": "callbacks.mesimp",
     "SufficientFactors": "callbacks.sufficient_factors",
@@ -45,6 +50,8 @@ def __getattr__(name: str) -> object:
 def _register(_: ModuleType) -> None:
     """Tell Lightning the names of our strategies, whichever of the two is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
+    import_module("lightning_compress.strategies.gossip")
+    import_module("lightning_compress.strategies.local_sgd")
 
 
 @when_imported("pytorch_lightning")
@@ -67,8 +74,11 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "ExchangePlan",
+    "GossipStrategy",
+    "LocalSGDStrategy",
     "MeProp",
     "MeSimp",
+    "Moniqua",
     "Plan",
     "Reducer",
     "ReducerPlan",

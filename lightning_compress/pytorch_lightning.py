@@ -11,10 +11,20 @@ from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
+from lightning_compress.strategies.gossip import GossipMixin
+from lightning_compress.strategies.local_sgd import LocalSGDMixin
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
     """See ``lightning_compress.CompressedDDPStrategy``."""
+
+
+class GossipStrategy(GossipMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
+    """See ``lightning_compress.GossipStrategy``."""
+
+
+class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
+    """See ``lightning_compress.LocalSGDStrategy``."""
 
 
 class CommunicationMonitor(MonitorMixin, Callback):
@@ -38,3 +48,5 @@ class ThetaRecovery(RecoveryMixin, Callback):
 
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)
+GossipStrategy.register_strategies(StrategyRegistry)
+LocalSGDStrategy.register_strategies(StrategyRegistry)

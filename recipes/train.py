@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_compress import CompressedDDPStrategy, SufficientFactors, ThetaRecovery
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, SufficientFactors, ThetaRecovery
 from recipes.build import CONF, build, refuse_foreign_data
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
@@ -136,6 +136,20 @@ def refuse_unwritable(arguments: list[str]) -> None:
         writable(folder.split("${")[0] or ".")
 
 
+def by_group(arguments: list[str]) -> list[str]:
+    """The command line with ``strategy.compressor``, which stands for the group ``compressor``, by that name.
+
+    Args:
+        arguments: such as ``strategy.compressor=moniqua strategy.compressor.bits=1``.
+    """
+    inner = "strategy.compressor"
+    named = {path.stem for path in (CONF / "compressor").glob("*.yaml")}
+    if not any(key == inner and value in named for key, _, value in (each.partition("=") for each in arguments)):
+        return arguments
+    starts = (f"{inner}=", f"{inner}.")
+    return [each.removeprefix("strategy.") if each.startswith(starts) else each for each in arguments]
+
+
 def null_for_none(cfg: DictConfig | ListConfig) -> None:
     """Let the text ``None``, which is what W&B's agent makes of null, be null again."""
     for key in list(cfg) if isinstance(cfg, DictConfig) else range(len(cfg)):
@@ -160,14 +174,18 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
     if trainer.limit_test_batches == 0:
         raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    kind, compresses = type(trainer.strategy).__name__, isinstance(trainer.strategy, CompressedDDPStrategy)
+    kind = type(trainer.strategy).__name__
+    compresses = isinstance(trainer.strategy, CompressedDDPStrategy | LocalSGDStrategy)
+    gossips = isinstance(trainer.strategy, GossipStrategy)  # which has a compressor, and neighbours for an exchange
     chosen = [
-        f"{group}={cfg[group].get('_target_')}" for group in IDLE if cfg.get(group) and cfg[group] not in _plain(group)
+        f"{group}={cfg[group].get('_target_')}"
+        for group in IDLE
+        if cfg.get(group) and cfg[group] not in _plain(group) and not (gossips and group == "compressor")
     ]
     if chosen and not compresses:
         raise ValueError(
-            f"{', '.join(chosen)} has no effect: trainer.strategy is {kind}, which does not compress; leave it at "
-            "'${strategy}' with strategy=compressed_ddp, or take compressor=none"
+            f"{', '.join(chosen)} has no effect: trainer.strategy is {kind}, which does not compress gradients; leave "
+            "it at '${strategy}' with strategy=compressed_ddp, or take compressor=none"
         )
     if chosen and trainer.world_size == 1:
         raise ValueError(
@@ -251,6 +269,7 @@ def in_a_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = by_group(sys.argv[1:])
     try:
         refuse_unwritable(sys.argv[1:])
     except ValueError as error:

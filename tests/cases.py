@@ -24,6 +24,7 @@ from lightning_compress.codecs import (
     RangeFloat,
     Rotated,
     Rows,
+    SparseLoCo,
     TernGrad,
     Threshold,
     TopK,
@@ -174,6 +175,10 @@ def _rows(codec, vector, layout, message):
     return reference.dense(vector)
 
 
+def _sparseloco(codec, vector, layout, message):
+    return sparse_reference.sparseloco(vector, [(s.offset, s.end) for s in layout.segments if s.numel], codec)
+
+
 def _onebit(codec, vector, layout, message):
     return reference.onebit(vector, codec.block)
 
@@ -253,6 +258,14 @@ CASES = [
     Case("adaptive_int16", Adaptive(20, "int16"), sparse_sizes.adaptive, loses="element", variable=True),
     Case("wangni", Wangni(0.05), sparse_sizes.wangni, loses="element", lossless=Wangni(1.0), variable=True, growth=4.0),
     Case("rows", Rows(), sparse_sizes.rows, lossless=Rows(), variable=True, reference=_rows, also=(Rows(1.0),)),
+    Case(
+        "sparseloco",
+        SparseLoCo(k=6, block=128),
+        sparse_sizes.sparseloco,
+        loses="element",
+        reference=_sparseloco,
+        also=(SparseLoCo(), SparseLoCo(4, 64), SparseLoCo(64, 64)),
+    ),
     Case("randomk", RandomK(density=0.05), _randomk_bytes, lossless=RandomK(density=1.0)),
     Case(
         "randomk_rescaled",

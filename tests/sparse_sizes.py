@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from lightning_compress.codecs import QSGD, Adaptive, Rows, Threshold, TopK, Wangni
+from lightning_compress.codecs import QSGD, Adaptive, Rows, SparseLoCo, Threshold, TopK, Wangni
 from lightning_compress.core.layout import Layout
 
 
@@ -89,3 +89,15 @@ def wangni(codec: Wangni, layout: Layout) -> int:
 def rows(codec: Rows, layout: Layout) -> int:
     """All of it, and a header."""
     return 8 + 4 * layout.numel
+
+
+def sparseloco(codec: SparseLoCo, layout: Layout) -> int:
+    """Four means of each parameter; of each block a place and two bits for each element that is kept."""
+    kept = 0
+    for segment in layout.segments:
+        for start in range(0, segment.numel, codec.block):
+            length = min(codec.block, segment.numel - start)
+            kept += min(length, max(4, math.ceil(codec.k * length / codec.block)))
+    width = int(math.log2(codec.block))
+    planes = sum(-(-kept * each // 8) for each in (16, 8, 4, 2, 1) if width & each)
+    return 16 * sum(segment.numel > 0 for segment in layout.segments) + planes + -(-2 * kept // 8)

@@ -20,7 +20,7 @@ ROOMS = [
     ("exchanges",),
     ("settings",),
     ("engine",),
-    ("backward",),
+    ("local", "gossip", "backward"),
     ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),
 ]

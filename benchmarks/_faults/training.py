@@ -50,7 +50,7 @@ class Job:
     folder: str
     method: str
     size: int
-    steps: int = 8
+    steps: int = 12
     timeout: float = 30.0
     resume: str = ""
     fault: str = ""

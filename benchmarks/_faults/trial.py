@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "disk": {"cannot write", "another cannot write", *GONE},
     "Ctrl-C": {"interrupted", "Gloo's own words", *GONE},
     "SIGINT": {"interrupted", "Gloo's own words", *GONE},
-    "SIGTERM": {"interrupted", "did not answer", "Gloo's own words", *GONE},
+    "SIGTERM": {"interrupted"},
     "part": {"cannot restore"},
 }
 """What may be said of a fault whose name begins so; the victim of an error has an error of its own."""
@@ -181,7 +181,7 @@ def _go_on(trial: Trial, job: Job, expected: Ended) -> None:
             trial.problems.append(f"{path.name} is not complete: {ended.outcomes}")
             continue
         if not trial.fault.startswith("part "):
-            trial.repeated = AT + any(word in trial.fault for word in SAVING) - steps[path]
+            trial.repeated = max(0, AT + any(word in trial.fault for word in SAVING) - steps[path])
         for rank, (ours, theirs) in enumerate(zip(ended.outcomes, expected.outcomes, strict=True)):
             for what in ("parameters", "state", "step"):
                 if not ours or not theirs or ours.get(what) != theirs.get(what):

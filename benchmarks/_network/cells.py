@@ -13,17 +13,36 @@ Found = dict[str, Any]
 
 
 def measure(
-    ranks: int, rate: str | None, model: str, methods: list[str], steps: int, rounds: int, warm: int = 4
+    ranks: int,
+    rate: str | None,
+    model: str,
+    methods: list[str],
+    steps: int,
+    rounds: int,
+    warm: int = 4,
+    delay_ms: float = 0.0,
+    by: str = "rank",
 ) -> Found:
-    """Median milliseconds of a step, bytes on the wire and by formula, by method.
+    """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
+
+    Args:
+        ranks: how many.
+        rate: of each link; None: not limited.
+        model: of ``MODELS``.
+        methods: of ``methods.make``.
+        steps: of all rounds.
+        rounds: of each method, in turn.
+        warm: steps of each round before those that count.
+        delay_ms: that a round trip takes at least.
+        by: what trains, "rank" or, with Lightning's Trainer, "fit".
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
     """
     told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
-    with Lab(ranks, rate) as lab:
-        found = run_ranks(lab, told)[0]
-    del found["traces"]
+    with Lab(ranks, rate, delay_ms) as lab:
+        found = run_ranks(lab, told, f"benchmarks._network.{by}")[0]
+    found.pop("traces", None)
     return found
 
 
@@ -35,6 +54,7 @@ def record(
     steps: int,
     rounds: int,
     warm: int = 4,
+    delay_ms: float = 0.0,
     *,
     one_by_one: bool,
 ) -> Found:
@@ -48,6 +68,7 @@ def record(
         steps: likewise.
         rounds: likewise.
         warm: likewise.
+        delay_ms: likewise.
         one_by_one: ranks take turns to compute, so that each is timed as if it had the machine for itself.
 
     Raises:
@@ -55,14 +76,21 @@ def record(
         ValueError: a rank could not take a method down.
     """
     told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
-    with Lab(ranks, rate) as lab, tempfile.NamedTemporaryFile() as turn:
+    with Lab(ranks, rate, delay_ms) as lab, tempfile.NamedTemporaryFile() as turn:
         found = run_ranks(lab, told | {"record": True, "turn": turn.name if one_by_one else None})
     traces = {name: [each["traces"][name] for each in found] for name in methods}
     return found[0] | {"traces": traces, "model": model, "ranks": ranks, "rate": rate, "one_by_one": one_by_one}
 
 
 def replay(
-    recorded: Found, rate: str, slow: float, faster: float, schedules: list[str], steps: int, methods: list[str]
+    recorded: Found,
+    rate: str,
+    slow: float,
+    faster: float,
+    schedules: list[str],
+    steps: int,
+    methods: list[str],
+    delay_ms: float = 0.0,
 ) -> Found:
     """Play what ``record`` found over links of ``rate``.
 
@@ -74,12 +102,17 @@ def replay(
         schedules: of our methods: ``hook``, ``beside``.
         steps: to take the median of.
         methods: to play; all of them were recorded.
+        delay_ms: a round trip over the links that are stood for.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
     """
     traces = {name: [quicker(each, faster) for each in recorded["traces"][name]] for name in methods}
     told = {"model": recorded["model"], "traces": traces, "factor": slow, "schedules": schedules, "steps": steps}
-    with Lab(recorded["ranks"], f"{bits_per_second(rate) / slow:.0f}bit") as lab:
+    with Lab(recorded["ranks"], f"{bits_per_second(rate) / slow:.0f}bit", delay_ms * slow) as lab:
         found = run_ranks(lab, told)
-    return found[0] | {"late": {name: max(each["late"][name] for each in found) for name in found[0]["late"]}}
+    return (
+        found[0]
+        | {"ping_ms": found[0]["ping_ms"] and found[0]["ping_ms"] / slow}
+        | {"late": {name: max(each["late"][name] for each in found) for name in found[0]["late"]}}
+    )

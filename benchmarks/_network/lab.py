@@ -4,6 +4,9 @@
     rank 1 [eth0 10.77.0.2] ---- p1 | bridge, in a   |      each end of each link sends at most at the set rate
     ...                             | namespace too  |
 
+With a delay, each link ends in a bridge of its own with a TAP device in it, and ``relay.py`` carries frames from
+device to device. netem would do this, but few kernels have it.
+
 Nothing outside of the namespaces is touched: also the links are made inside.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -19,7 +23,13 @@ import subprocess
 import sys
 from types import FrameType, TracebackType
 
+from benchmarks._network.relay import READY
+
 PREFIX = "lclab"
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+LONGEST = 1000.0
+"""Milliseconds of a round trip; connections give up in the end."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,21 +51,25 @@ class Lab:
     Args:
         ranks: how many.
         rate: of each link in each direction, such as ``"1gbit"``; None: not limited.
+        delay_ms: that a round trip between two ranks takes at least, 0 to 1000 milliseconds; 0: no relay.
 
     Raises:
+        ValueError: there is no such rate or delay.
         RuntimeError: this is not Linux with iproute2, or not root.
     """
 
     interface = "eth0"
 
-    def __init__(self, ranks: int, rate: str | None) -> None:
+    def __init__(self, ranks: int, rate: str | None, delay_ms: float = 0.0) -> None:
         self._name = f"{PREFIX}{os.getpid()}"
-        self._rate = rate
+        self._rate, self._delay = rate, delay_ms
+        self._relay: subprocess.Popen[str] | None = None
         self.ranks = ranks
         self._leaving = False
         self._interrupted = False
         if rate:
             bits_per_second(rate)
+        check_delay(delay_ms)
         if not shutil.which("ip") or not shutil.which("tc"):
             raise RuntimeError("the network lab needs iproute2: apt-get install iproute2")
         if os.geteuid() != 0:
@@ -109,21 +123,49 @@ class Lab:
     def _build(self) -> None:
         switch = f"{self._name}sw"
         _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "br0", "up")
-        for rank in range(self.ranks):
+        taps = [f"tap{rank}" for rank in range(self.ranks)] if self._delay else []
+        bridges = [f"br{rank}" for rank in range(self.ranks)] if self._delay else ["br0"] * self.ranks
+        for bridge in dict.fromkeys(bridges):
+            _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", bridge, "up")
+        for rank, bridge in enumerate(bridges):
             own, port = self.namespace(rank), f"p{rank}"
             _run("ip", "netns", "add", own)
             _run("ip", "-n", own, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
             _run("ip", "-n", own, "addr", "add", f"{self.address(rank)}/24", "dev", "eth0")
-            _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+            _run("ip", "-n", switch, "link", "set", port, "master", bridge)
             for place, device in ((own, "lo"), (own, "eth0"), (switch, port)):
                 _run("ip", "-n", place, "link", "set", device, "up")
             for place, device in ((own, "eth0"), (switch, port)) if self._rate else ():
                 assert self._rate is not None
                 _run("tc", "-n", place, "qdisc", "add", "dev", device, *bucket(self._rate))
+        if self._delay:
+            self._start_relay(switch, taps)
+        for tap, bridge in zip(taps, bridges, strict=False):
+            _run("ip", "-n", switch, "link", "set", tap, "master", bridge, "up")
+
+    def _start_relay(self, switch: str, taps: list[str]) -> None:
+        """A process in the switch's namespace, which makes the devices."""
+        words = [sys.executable, "-m", "benchmarks._network.relay", str(self._delay / 2000), *taps]
+        self._relay = subprocess.Popen(
+            ["ip", "netns", "exec", switch, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        assert self._relay.stdout is not None
+        said = self._relay.stdout.readline().strip()
+        if said != READY:
+            self._relay.kill()
+            raise RuntimeError(f"the relay that delays frames did not start: {said}{self._relay.stdout.read()}")
 
     def _tear_down(self) -> None:
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+            self._relay = None
         for name in _namespaces():
             if name.startswith(self._name):
                 _remove(name)
@@ -158,6 +200,21 @@ def bucket(rate: str) -> list[str]:
     """
     burst = max(65536, int(bits_per_second(rate) / 8 / 1000))  # a millisecond's worth
     return ["root", "tbf", "rate", rate, "burst", str(burst), "latency", "200ms"]
+
+
+def check_delay(delay_ms: float) -> None:
+    """Refuse what is no round trip.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not 0 <= delay_ms <= LONGEST:
+        raise ValueError(f"delay_ms={delay_ms!r} must be a round trip in milliseconds, 0 (none added) to {LONGEST:g}")
+
+
+def die_with_parent() -> None:
+    """In a child on Linux: also where the parent is killed with what it cannot catch."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_rate(rate: str | None) -> None:

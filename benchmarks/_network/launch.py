@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,10 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._network.lab import Here, Lab
-
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
+from benchmarks._network.lab import Here, Lab, die_with_parent
 
 
 def run_ranks(
@@ -69,13 +64,8 @@ def _start(
             stdout=None if heard else log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )
-
-
-def _die_with_parent() -> None:
-    """Also where the parent is killed with what it cannot catch."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks._network import replay
 from benchmarks._network.methods import make, optimizer
 from benchmarks._network.models import MODELS, batch
+from benchmarks._network.ping import round_trip_ms
 from benchmarks._network.trace import Recorder, Turn
 from lightning_compress.exchanges.message import MessagePlan
 
@@ -33,7 +34,9 @@ def main(arguments: dict[str, Any]) -> None:
     address = f"tcp://{arguments['master']}:29500"
     dist.init_process_group("gloo", init_method=address, rank=arguments["rank"], world_size=arguments["ranks"])
     found = replay.play(arguments, COUNTER) if "traces" in arguments else Measuring(arguments).run()
-    Path(arguments["result"]).write_text(json.dumps(found))
+    dist.barrier()
+    ping = round_trip_ms(arguments["rank"], arguments["ranks"], arguments["master"])
+    Path(arguments["result"]).write_text(json.dumps(found | {"ping_ms": ping}))
     dist.barrier()
     dist.destroy_process_group()
 

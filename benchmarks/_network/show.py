@@ -18,6 +18,7 @@ WIDTH = 120
 def title(cell: dict[str, Any]) -> str:
     """What was measured where."""
     said = f"{cell['model']}, {cell['ranks']} ranks, {cell['rate']}"
+    said += f", round trip {cell['ping_ms']:.2f} ms" if cell.get("ping_ms") else ""
     return f"{said}; {cell['how']}" if "how" in cell else said
 
 

@@ -24,6 +24,7 @@ from lightning_compress.codecs.sparse.threshold import Threshold as Threshold
 from lightning_compress.codecs.sparse.adaptive import Adaptive as Adaptive
 from lightning_compress.codecs.sparse.wangni import Wangni as Wangni
 from lightning_compress.codecs.sparse.rows import Rows as Rows
+from lightning_compress.codecs.sparse.sparseloco import SparseLoCo as SparseLoCo
 from lightning_compress.codecs.atomo import ATOMO as ATOMO
 from lightning_compress.core.registry import Names, named
 

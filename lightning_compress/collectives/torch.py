@@ -76,7 +76,8 @@ class TorchCollective(Collective):
         if not self._met:  # NCCL wants all ranks in a group's first call
             dist.barrier(self.group)
             self._met = True
-        both = ((dist.isend, sends), (dist.irecv, receives))
+        # receives first: on Gloo, word that one is ready would wait behind what the same connection sends
+        both = ((dist.irecv, receives), (dist.isend, sends))
         moves = [
             dist.P2POp(way, tensor, dist.get_global_rank(self._whole, peer), self._whole)
             for way, tensors in both

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Compression:
         unused: parameters may be without a gradient in a step; see ``Group``.
         accumulates: a step may have several backward passes that synchronise, whose gradients add up.
         caps: see ``Groups``.
+        kinds: of the parameters, where ``module`` is not what owns them in the model; see ``kinds_of``.
 
     Attributes:
         active: it does the averaging; otherwise DistributedDataParallel does.
@@ -70,9 +71,10 @@ class Compression:
         unused: bool = True,
         accumulates: bool = True,
         caps: tuple[int, int] | None = None,
+        kinds: Mapping[str, str] | None = None,
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
-        self.settings = self.next_settings = settings.bound(kinds_of(module))
+        self.settings = self.next_settings = settings.bound(kinds_of(module) if kinds is None else kinds)
         self._scheduled: dict[str, object] = {}  # what the schedule said last, as primitives
         self.family = settings.family
         self.device = parameters[0][1].device

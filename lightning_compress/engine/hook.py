@@ -49,6 +49,11 @@ class Background:
         """Whether everything is done."""
         return not self._queue.unfinished_tasks
 
+    @property
+    def failed(self) -> bool:
+        """Whether something has raised an error, which ``wait`` raises."""
+        return bool(self._errors)
+
     def wait(self) -> None:
         """Wait until everything is done.
 

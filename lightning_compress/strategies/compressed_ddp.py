@@ -25,6 +25,7 @@ from lightning_compress.exchanges import Exchange
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.settings import Settings
+from lightning_compress.strategies.interruptions import Interruptions
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
 
@@ -77,6 +78,7 @@ class CompressedDDPMixin(_Base):
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
         self._kept: object = None
+        self._interruptions: Interruptions | None = None
 
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot work, on every rank, before DistributedDataParallel is built."""
@@ -87,6 +89,7 @@ class CompressedDDPMixin(_Base):
             checks.check_clipping(self._settings, trainer.gradient_clip_val)
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
+            self._interruptions = Interruptions(trainer, self.root_device) if self.world_size > 1 else None
         super().setup(trainer)
         self._kept = None
         if fitting:
@@ -162,12 +165,20 @@ class CompressedDDPMixin(_Base):
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the schedule which epoch it is; roll back a step that the module skipped."""
+        """Tell the schedule which epoch it is; roll back a step that the module skipped; heed a cluster's signals."""
         super().on_train_batch_start(batch, batch_idx)
         if self._compression is not None and self.lightning_module is not None:
             self._compression.epoch = self.lightning_module.current_epoch
             if self.lightning_module.automatic_optimization:  # in which every average is for one step
                 self._compression.roll_back()
+        if self._interruptions is not None:
+            self._interruptions.next_batch()
+
+    def on_train_end(self) -> None:
+        """Heed signals that came in the last batches."""
+        super().on_train_end()
+        if self._interruptions is not None:
+            self._interruptions.finish()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step; if no optimizer did (a GradScaler skips steps), the residuals stay as they were."""
@@ -241,6 +252,9 @@ class CompressedDDPMixin(_Base):
         if self._compression is not None:
             self._compression.close()
             vars(self.precision_plugin).pop("clip_gradients", None)
+        if self._interruptions is not None:
+            self._interruptions.close()
+            self._interruptions = None
         super().teardown()
 
     @classmethod

@@ -16,7 +16,7 @@ from lightning_compress.core import failures, snapshot
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import keep
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.sidecar import Files, Save, SavedState
+from lightning_compress.strategies.sidecar import Files, Save, SavedState, Tree
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,71 @@ class Resume:
         elif not (own and alone):  # the mean takes all ranks
             sidecar.write_inside(content, state, ranks)
         self._saves += 1
+
+    def save_tree(
+        self,
+        files: Files,
+        path: str,
+        content: dict[str, Any],
+        method: str,
+        step: int,
+        tree: Tree,
+        ranks: Collective,
+        device: torch.device,
+        alone: bool = False,
+    ) -> None:
+        """``save`` for ranks that have more of their own than the state of one compression.
+
+        Args:
+            files: writes.
+            path: of the checkpoint.
+            content: of the checkpoint.
+            method: what can go on from it.
+            step: optimizer steps so far.
+            tree: tensors and primitives of this rank; what it has as ``"common"`` is the same on all ranks, or nothing
+                of it is restored.
+            ranks: wait for each other.
+            device: on which they talk.
+            alone: do not wait.
+
+        Raises:
+            Exception: this rank's part cannot be written.
+            ExchangeError: another rank's part cannot, or it died.
+        """
+        if self.state == "none" or "optimizer_states" not in content:
+            return
+        with contextlib.nullcontext() if alone else _together(path, ranks, device):
+            sidecar.write_tree(files, path, content, Save(self._run, self._saves, step), method, tree, ranks)
+        self._saves += 1
+
+    def restore_tree(
+        self, files: Files, content: Mapping[str, Any], method: str, ranks: Collective, device: torch.device
+    ) -> tuple[Tree | None, str]:
+        """This rank's part of the checkpoint that was read last, on all ranks or on none; a collective call.
+
+        Returns:
+            it, or None; and why there is none.
+
+        Raises:
+            ValueError: there is none, and ``strict`` was asked for; on every rank.
+        """
+        problem, tree, common = "", None, 0
+        try:
+            tree = sidecar.read_tree(files, self._path, content.get(sidecar.KEY), method, ranks, device)
+            common = sidecar.checksum(tree.get("common"))
+        except Exception as error:  # the other ranks wait for word
+            problem = str(error) or type(error).__name__
+        said = torch.tensor([bool(problem), common, -common], dtype=torch.int64, device=device)
+        ranks.all_reduce_max(said)
+        failed, most, least = said.tolist()
+        if not failed and most == -least:
+            return tree, ""
+        if not failed:
+            problem = "the ranks' files are of different steps, or of models that differ where they have to be the same"
+        problem = problem or "another rank cannot restore its state, and says why"
+        if self.strict:
+            raise ValueError(f"{problem}; set strict_state=False to begin from the checkpoint's own model")
+        return None, f"{problem}. All ranks begin from the checkpoint's own model"
 
     def remember(self, path: str) -> None:
         """A checkpoint was read; its files are read when the model is ready."""

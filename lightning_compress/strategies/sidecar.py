@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -33,6 +34,8 @@ MOST_RANKS = 1 << 20
 NAME = re.compile(r"[0-9a-f]{16}-\d{1,18}-\d{1,18}")
 """Of a save."""
 SavedState = Literal["sidecar", "mean", "none"]
+Tree = dict[str, Any]
+"""Tensors and primitives, in mappings and lists."""
 
 
 class Files(Protocol):
@@ -74,18 +77,51 @@ def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state
         state: of this rank.
         ranks: not communicated with: a save may happen in an exception or signal handler.
     """
-    folder = _beside(path)
-    content = {"save": str(save), "state": state, "checksum": snapshot.checksum(state)}
-    files.save_checkpoint(content, f"{folder}/{save}.rank{ranks.rank}.pt")
-    checkpoint[KEY] = {
-        "format": FORMAT,
-        "kind": "sidecar",
-        "method": state["method"],
-        "save": str(save),
-        "folder": os.path.basename(folder),
-        "world_size": ranks.size,
-    }
-    _drop_older(folder, f".rank{ranks.rank}.pt", save)
+    content = {"state": state, "checksum": snapshot.checksum(state)}
+    checkpoint[KEY] = _write(files, path, save, content, ranks) | {"kind": "sidecar", "method": state["method"]}
+
+
+def write_tree(
+    files: Files, path: str, checkpoint: dict[str, Any], save: Save, method: str, tree: Tree, ranks: Collective
+) -> None:
+    """The same for a rank that has more of its own than the state of one compression.
+
+    Args:
+        files: writes.
+        path: of the checkpoint.
+        checkpoint: gets the manifest.
+        save: which one, the same on all ranks.
+        method: what can go on from it.
+        tree: of this rank.
+        ranks: not communicated with.
+    """
+    content = {"tree": tree, "checksum": checksum(tree)}
+    checkpoint[KEY] = _write(files, path, save, content, ranks) | {"kind": "tree", "method": method}
+
+
+def _write(files: Files, path: str, save: Save, content: dict[str, Any], ranks: Collective) -> dict[str, Any]:
+    folder, ending = _beside(path), f".rank{ranks.rank}.pt"
+    files.save_checkpoint({"save": str(save), **content}, f"{folder}/{save}{ending}")
+    _drop_older(folder, ending, save)
+    return {"format": FORMAT, "save": str(save), "folder": os.path.basename(folder), "world_size": ranks.size}
+
+
+def checksum(tree: object, value: int = 0) -> int:
+    """CRC-32 of tensors and primitives in mappings and lists."""
+    if isinstance(tree, Mapping):
+        for name in sorted(tree, key=repr):
+            value = checksum(tree[name], zlib.crc32(repr(name).encode(), value))
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            value = checksum(each, value)
+        value = zlib.crc32(b"%d" % len(tree), value)
+    elif isinstance(tree, torch.Tensor):
+        value = zlib.crc32(repr((tree.shape, tree.dtype)).encode(), value)
+        numbers = tree.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        value = zlib.crc32(numbers.numpy().data, value)
+    else:
+        value = zlib.crc32(repr(tree).encode(), value)
+    return value
 
 
 def _beside(path: str) -> str:
@@ -156,6 +192,53 @@ def read(
     Raises:
         ValueError: a part is missing, damaged, of another save or of another method.
     """
+    checked, before = _manifest(manifest, methods)
+    if checked.get("kind") == "inside":
+        return snapshot.scaled(snapshot.check(checked.get("state")), "owner", before / ranks.size)
+    place, save = _place(path, checked)
+    if before == ranks.size:
+        return _read_one(files, f"{place}{ranks.rank}.pt", save, device)
+    numbers = range(ranks.rank, before, ranks.size)
+    parts = [_read_one(files, f"{place}{number}.pt", save, device) for number in numbers]
+    own = snapshot.total(parts) if parts else snapshot.zeroed(_read_one(files, f"{place}0.pt", save, device))
+    return own | {"summands": before}
+
+
+def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Collective, device: torch.device) -> Tree:
+    """This rank's own of a checkpoint; at another world size there is none.
+
+    Args:
+        files: reads.
+        path: of the checkpoint.
+        manifest: what the checkpoint has under ``KEY``.
+        method: of this run.
+        ranks: not communicated with.
+        device: of the tensors.
+
+    Raises:
+        ValueError: it is missing, damaged, of another save, of another method or of another number of ranks.
+    """
+    checked, before = _manifest(manifest, [method])
+    if before != ranks.size:
+        raise ValueError(f"the checkpoint is of {before} ranks, and this run has {ranks.size}")
+    place, save = _place(path, checked)
+    content, own = _content(files, f"{place}{ranks.rank}.pt", save), f"{place}{ranks.rank}.pt"
+    tree = content.get("tree")
+    if not isinstance(tree, dict) or content.get("checksum") != checksum(tree):
+        raise ValueError(f"{own} is damaged: its checksum is wrong")
+    return _moved(tree, device)  # type: ignore[no-any-return]
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, dict):
+        return {name: _moved(each, device) for name, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_moved(each, device) for each in tree)
+    return tree.to(device) if isinstance(tree, torch.Tensor) else tree
+
+
+def _manifest(manifest: object, methods: Sequence[str]) -> tuple[Mapping[str, Any], int]:
+    """A checkpoint's manifest, and of how many ranks it is."""
     if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
         raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
     theirs, before = manifest.get("method"), manifest.get("world_size")
@@ -163,21 +246,18 @@ def read(
         raise ValueError("the checkpoint's manifest is damaged")
     if theirs not in methods:
         raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {methods[0]}")
-    if manifest.get("kind") == "inside":
-        return snapshot.scaled(snapshot.check(manifest.get("state")), "owner", before / ranks.size)
+    return manifest, before
+
+
+def _place(path: str, manifest: Mapping[str, Any]) -> tuple[str, str]:
+    """Where the ranks' files are, up to the rank's number; and of which save they are."""
     folder, save = manifest.get("folder"), manifest.get("save")
     if not isinstance(folder, str) or not isinstance(save, str):
         raise ValueError("the checkpoint's manifest is damaged")
     plain = os.path.basename(folder) == folder and folder.endswith(".lc") and "::" not in folder
     if not plain or not NAME.fullmatch(save):
         raise ValueError("the checkpoint's manifest names files elsewhere")
-    place = f"{_folder(path, folder, save)}/{save}.rank"
-    if before == ranks.size:
-        return _read_one(files, f"{place}{ranks.rank}.pt", save, device)
-    numbers = range(ranks.rank, before, ranks.size)
-    parts = [_read_one(files, f"{place}{number}.pt", save, device) for number in numbers]
-    own = snapshot.total(parts) if parts else snapshot.zeroed(_read_one(files, f"{place}0.pt", save, device))
-    return own | {"summands": before}
+    return f"{_folder(path, folder, save)}/{save}.rank", save
 
 
 def redistribute(state: Snapshot, ranks: Collective) -> Snapshot:
@@ -207,7 +287,7 @@ def _folder(path: str, named: str, save: str) -> str:
     return places[0]
 
 
-def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snapshot:
+def _content(files: Files, path: str, save: str) -> Mapping[str, Any]:
     fs, place = url_to_fs(path)
     if not fs.exists(place):
         raise ValueError(f"{path} is missing: the ranks' own state was not copied along, or not written to its end")
@@ -218,6 +298,11 @@ def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snaps
         raise ValueError(f"{path} cannot be read: {said[0]}") from error
     if not isinstance(content, Mapping) or content.get("save") != save:
         raise ValueError(f"{path} is of another save than the checkpoint")
+    return content
+
+
+def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snapshot:
+    content = _content(files, path, save)
     state = snapshot.check(content.get("state"))
     if content.get("checksum") != snapshot.checksum(state):  # torch.load does not notice
         raise ValueError(f"{path} is damaged: its checksum is wrong")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks import network
-from benchmarks._network import lab, methods, plot
+from benchmarks._network import lab, methods, plot, relay
+from benchmarks._network.launch import run_ranks
 from lightning_compress.core.layout import Layout
 from lightning_compress.settings.settings import Settings
 
@@ -33,12 +34,84 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
 
 
 @root
+@pytest.mark.thorough
+def test_lightning_trains_with_and_without_its_broadcast():
+    found = network.measure(2, "1gbit", "resnet20", ["onebit"], 8, 1, warm=2, delay_ms=1.0, by="fit")
+    assert list(found["ms"]) == ["onebit", "onebit, Lightning's broadcast"]
+    ours, theirs = found["wire_bytes"].values()
+    assert 4e4 < ours < theirs  # by its packets
+    assert found["ping_ms"] > 1
+
+
+@root
 def test_links_are_as_slow_as_asked():
     with lab.Lab(2, "10mbit") as built:
         said = subprocess.run(
             ["tc", "-n", built.namespace(1), "qdisc", "show", "dev", "eth0"], check=True, capture_output=True, text=True
         ).stdout
         assert "rate 10Mbit" in said
+
+
+@root
+def test_a_round_trip_takes_as_long_as_asked():
+    before = subprocess.run(["ip", "-o", "link"], check=True, capture_output=True, text=True).stdout
+    with lab.Lab(2, "100mbit", 8.0) as built:
+        found = run_ranks(built, {}, "benchmarks._network.ping")
+        assert found[1] == {"ping_ms": None}
+        assert 8 <= found[0]["ping_ms"] < 8 + 6  # on a machine that does other things, too
+    assert not namespaces()
+    assert subprocess.run(["ip", "-o", "link"], check=True, capture_output=True, text=True).stdout == before
+
+
+@root
+def test_a_relay_that_does_not_start_says_so(monkeypatch):
+    monkeypatch.setattr(lab, "READY", "another word")
+    with pytest.raises(RuntimeError, match="did not start: ready"), lab.Lab(2, None, 1.0):
+        pass
+    assert not namespaces()
+
+
+class Devices:
+    """In place of /dev/net/tun: what was written to each device."""
+
+    def __init__(self, monkeypatch, frames):
+        self.written, self._frames = [], dict(frames)
+        monkeypatch.setattr(relay.os, "read", self._read)
+        monkeypatch.setattr(relay.os, "write", lambda tap, frame: self.written.append((tap, frame)))
+
+    def _read(self, tap, size):
+        if tap not in self._frames:
+            raise BlockingIOError
+        return self._frames.pop(tap)
+
+
+def frame(to, by):
+    return bytes(relay.HEADER) + bytes([to] * 6) + bytes([by] * 6) + b"data"
+
+
+def test_the_relay_floods_what_it_does_not_know_and_holds_the_rest(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now[0])
+    carrier = relay.Relay([3, 4, 5], delay=0.5)
+    asked = Devices(monkeypatch, {3: frame(255, 1)})
+    carrier._take(3)
+    now[0] = 0.4
+    carrier._hand_on()
+    assert not asked.written
+    now[0] = 0.5
+    carrier._hand_on()
+    assert [tap for tap, _ in asked.written] == [4, 5]
+    answered = Devices(monkeypatch, {4: frame(1, 2)})
+    carrier._take(4)
+    now[0] = 1.0
+    carrier._hand_on()
+    assert answered.written == [(3, frame(1, 2))]
+
+
+@pytest.mark.parametrize("delay", [-1.0, 1e4, float("nan")])
+def test_bad_delays_are_refused(delay):
+    with pytest.raises(ValueError, match="must be a round trip in milliseconds"):
+        lab.Lab(2, None, delay)
 
 
 @root
@@ -85,6 +158,9 @@ def test_lists_of_rates_and_ranks(monkeypatch):
         (["--record", "x", "--validate"], "three tasks"),
         (["--validate", "--methods", "PyTorch PowerSGD 1"], "cannot be recorded"),
         (["--validate", "--rates", "none"], "links of a set speed"),
+        (["--trainer", "--validate"], "records and replays nothing"),
+        (["--trainer", "--methods", "DDP"], "none of CompressedDDPStrategy's"),
+        (["--delay-ms", "-3"], "must be a round trip"),
         (["--schedule", "sometimes"], "none of hook, beside"),
         (["--replay", "/no/such/file"], "No such file"),
     ],

@@ -1,4 +1,4 @@
-"""A lab that is interrupted in the middle of training leaves nothing: no namespace, no process, no link."""
+"""A lab that is interrupted in the middle of training leaves nothing: no namespace, no process, no link, no relay."""
 
 import os
 import signal
@@ -14,7 +14,20 @@ from tests.benchmarks.test_network import namespaces, root
 
 PATIENCE = 150
 """Seconds, against hangs: processes that import torch beside other tests take long."""
-WORDS = ("--ranks", "2", "--rate", "none", "--model", "resnet20", "--methods", "DDP", "--steps", "1000000")
+WORDS = (
+    "--ranks",
+    "2",
+    "--rate",
+    "none",
+    "--delay-ms",
+    "2",
+    "--model",
+    "resnet20",
+    "--methods",
+    "DDP",
+    "--steps",
+    "1000000",
+)
 
 
 def until(true):
@@ -58,10 +71,11 @@ def training():
     with subprocess.Popen(words, start_new_session=True, stderr=subprocess.PIPE, text=True) as process:
         try:
             until(lambda: any(sent(space) > 3e6 for space in namespaces(process.pid)))  # some steps of 2.2 MB
-            ranks = processes(namespaces(process.pid))
-            assert len(ranks) == 2
+            members = processes(namespaces(process.pid))
+            ranks = processes(each for each in namespaces(process.pid) if not each.endswith("sw"))
+            assert (len(ranks), len(members)) == (2, 3)  # and what carries frames
             yield process, ranks
-            until(lambda: all(map(gone, ranks)))
+            until(lambda: all(map(gone, members)))
             assert links() == before
         finally:
             process.kill()

@@ -14,6 +14,10 @@ import torch.distributed as dist
 from lightning_compress.collectives import CountingCollective, TorchCollective
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
+from lightning_compress.gossip.dpsgd import DPSGD
+from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.topology import ring
 from lightning_compress.reducers import PowerSGD
 from tests.cases import CASES
 from tests.helpers.processes import Pools
@@ -96,3 +100,51 @@ def test_interface_counters_agree(alone, case, exchange, size):
         if attempt == 2 or abs(ranks[0][0] / counted - 1) < 0.05:
             break
     assert ranks[0][0] == pytest.approx(counted, rel=0.05)
+
+
+def _gossips(bits):
+    """Bytes by the interface, all ranks together; by this rank's formula; and as it counted itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    neighbours = Neighbours(TorchCollective(), ring(size))
+    numel = (1 << 20) + 24
+    vector, layout = torch.full((numel,), 0.1 * rank), Layout.of([("weight", (numel,))])
+    mixing = DPSGD().begin(vector, neighbours, Moniqua(bits, theta=1.0), layout, 0)
+    mixing.mix(vector, 0.1)  # opens the connections
+    dist.barrier()
+    before, counted = _loopback_bytes(), neighbours.bytes_sent
+    dist.barrier()
+    for _ in range(REPEATS):
+        mixing.mix(vector, 0.1)
+    dist.barrier()
+    hashes = 9 * -(-numel // 65536)
+    formula = REPEATS * 2 * (numel * bits // 8 + hashes)
+    return _loopback_bytes() - before, formula, neighbours.bytes_sent - counted
+
+
+def _check_gossip(pool, bits):
+    for attempt in range(3):
+        ranks = pool.run(_gossips, bits)
+        formula = sum(mine for _, mine, _ in ranks)
+        if attempt == 2 or abs(ranks[0][0] / formula - 1) < 0.05:
+            break
+    assert ranks[0][0] == pytest.approx(formula, rel=0.05)
+    for _, mine, counted in ranks:
+        assert 0 <= counted - mine <= REPEATS * 2 * 16  # and the message is rounded up
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="needs Linux's interface counters")
+@pytest.mark.parametrize("bits", [1, 8])
+def test_gossip_sends_its_bits_to_two_neighbours(alone, bits):
+    _check_gossip(alone[3], bits)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not COUNTERS.exists(), reason="needs Linux's interface counters")
+@pytest.mark.parametrize("size", [4, 8])
+def test_gossip_on_larger_rings(size):
+    with _loopback_of_its_own():
+        pools = Pools()
+        pools[size].run(_loopback_bytes)
+    for bits in (1, 2, 4, 8):
+        _check_gossip(pools[size], bits)
+    pools.close()

@@ -13,13 +13,15 @@ from hydra.core.plugins import Plugins
 from hydra.errors import MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_compress import CompressedDDPStrategy
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.strategies.local_sgd import PRESETS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from recipes.build import recipe_of, refuse_foreign_data
+from recipes.train import by_group
 from tests.config.composing import CONF, built, composed, lay_out
 from tests.helpers.sounds import write_wavdir
 
@@ -30,10 +32,21 @@ def name(path: Path) -> str:
     return f"{path.parent.name}={path.stem}"
 
 
+def loaded(path: Path) -> DictConfig:
+    """A file, on top of the one of its group that it begins with, if there is any."""
+    own = OmegaConf.load(path)
+    assert isinstance(own, DictConfig)
+    first = own.pop("defaults", [])
+    made = OmegaConf.merge(*(OmegaConf.load(path.with_name(f"{each}.yaml")) for each in first), own)
+    assert isinstance(made, DictConfig)
+    return made
+
+
 def option(path: Path) -> list[str]:
     """What chooses this file: data needs its recipe beside it."""
     recipe = [f"recipe={recipe_of(OmegaConf.load(path))}"] if path.parent.name == "data" else []
-    return [*recipe, name(path)]
+    strategy = ["strategy=gossip"] if name(path) == "compressor=moniqua" else []
+    return [*recipe, *strategy, name(path)]
 
 
 PACKAGED = [
@@ -71,7 +84,7 @@ def test_composes_and_builds(path: Path) -> None:
         OmegaConf.resolve(cfg)
         pytest.skip("no GPU to build this trainer for")
     _, model, trainer = built(cfg)
-    assert isinstance(trainer.strategy, CompressedDDPStrategy)
+    assert isinstance(trainer.strategy, CompressedDDPStrategy | GossipStrategy | LocalSGDStrategy)
     assert sum(p.numel() for p in model.parameters()) > 200_000
 
 
@@ -84,7 +97,9 @@ def test_head_comment_has_a_command_that_composes(path: Path) -> None:
     OmegaConf.resolve(composed(*words[3:]))
 
 
-@pytest.mark.parametrize(("group", "known"), [("compressor", COMPRESSORS), ("exchange", EXCHANGES)])
+@pytest.mark.parametrize(
+    ("group", "known"), [("compressor", {**COMPRESSORS, "moniqua": Moniqua}), ("exchange", EXCHANGES)]
+)
 def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: dict[str, type]) -> None:
     assert {path.stem for path in FILES if path.parent.name == group} == set(known)
     for option, cls in known.items():
@@ -95,10 +110,20 @@ def test_every_method_has_a_file_with_exactly_its_settings(group: str, known: di
         assert settings == defaults
 
 
-def test_strategy_shows_every_setting_of_ours() -> None:
-    shown = OmegaConf.load(CONF / "strategy/compressed_ddp.yaml")
-    settings = set(inspect.signature(CompressedDDPStrategy).parameters) - {"kwargs"}
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "strategy"], ids=name)
+def test_strategy_shows_every_setting_of_ours(path: Path) -> None:
+    shown = loaded(path)
+    settings = set(inspect.signature(get_object(shown["_target_"])).parameters) - {"kwargs"}
     assert settings < set(shown)
+
+
+def test_a_strategys_compressor_is_the_group() -> None:
+    command = "strategy=gossip strategy.algorithm=d2 strategy.compressor=moniqua strategy.compressor.bits=1"
+    _, _, trainer = built(composed(*by_group(command.split())))
+    assert trainer.strategy._compressor == Moniqua(bits=1)
+    assert trainer.strategy._algorithm.name == "d2"
+    written = ["strategy.compressor={name: moniqua, bits: 1}"]
+    assert by_group(written) == written
 
 
 @pytest.mark.parametrize(
@@ -111,14 +136,16 @@ def test_strategy_shows_every_setting_of_ours() -> None:
     ids=name,
 )
 def test_defaults_are_those_of_python(path: Path) -> None:
-    shown = OmegaConf.to_container(OmegaConf.load(path))
+    shown = OmegaConf.to_container(loaded(path))
     assert isinstance(shown, dict)
     cls = get_object(shown.pop("_target_"))
     defaults = {key: each.default for key, each in inspect.signature(cls).parameters.items()}
+    preset = PRESETS.get(path.stem, {})
+    defaults |= preset
     ddp = {"start_method": "popen", "bucket_cap_mb": None}  # of what goes on to DistributedDataParallel
     ddp |= dict.fromkeys(("find_unused_parameters", "gradient_as_bucket_view", "static_graph"), False)
     for key, value in shown.items():
-        if key in ("compressor", "exchange"):  # groups of their own
+        if key in ("compressor", "exchange") and key not in preset:  # groups of their own
             option = OmegaConf.load(CONF / key / f"{defaults[key]}.yaml")
             assert get_object(option["_target_"]) is {"compressor": COMPRESSORS, "exchange": EXCHANGES}[key]["auto"]
         else:
@@ -140,7 +167,7 @@ def test_without_a_word_the_primary_file_chooses_as_python_does() -> None:
 
 @pytest.mark.parametrize("path", PACKAGED, ids=name)
 def test_packaged_targets_are_public_and_resolve(path: Path) -> None:
-    target = OmegaConf.load(path)["_target_"]
+    target = loaded(path)["_target_"]
     module, _, symbol = target.rpartition(".")
     assert target.startswith("lightning_compress.")
     assert symbol in get_object(module).__all__

@@ -8,13 +8,15 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from lightning_compress.strategies.interruptions import EVERY
 from tests.conformance.training import ByStep, outcome, train
 
-AT, STEPS = 5, 8
+AT, STEPS = 5, 11
 COMPRESSORS = ["onebit", "powersgd", {"name": "dgc", "density": 0.05}]
 
 
@@ -136,7 +138,7 @@ def _signal(compressor, moment, first, folder):
     ],
     ids=str,
 )
-def test_a_signal_in_the_middle_of_a_step_saves_the_step_before(pools, tmp_path, compressor, moment, first):
+def test_a_signal_in_the_middle_of_a_step_saves_a_whole_step_soon_after(pools, tmp_path, compressor, moment, first):
     ranks = pools[2].run(_signal, compressor, moment, first, str(tmp_path))
     for undisturbed, again, whole, buckets in ranks:
         assert buckets >= 2
@@ -146,4 +148,6 @@ def test_a_signal_in_the_middle_of_a_step_saves_the_step_before(pools, tmp_path,
     assert np.array_equal(ranks[0][1]["parameters"], ranks[1][1]["parameters"])
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert [path.name for path in tmp_path.glob("hpc_ckpt_*")] == ["hpc_ckpt_1.ckpt"]
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"]
+    assert AT <= saved <= AT + EVERY + 1
     assert len(list(tmp_path.glob("hpc.lc/*.rank?.pt"))) == 2

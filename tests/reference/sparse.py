@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_compress.codecs import SparseLoCo
 from tests.reference.codecs import random16
 
 Array = npt.NDArray[np.float32]
@@ -293,3 +294,27 @@ def rows(vector: Array, segments: list[tuple[int, int, int]]) -> bytes:
         )
     ]
     return min(ways)[2]
+
+
+def sparseloco(vector: Array, segments: list[tuple[int, int]], settings: SparseLoCo) -> tuple[Array, Array]:
+    """What is sent and what stays: the largest of each block, four bins over six deviations, the means of the bins."""
+    sent, stays = np.zeros_like(vector), vector.copy()
+    for start, stop in segments:
+        kept: list[int] = []
+        for first in range(start, stop, settings.block):
+            block = range(first, min(first + settings.block, stop))
+            keep = min(len(block), max(4, math.ceil(settings.k * len(block) / settings.block)))
+            kept += sorted(block, key=lambda i: -abs(float(vector[i])))[:keep]
+        numbers = {i: float(vector[i]) for i in kept}
+        shift = _mean(list(numbers.values()))
+        deviation = math.sqrt(math.fsum((each - shift) ** 2 for each in numbers.values()) / max(1, len(kept) - 1))
+        bins: dict[int, list[int]] = {}
+        for i, number in numbers.items():
+            code = round((number - shift) / (6 * deviation / 4) + 2) if deviation else 2
+            bins.setdefault(min(max(code, 0), 3), []).append(i)
+        for members in bins.values():
+            values = [numbers[i] for i in members]
+            level = np.float32(0 if 0 in values else _mean(values))
+            for i in members:
+                sent[i], stays[i] = level, vector[i] - level
+    return sent, stays

@@ -1,0 +1,1 @@
+"""What gossip does to accuracy, and what it costs on a link."""

@@ -1,0 +1,29 @@
+"""The methods that are compared, with their settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ALL_REDUCE = "all-reduce"
+Settings = dict[str, Any]
+
+
+def _moniqua(bits: int, **more: Any) -> Settings:
+    return {"algorithm": "dpsgd", "compressor": {"name": "moniqua", "bits": bits, "rounding": "dither", **more}}
+
+
+METHODS: dict[str, Settings] = {
+    ALL_REDUCE: {},
+    "D-PSGD": {"algorithm": "dpsgd"},
+    "Moniqua, 8 bits": _moniqua(8),
+    "Moniqua, 4 bits": _moniqua(4),
+    "Moniqua, 2 bits": _moniqua(2),
+    "Moniqua, 1 bit": _moniqua(1),
+    "CHOCO, 1 bit": {"algorithm": {"name": "choco", "gamma": 0.4}, "compressor": "efsign"},
+    "DeepSqueeze, 1 bit": {"algorithm": {"name": "deepsqueeze", "eta": 0.1}, "compressor": "efsign"},
+    "DCD, 8 bits": {"algorithm": "dcd", "compressor": {"name": "qsgd", "bits": 8}},
+    "DCD, 2 bits": {"algorithm": "dcd", "compressor": {"name": "qsgd", "bits": 2}},
+    "ECD, 8 bits": {"algorithm": "ecd", "compressor": {"name": "qsgd", "bits": 8}},
+    "ECD, 2 bits": {"algorithm": "ecd", "compressor": {"name": "qsgd", "bits": 2}},
+}
+"""Signs are of blocks of 1,024 with a float32 each; QSGD's 8 and 2 bits have a float32 for each bucket."""

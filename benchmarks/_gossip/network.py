@@ -1,0 +1,53 @@
+"""Steps of gossip and of what averages with all, over links of a set speed and delay; computing is a sleep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._gossip.rank import LOCAL_STEPS, METHODS
+from benchmarks._network.lab import Lab
+from benchmarks._network.launch import run_ranks
+
+
+def measure(
+    ranks: int, rate: str, delays: list[float], numel: int, compute_ms: float, steps: int, path: Path | None
+) -> list[dict[str, Any]]:
+    """A cell for each delay: milliseconds and bytes a step, of rank 0; printed, and written to a JSON file.
+
+    Raises:
+        ValueError: steps are no multiple of the local ones.
+        RuntimeError: this is not Linux with iproute2, or not root; or a rank failed.
+    """
+    if steps < LOCAL_STEPS or steps % LOCAL_STEPS:
+        raise ValueError(f"--steps {steps} must be a multiple of {LOCAL_STEPS}, the local steps of some methods")
+    told = {"methods": list(METHODS), "numel": numel, "compute_ms": compute_ms, "steps": steps}
+    cells = []
+    for delay in delays:
+        with Lab(ranks, rate, delay) as lab:
+            found = run_ranks(lab, told, "benchmarks._gossip.rank")[0]
+        cells.append({"ranks": ranks, "rate": rate, "delay_ms": delay, **told, **found})
+        _show(cells[-1])
+        if path is not None:
+            path.write_text(json.dumps({"cells": cells}, indent=2))
+    return cells
+
+
+def _show(cell: dict[str, Any]) -> None:
+    title = (
+        f"{cell['numel']:,} parameters, {cell['ranks']} ranks, {cell['rate']}, round trip of {cell['delay_ms']:g} ms "
+        f"(measured {cell['ping_ms']:.1f}); computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
+    )
+    table = Table("method", "ms a step", "of it not asleep", "kB sent a step", title=title)
+    for name in cell["methods"]:
+        table.add_row(
+            name,
+            f"{cell['ms'][name]:.1f}",
+            f"{cell['ms'][name] - cell['compute_ms']:.1f}",
+            f"{cell['wire_bytes'][name] / 1e3:.1f}",
+        )
+    Console(width=110).print(table)

@@ -1,0 +1,78 @@
+"""Gossip: what it does to accuracy, what it costs on a slow link, and the toy at one bit.
+
+    python -m benchmarks.gossip toy --plot docs/results/gossip_toy.png
+    python -m benchmarks.gossip accuracy --root data --csv docs/results/gossip_accuracy.csv --ranks 4,8 --seeds 0,1,2
+
+    sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --delays 0,10 --json gossip.json
+
+For accuracy ranks are threads of one process. A run is a row of the CSV file, written when it ends; those that are
+there are not run again, so that it may be interrupted. All methods have the same steps, batches, first weights and
+learning rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._gossip import accuracy, network, toy
+from benchmarks._gossip.methods import METHODS
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    arguments = parse()
+    torch.set_num_threads(1)
+    if arguments.what == "toy":
+        table = Table("Moniqua, 1 bit", "error of the mean", "distance from the mean", title="after the last round")
+        for label, (off, apart) in toy.draw(arguments.plot, arguments.rounds).items():
+            table.add_row(label, f"{off:.3g}", f"{apart:.3g}")
+        Console().print(table)
+        return
+    if arguments.what == "network":
+        delays = [float(each) for each in arguments.delays.split(",")]
+        given = arguments.numel, arguments.compute_ms, arguments.steps, arguments.json
+        network.measure(arguments.ranks, arguments.rate, delays, *given)
+        return
+    settings = {name: getattr(arguments, name) for name in ("steps", "images", "batch", "rate", "tested")}
+    ranks, seeds = ([int(each) for each in given.split(",")] for given in (arguments.ranks, arguments.seeds))
+    accuracy.measure(arguments.csv, arguments.root, arguments.methods or list(METHODS), ranks, seeds, **settings)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="what", required=True)
+    small = parts.add_parser("toy", help="a quadratic at one bit, with slack and without")
+    small.add_argument("--plot", type=Path, required=True, help="a PNG")
+    small.add_argument("--rounds", type=int, default=toy.ROUNDS)
+    large = parts.add_parser("accuracy", help="ResNet-20 on CIFAR-10")
+    add = large.add_argument
+    add("--root", type=Path, required=True, help="folder that holds cifar-10-batches-bin")
+    add("--csv", type=Path, required=True, help="results so far")
+    add("--methods", nargs="+", choices=METHODS)
+    add("--ranks", default="4,8", help="by commas")
+    add("--seeds", default="0,1,2", help="by commas")
+    add("--steps", type=int, default=800, help="optimizer steps of each rank")
+    add("--images", type=int, default=10_000, help="of the training set")
+    add("--tested", type=int, default=10_000, help="of the test set")
+    add("--batch", type=int, default=128, help="images a step, over all ranks")
+    add("--rate", type=float, default=0.1, help="the first learning rate; it falls to 0 as a cosine")
+    links = parts.add_parser("network", help="steps over slow links, in the network lab")
+    add = links.add_argument
+    add("--ranks", type=int, default=8)
+    add("--rate", default="100mbit", help="of each link, as tc writes it")
+    add("--delays", default="0,10", help="milliseconds that a round trip takes at least, by commas")
+    add("--numel", type=int, default=272_474, help="parameters; ResNet-20 has 272,474, ResNet-110 1.7 million")
+    add("--compute-ms", type=float, default=50.0, help="what a step computes, asleep")
+    add("--steps", type=int, default=64)
+    add("--json", type=Path, help="write the figures here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

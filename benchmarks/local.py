@@ -1,0 +1,190 @@
+"""What local steps cost in held-out loss, next to methods that average in every step, at equal samples.
+
+    python -m benchmarks.local --root data --json local.json
+    python -m benchmarks.local --root data --json local.json --methods dense "diloco 30" --rates 0.01 --seeds 0
+    python -m benchmarks.local --json local.json --csv docs/results/local_steps.csv --show
+
+The character LSTM of ``benchmarks.optimizers`` on the English captions of Multi30k (``--root``), AdamW, a learning rate
+that falls linearly to 0; every rank reads 16 excerpts of 64 characters a step. Every method has the same learning rates
+to choose from, and its best counts: the mean of the seeds' held-out losses, over that of dense averaging at its own.
+Runs that the JSON file has already are not repeated, so that it may be interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.optimizers import OPTIMIZERS, Reading, read_results
+from lightning_compress import attach
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.local.outer import Outer
+from lightning_compress.local.rounds import Rounds
+from lightning_compress.local.steps import LocalSteps
+from lightning_compress.settings.settings import Settings
+
+ROTATED = {"name": "rotated", "bits": 4}
+METHODS: dict[str, dict[str, Any]] = {
+    "dense": {"compressor": "none"},
+    "rotated 4": {"compressor": ROTATED},
+    "powersgd 4": {"compressor": {"name": "powersgd", "rank": 4}},
+    "local_sgd 16": {"rounds": Rounds(16), "outer": "average", "compressor": "none"},
+    "diloco 30": {"rounds": Rounds(30), "outer": "nesterov", "compressor": "none"},
+    "diloco 30, rotated 4": {"rounds": Rounds(30), "outer": "nesterov", "compressor": ROTATED},
+    "diloco 30, rotated 4, streaming": {
+        "rounds": Rounds(30, 3, 5, 0.5),
+        "outer": "nesterov",
+        "compressor": ROTATED,
+    },
+    "sparseloco 30": {
+        "rounds": Rounds(30),
+        "outer": {"lr": 1.0},
+        "compressor": "sparseloco",
+        "residual_decay": 0.95,
+    },
+    "topk 1/64 30": {
+        "rounds": Rounds(30),
+        "outer": {"lr": 1.0},
+        "compressor": {"name": "topk", "density": 1 / 64},
+        "residual_decay": 0.95,
+    },
+}
+"""Arguments of ``attach``; with ``rounds``, of local steps."""
+RATES, SEEDS, RANKS, STEPS = (5e-3, 1e-2, 2e-2), (0, 1), 4, 600
+
+Run = dict[str, Any]
+
+
+def train(run: Run, task: Reading) -> dict[str, float]:
+    """One run, on this rank: held-out loss, how many times fewer bytes a rank sends than stock DDP, seconds."""
+    start = time.perf_counter()
+    torch.manual_seed(run["seed"])
+    model = task.model()
+    given = {**METHODS[run["method"]], "seed": run["seed"]}
+    rounds, outer = given.pop("rounds", None), given.pop("outer", None)
+    local = None
+    trained: torch.nn.Module = model
+    if rounds is None:
+        trained = DistributedDataParallel(model)
+        compression = attach(trained, **given)
+    else:
+        ranks = [TorchCollective().apart() for _ in range(rounds.fragments)]
+        local = LocalSteps(model, Settings.of(**given, check_drift_every=1), rounds, Outer.of(outer), ranks)
+        compression = local.fragments[0].compression
+    optimizer = OPTIMIZERS["adamw"](model.parameters(), run["rate"])
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
+    generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
+    for step in range(1, run["steps"] + 1):
+        optimizer.zero_grad()
+        trained(task.batch(generator)).backward()
+        optimizer.step()
+        falling.step()
+        if local is not None:
+            with torch.no_grad():
+                local.after(step)
+    if local is not None:
+        with torch.no_grad():
+            local.finish(run["steps"])
+    each = [compression] if local is None else [fragment.compression for fragment in local.fragments]
+    stats = [one.stats() for one in each]
+    for one in each:
+        one.close()
+    sent, plain = (sum(one[f"total_bytes_{what}"] for one in stats) for what in ("sent", "dense"))
+    return {"held_out": task.held_out_loss(model), "ratio": plain / sent, "seconds": time.perf_counter() - start}
+
+
+def work(rank: int, runs: list[Run], root: Path, results: Path, store: str) -> None:
+    """All runs, one after the other, on one rank; rank 0 writes down each result."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=30))
+    task = Reading(root)
+    for number, run in enumerate(runs):
+        figures = train(run, task)
+        if rank == 0:
+            results.write_text(json.dumps(read_results(results) | {name(run): figures}, indent=2))
+            said = f"held-out loss {figures['held_out']:.4f}, {figures['seconds']:.0f} s"
+            print(f"{number + 1}/{len(runs)} {name(run)}: {said}", flush=True)
+    dist.destroy_process_group()
+
+
+def name(run: Run) -> str:
+    """Under which the results have it."""
+    return "{method}/{rate:g}/seed {seed}/{steps} steps".format(**run)
+
+
+def rows(results: dict[str, dict[str, float]], runs: list[Run]) -> list[dict[str, Any]]:
+    """A row for each method whose runs are all there: losses by rate and seed, and its best over dense's best."""
+    found = []
+    for method in dict.fromkeys(run["method"] for run in runs):
+        by_rate: dict[float, list[float]] = {}
+        for run in runs:
+            if run["method"] == method and name(run) in results:
+                by_rate.setdefault(run["rate"], []).append(results[name(run)]["held_out"])
+                ratio = results[name(run)]["ratio"]
+        if by_rate:
+            best = min(by_rate, key=lambda rate: statistics.mean(by_rate[rate]))
+            row: dict[str, Any] = {"method": method, "best rate": best, "loss": statistics.mean(by_rate[best])}
+            row |= {f"lr {rate:g}": " ".join(f"{each:.4f}" for each in losses) for rate, losses in by_rate.items()}
+            found.append(row | {"fewer bytes": round(ratio, 1)})
+    dense = next((row["loss"] for row in found if row["method"] == "dense"), None)
+    return [row | {"over dense": round(row["loss"] / dense, 4) if dense else ""} for row in found]
+
+
+def show(found: list[dict[str, Any]], path: Path | None) -> None:
+    """Print the rows, and write them to a file."""
+    columns = list(dict.fromkeys(column for row in found for column in row))
+    table = Table(*columns, title=f"character LSTM, AdamW, {RANKS} ranks: held-out loss by learning rate and seed")
+    for row in found:
+        table.add_row(*(f"{row.get(each, ''):.4f}" if each == "loss" else str(row.get(each, "")) for each in columns))
+    Console().print(table)
+    if path is not None:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(found)
+
+
+def main() -> None:
+    """Run what is missing in processes of one group, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, help="folder that holds multi30k")
+    parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--csv", type=Path, help="written with the table")
+    parser.add_argument("--show", action="store_true", help="only what is there already")
+    given = parser.parse_args()
+    runs = [
+        {"method": method, "rate": rate, "seed": seed, "steps": given.steps}
+        for seed in given.seeds
+        for rate in sorted(given.rates, key=lambda each: abs(each - 1e-2))
+        for method in given.methods
+    ]
+    missing = [run for run in runs if name(run) not in read_results(given.json)]
+    if missing and not given.show:
+        if given.root is None:
+            parser.error("--root is needed to train")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (missing, given.root, given.json, f"file://{folder}/store")
+            torch.multiprocessing.spawn(work, arguments, RANKS)  # type: ignore[attr-defined, no-untyped-call]
+    show(rows(read_results(given.json), runs), given.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Decentralised training: ranks average their parameters with neighbours only. Mathematics alone, no Lightning."""

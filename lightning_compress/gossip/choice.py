@@ -1,0 +1,70 @@
+"""Algorithms and compressors of gossip as users write them."""
+
+from __future__ import annotations
+
+from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, EFSign, Method
+from lightning_compress.core.registry import Names, build
+from lightning_compress.gossip.base import Algorithm
+from lightning_compress.gossip.choco import Choco
+from lightning_compress.gossip.d2 import D2
+from lightning_compress.gossip.dcd import DCD
+from lightning_compress.gossip.deepsqueeze import DeepSqueeze
+from lightning_compress.gossip.dpsgd import DPSGD
+from lightning_compress.gossip.ecd import ECD
+from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.settings.automatic import Automatic
+
+ALGORITHMS: dict[str, type[Algorithm]] = {each.name: each for each in (DPSGD, D2, Choco, DCD, ECD, DeepSqueeze)}
+"""What ``algorithm=`` takes by name."""
+
+DEFAULTS: dict[type[Algorithm], Codec] = {Choco: EFSign(), DeepSqueeze: EFSign(), DCD: QSGD(8), ECD: QSGD(8)}
+"""What "auto" means; for the others, whole float32 vectors."""
+
+
+COMPRESSORS: Names[Codec | Moniqua] = Names({**CODECS, "moniqua": Moniqua}, Codec)
+"""What ``compressor=`` takes by name."""
+
+
+def build_algorithm(given: object) -> Algorithm:
+    """An algorithm by name, by ``{"name": ..., **settings}``, or as it is.
+
+    Raises:
+        ValueError: there is no such algorithm or setting, or a value is out of range.
+    """
+    built = build("algorithm", given, ALGORITHMS, (Algorithm,))
+    assert isinstance(built, Algorithm)
+    return built
+
+
+def build_gossip_compressor(given: object, algorithm: Algorithm) -> Codec | Moniqua | None:
+    """A compressor that the algorithm takes, as users write it.
+
+    Args:
+        given: "auto", "none" or null, "moniqua", a codec's name, ``{"name": ..., **settings}``, or an object.
+        algorithm: whose messages it makes.
+
+    Returns:
+        None for exact means.
+
+    Raises:
+        ValueError: there is no such compressor or setting, a value is out of range, or the algorithm cannot take it.
+    """
+    coded = type(algorithm) in DEFAULTS
+    if given is None or given == "none" or isinstance(given, Dense):
+        compressor: Codec | Moniqua | None = Dense() if coded else None
+    elif given == "auto" or isinstance(given, Automatic):
+        compressor = DEFAULTS.get(type(algorithm))
+    else:
+        compressor = _built(given)
+    if isinstance(compressor, Dense) and not coded:
+        compressor = None
+    algorithm.check_compressor(compressor)
+    return compressor
+
+
+def _built(given: object) -> Codec | Moniqua:
+    if isinstance(given, Method) and not isinstance(given, Codec):
+        raise ValueError(f"compressor={given} talks to all ranks in its middle; gossip takes codecs and moniqua")
+    built = build("compressor", given, COMPRESSORS, (Codec, Moniqua))
+    assert isinstance(built, Codec | Moniqua)
+    return built

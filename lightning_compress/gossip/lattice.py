@@ -1,0 +1,158 @@
+"""Moniqua's arithmetic: a number's cell on a lattice, its lowest bits as a code, and the cell again from a near number.
+
+Cells have the width ``step``; ``n = floor(x / step + u)`` is the cell of x and ``(n + o) * step`` what it stands for. A
+code is ``n mod 2^bits``. A receiver that is less than theta away takes, of all cells with that code, the one nearest to
+its own number: that is n again, exactly, and so is the difference of any two cells, an integer. Everything here is in
+float64 and int64, a piece of a vector at a time; ``lattice_numba.py`` does it in one pass.
+
+    rounding     u        o        largest error, in steps
+    nearest      0        1/2      1/2
+    dither       random   1/2 - u  1/2, and none on average
+    stochastic   random   0        1, and none on average
+
+The random u of an element is the same on all ranks, so that near models are rounded alike.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_compress import kernels
+from lightning_compress.codecs.packing.planes import pack_plane, unpack_plane
+
+Rounding = Literal["nearest", "dither", "stochastic"]
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
+BOUND = 2.0**51
+"""Cells are no further out; whoever is, or is no number, has diverged."""
+FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9)
+"""Of the hash: of a cell, of its place, and of both."""
+
+
+def relative_error(bits: int, rounding: str) -> float:
+    """Delta: the largest error of what a code stands for, as a share of the whole interval."""
+    return 2.0**-bits if rounding == "stochastic" else 2.0 ** -(bits + 1)
+
+
+class Lattice:
+    """The arithmetic for one width of codes.
+
+    Args:
+        bits: of a code: 1, 2, 4 or 8.
+        rounding: see above.
+        device: where the numbers are.
+    """
+
+    def __init__(self, bits: int, rounding: Rounding, device: torch.device) -> None:
+        self.bits, self._rounding = bits, rounding
+        self._fast = kernels.backend(__name__, device, "numba")
+
+    def encode(self, x: Tensor, step: float, draws: Tensor | None, first: int, packed: Tensor) -> int | Tensor:
+        """Write codes.
+
+        Args:
+            x: float32 ``[n]``, contiguous.
+            step: width of a cell.
+            draws: int16 ``[n]``, random bits that all ranks have in common; None for nearest.
+            first: index of ``x[0]`` in the whole vector.
+            packed: uint8 ``[ceil(n bits / 8)]``, wholly overwritten, the first code lowest in each byte.
+
+        Returns:
+            The hash of the cells and their places, an int64; on an accelerator a tensor, which is not waited for.
+        """
+        if self._fast:
+            given = x.numpy(), 1 / step, ROUNDINGS.index(self._rounding), _array(draws), first, self.bits
+            return int(self._fast.encode(*given, packed.numpy()))
+        cells = torch.floor(_scaled(x, step) + self._shift(draws)).long()
+        codes = torch.zeros(-(-len(x) // 8) * 8, dtype=torch.uint8, device=x.device)
+        codes[: len(x)] = cells & (2**self.bits - 1)
+        pack_plane(codes, 0, self.bits, packed)
+        return _hash(cells, first)
+
+    def hash(self, x: Tensor, step: float, draws: Tensor | None, first: int, packed: Tensor) -> int | Tensor:
+        """The hash of the cells that a neighbour's codes stand for, seen from x; see ``encode``."""
+        if self._fast:
+            given = x.numpy(), 1 / step, ROUNDINGS.index(self._rounding), _array(draws), first, self.bits
+            return int(self._fast.hash_cells(*given, packed.numpy()))
+        return _hash(self.recover(_scaled(x, step), draws, packed), first)
+
+    def move(
+        self,
+        x: Tensor,
+        step: float,
+        draws: Tensor | None,
+        packed: list[Tensor],
+        weights: list[float],
+        extra: Tensor | None,
+    ) -> None:
+        """``x += step * sum_j weight_j (n_j - n) + extra``, in place; see ``encode``.
+
+        Args:
+            x: see there.
+            step: see there.
+            draws: see there.
+            packed: a neighbour's codes each.
+            weights: of the neighbours.
+            extra: float64 ``[n]``, or None.
+        """
+        if self._fast:
+            rows = np.stack([each.numpy() for each in packed]) if packed else np.zeros((0, 1), np.uint8)
+            more = np.zeros(0) if extra is None else extra.numpy()
+            given = x.numpy(), step, ROUNDINGS.index(self._rounding), _array(draws), self.bits
+            self._fast.move(*given, rows, np.array(weights, np.float64), more)
+            return
+        scaled = _scaled(x, step)
+        own = torch.floor(scaled + self._shift(draws)).long()
+        total = torch.zeros_like(scaled)
+        for codes, weight in zip(packed, weights, strict=True):
+            total += weight * (self.recover(scaled, draws, codes) - own).double()
+        moved = x.double() + step * total
+        x.copy_(moved if extra is None else moved + extra)
+
+    def recover(self, scaled: Tensor, draws: Tensor | None, packed: Tensor) -> Tensor:
+        """The cells of a neighbour's codes, int64 ``[n]``: those with these codes within half of the interval.
+
+        Args:
+            scaled: float64 ``[n]``: this rank's numbers, in steps.
+            draws: see ``encode``.
+            packed: the codes.
+        """
+        codes = torch.zeros(-(-len(scaled) // 8) * 8, dtype=torch.uint8, device=scaled.device)
+        unpack_plane(packed, 0, self.bits, codes)
+        least = torch.ceil(scaled - self._offset(draws)).long() - 2 ** (self.bits - 1)
+        cells: Tensor = least + ((codes[: len(scaled)] - least) & (2**self.bits - 1))
+        return cells
+
+    def _shift(self, draws: Tensor | None) -> Tensor | float:
+        return 0.0 if draws is None else (draws.double() + 32768.5) / 65536
+
+    def _offset(self, draws: Tensor | None) -> Tensor | float:
+        if self._rounding == "stochastic":
+            return 0.0
+        return 0.5 - self._shift(draws)
+
+
+def _scaled(x: Tensor, step: float) -> Tensor:
+    scaled = x.double() * (1 / step)
+    return torch.nan_to_num(scaled, nan=BOUND).clamp_(-BOUND, BOUND)
+
+
+def _hash(cells: Tensor, first: int) -> Tensor:
+    places = torch.arange(first, first + len(cells), device=cells.device)
+    words = cells * _signed(FACTORS[0]) + places * _signed(FACTORS[1])
+    words ^= (words >> 32) & 0xFFFFFFFF
+    words *= _signed(FACTORS[2])
+    words ^= (words >> 29) & (2**35 - 1)
+    return words.sum()
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _array(draws: Tensor | None) -> npt.NDArray[np.int16]:
+    return np.zeros(0, np.int16) if draws is None else draws.numpy()

@@ -1,0 +1,86 @@
+"""Cells, codes and hashes in one pass; see ``lattice.py``, whose numbers these are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lightning_compress.gossip.lattice import BOUND, FACTORS
+from lightning_compress.kernels.numba import kernel
+
+_STOCHASTIC = 2
+_FIRST, _SECOND, _THIRD = (np.uint64(each) for each in FACTORS)
+
+
+@kernel
+def _scale(value, inverse):
+    scaled = np.float64(value) * inverse
+    if not scaled < BOUND:  # nor is what is no number
+        return BOUND
+    return -BOUND if scaled < -BOUND else scaled
+
+
+@kernel
+def _draw(draws, index):
+    return 0.0 if len(draws) == 0 else (np.float64(draws[index]) + 32768.5) / 65536
+
+
+@kernel
+def _least(scaled, shift, rounding, bits):
+    offset = 0.0 if rounding == _STOCHASTIC else 0.5 - shift
+    return np.int64(math.ceil(scaled - offset)) - (np.int64(1) << (bits - 1))
+
+
+@kernel
+def _cell(packed, index, least, bits):
+    place = index * bits
+    code = np.int64(packed[place >> 3]) >> (place & 7)
+    return least + ((code - least) & ((np.int64(1) << bits) - 1))
+
+
+@kernel
+def _word(cell, place):
+    word = np.uint64(cell) * _FIRST + np.uint64(place) * _SECOND
+    word ^= word >> np.uint64(32)
+    word *= _THIRD
+    return word ^ (word >> np.uint64(29))
+
+
+@kernel
+def encode(x, inverse, rounding, draws, first, bits, packed):
+    """Write codes, return the hash; ``rounding`` is an index of ``ROUNDINGS``, and without draws it is 0."""
+    total = np.uint64(0)
+    packed[:] = 0
+    mask = (np.int64(1) << bits) - 1
+    for index in range(len(x)):
+        cell = np.int64(math.floor(_scale(x[index], inverse) + _draw(draws, index)))
+        place = index * bits
+        packed[place >> 3] |= np.uint8((cell & mask) << (place & 7))
+        total += _word(cell, first + index)
+    return np.int64(total)
+
+
+@kernel
+def hash_cells(x, inverse, rounding, draws, first, bits, packed):
+    """The hash of the cells that codes stand for, seen from x."""
+    total = np.uint64(0)
+    for index in range(len(x)):
+        least = _least(_scale(x[index], inverse), _draw(draws, index), rounding, bits)
+        total += _word(_cell(packed, index, least, bits), first + index)
+    return np.int64(total)
+
+
+@kernel
+def move(x, step, rounding, draws, bits, codes, weights, extra):
+    """Move x by the weighted differences of cells, and by ``extra`` where it has any length."""
+    inverse = 1 / step
+    for index in range(len(x)):
+        scaled, shift = _scale(x[index], inverse), _draw(draws, index)
+        own = np.int64(math.floor(scaled + shift))
+        least = _least(scaled, shift, rounding, bits)
+        total = 0.0
+        for number in range(len(weights)):
+            total += weights[number] * np.float64(_cell(codes[number], index, least, bits) - own)
+        moved = np.float64(x[index]) + step * total
+        x[index] = np.float32(moved if len(extra) == 0 else moved + extra[index])

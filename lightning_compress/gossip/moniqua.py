@@ -1,0 +1,88 @@
+"""Moniqua: means with neighbours from the lowest bits of parameters, without any memory of what was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lightning_compress.gossip.lattice import ROUNDINGS, Rounding, relative_error
+from lightning_compress.gossip.theta import Theta, read_theta
+
+WIDTHS = (1, 2, 4, 8)
+SLACK = {1: 0.1, 2: 0.3, 4: 1.0, 8: 1.0}
+"""How far to move by default, by bits."""
+
+
+@dataclass(frozen=True)
+class Moniqua:
+    """Send each parameter's place within an interval of width ``B = 2 theta / (1 - 2 delta)``, with 1 to 8 bits.
+
+    Neighbours' models are near: if no parameter differs by theta or more, the interval tells which of all numbers with
+    this place is meant, to ``delta B``, and no memory of earlier messages is needed. ``delta`` is the error of the
+    rounding: ``2^-(bits + 1)`` of the interval, or ``2^-bits`` for "stochastic". Both sides of an edge move by the same
+    difference of whole numbers, so the mean of the models stays where it is.
+
+    Args:
+        bits: of a parameter: 1, 2, 4 or 8.
+        rounding: "nearest", to the middles of cells; "dither", the same with random cells that all ranks have in
+            common, right on average; "stochastic", up or down at random, likewise, which takes at least 2 bits.
+        slack: how far to move towards the neighbours, in (0, 1]: the mixing matrix is ``slack W + (1 - slack) I``. Few
+            bits need less than 1, or noise grows faster than agreement. None: 1 for 8 and 4 bits, 0.3 for 2, 0.1 for 1.
+        theta: by how much parameters of neighbours differ at most: a number; ``{"rounds": {0: 2.0, 1000: 0.5}}``;
+            ``{"rate": 20.0}``, times the learning rate, which must then be the same on all ranks; or "estimated", or
+            ``{"estimated": margin, "every": rounds}``: margin times the largest difference of any neighbours, measured
+            in rounds 0, 1, 2, 4, ... and every so-many, which send float32.
+        verify: send a hash of 8 bytes for 65,536 parameters, and mix only what both neighbours recovered; what they did
+            not goes as float32, in both directions, and theta grows for all within 8 rounds. Costs a message of a byte
+            for each hash and waiting for it. Without it a difference above theta spoils both models by a whole
+            interval, and nobody learns of it.
+
+    Raises:
+        ValueError: a value is out of range, or bits and rounding give delta >= 1/2.
+
+    Lu, De Sa, "Moniqua: Modulo Quantized Communication in Decentralized SGD", ICML 2020, arXiv 2002.11787. Its
+    constants for theta, delta and slack are for the worst case; here they are settings.
+    """
+
+    name: ClassVar[str] = "moniqua"
+    bits: int = 8
+    rounding: Rounding = "nearest"
+    slack: float | None = None
+    theta: Any = "estimated"
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"moniqua: rounding={self.rounding!r} must be one of {', '.join(ROUNDINGS)}")
+        if isinstance(self.bits, bool) or self.bits not in WIDTHS:
+            raise ValueError(f"moniqua: bits={self.bits!r} must be one of {', '.join(map(str, WIDTHS))}")
+        if self.delta >= 0.5:
+            raise ValueError(
+                f"moniqua: bits={self.bits} with rounding={self.rounding!r} has delta={self.delta:g}, and it must be "
+                "below 1/2; take rounding='nearest' or 'dither', or 2 bits"
+            )
+        if self.slack is not None and (
+            isinstance(self.slack, bool) or not isinstance(self.slack, int | float) or not 0 < self.slack <= 1
+        ):
+            raise ValueError(f"moniqua: slack={self.slack!r} must be in (0, 1], or null for what suits the bits")
+        if not isinstance(self.verify, bool):
+            raise ValueError(f"moniqua: verify={self.verify!r} must be true or false")
+        self.bound()
+
+    @property
+    def delta(self) -> float:
+        """The largest error of a code, as a share of the interval."""
+        return relative_error(self.bits, self.rounding)
+
+    @property
+    def share(self) -> float:
+        """How far to move towards the neighbours."""
+        return SLACK[self.bits] if self.slack is None else float(self.slack)
+
+    def bound(self) -> Theta:
+        """Theta, read."""
+        return read_theta(self.theta)
+
+    def step(self, theta: float) -> float:
+        """The width of a cell: there are ``2^bits`` of them in the interval B."""
+        return float(2 * theta / (1 - 2 * self.delta) / 2**self.bits)

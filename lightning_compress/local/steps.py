@@ -1,0 +1,276 @@
+"""The local steps of one rank: which fragments travel, which have come back, and what is saved of that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_compress.collectives import Collective
+from lightning_compress.engine.hook import Background
+from lightning_compress.local.buffers import Buffers
+from lightning_compress.local.fragment import Fragment
+from lightning_compress.local.outer import Outer
+from lightning_compress.local.rounds import Rounds, split
+from lightning_compress.settings.rules import kinds_of
+from lightning_compress.settings.settings import Settings
+
+
+class LocalSteps:
+    """One model's fragments, and the rounds in which they are averaged over the ranks.
+
+    Fragments that travel while local steps go on are sent from one thread on the CPU, and on one stream on CUDA, in the
+    order of their steps. Outer step and commit happen when a fragment is back; only its use waits for its step, so that
+    what is evaluated or saved before depends on steps alone.
+
+    Args:
+        module: the model, the same on all ranks.
+        settings: of the compression.
+        rounds: when.
+        outer: steps the anchors.
+        ranks: for each fragment, of process groups apart where ``rounds.delay`` is not 0.
+
+    Attributes:
+        fragments: of the model, in order.
+        buffers: of the model.
+        on_left_out: called when a round was left out, since a rank's numbers were not finite.
+
+    Raises:
+        ValueError: there are more fragments than trained parameters.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: Settings, rounds: Rounds, outer: Outer, ranks: Sequence[Collective]
+    ) -> None:
+        self.rounds = rounds
+        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        runs = split([each.numel() for _, each in trained], rounds.fragments)
+        kinds = kinds_of(module)
+        self.fragments = [
+            Fragment(dict(trained[run]), kinds, settings, outer, own) for run, own in zip(runs, ranks, strict=True)
+        ]
+        self.buffers = Buffers(dict(module.named_buffers()), ranks[-1])
+        self._device = trained[0][1].device
+        self._carrier: _Now = _Stream(self._device) if self._device.type == "cuda" else _Thread()
+        self._travels: dict[int, Callable[[], None]] = {}
+        self._back: set[int] = set()
+        self._looked = [0] * rounds.fragments
+        self.on_left_out: Callable[[], None] = lambda: None
+
+    def after(self, step: int, beside: Callable[[], None] = lambda: None) -> bool:
+        """A local step was made, the ``step``-th from 1 on: use what is due, send what is to be sent.
+
+        Args:
+            step: equal on all ranks.
+            beside: communicates once a round, with the last fragment; from a thread, if there is a delay.
+
+        Returns:
+            whether the last fragment, and what was ``beside``, is back.
+        """
+        closing = self.rounds.fragments - 1
+        due = self.rounds.due(step) if self.rounds.delay else []
+        for number in due:
+            if number in self._travels or number in self._back:
+                self._use(number, self.rounds.alpha)
+        sent = self.rounds.sent(step)
+        for number in sent:
+            self._send(number, step, beside)
+            if not self.rounds.delay:
+                self._use(number, 0.0)
+        return closing in (due if self.rounds.delay else sent)
+
+    def _send(self, number: int, step: int, beside: Callable[[], None] = lambda: None) -> None:
+        fragment, last = self.fragments[number], number == self.rounds.fragments - 1
+        fragment.look()
+        learned, self._looked[number] = step - self._looked[number], step
+        if last:
+            self.buffers.look()
+
+        def travel() -> None:
+            fragment.average(learned)
+            if last:
+                self.buffers.average()
+                fragment.compression.meter.bytes_sent += self.buffers.nbytes
+                beside()
+
+        if self.rounds.delay:
+            self._travels[number] = self._carrier.carry(travel)
+        else:
+            travel()
+            self._travels[number] = lambda: None
+
+    def _arrive(self, number: int) -> None:
+        """Wait for a fragment; step its anchors, and commit."""
+        if number in self._travels:
+            self._travels.pop(number)()
+            if self.fragments[number].step():
+                self._back.add(number)
+            else:
+                self._leave_out(number)
+
+    def _leave_out(self, number: int) -> None:
+        """A rank's numbers were not finite: all ranks go back to what they had in common."""
+        self.fragments[number].use()
+        if number == self.rounds.fragments - 1:
+            self.buffers.use(0.0)
+        self.on_left_out()
+
+    def _use(self, number: int, alpha: float) -> None:
+        self._arrive(number)
+        if number in self._back:
+            self._back.discard(number)
+            self.fragments[number].use(alpha)
+            if number == self.rounds.fragments - 1:
+                self.buffers.use(alpha)
+
+    def arrive(self) -> None:
+        """Wait for all that travels; step the anchors, and commit. What is learned goes on as if nothing had been."""
+        for number in sorted(self._travels, key=lambda each: self._looked[each]):
+            self._arrive(number)
+
+    def abandon(self) -> None:
+        """As ``arrive``, while the fit is aborted: what cannot come any more is as if it had not been sent."""
+        try:
+            self.arrive()
+        except Exception:
+            self._travels.clear()
+            for fragment in self.fragments:
+                fragment.compression.roll_back()
+
+    def finish(self, step: int) -> None:
+        """The last step was made: use what is due, and synchronise what was learned since, in a shorter round."""
+        for number in range(self.rounds.fragments):
+            self._use(number, 0.0 if self._looked[number] == step else self.rounds.alpha)
+        carrier, self._carrier = self._carrier, _Now()
+        for number in range(self.rounds.fragments):
+            if self._looked[number] < step:
+                self._send(number, step)
+                self._use(number, 0.0)
+            self.fragments[number].use()
+        self._carrier = carrier
+
+    def rebase(self) -> None:
+        """Begin from the model as it is, the same on all ranks but for its buffers."""
+        for fragment in self.fragments:
+            fragment.rebase()
+        self.average_buffers()
+
+    def average_buffers(self) -> None:
+        """A collective call, out of turn."""
+        self.buffers.look()
+        self.buffers.average()
+        self.buffers.use(0.0)
+
+    def anchors(self) -> dict[str, Tensor]:
+        """Parameters that the ranks have in common, and buffers, by name."""
+        self.arrive()
+        shared = {name: each.detach() for fragment in self.fragments for name, each in fragment.anchors.items()}
+        return shared | self.buffers.common
+
+    def mean(self, own: Mapping[str, Tensor], ranks: Collective) -> dict[str, Tensor]:
+        """The mean of the ranks' models as they are, by name; a collective call.
+
+        Args:
+            own: this rank's parameters and buffers.
+            ranks: in which nothing else is sent at the same time.
+        """
+        buffers = Buffers({name: own[name].detach().clone() for name in self.buffers.common}, ranks)
+        buffers.look()
+        buffers.average()
+        buffers.use(0.0)
+        found = dict(buffers.common)
+        for fragment in self.fragments:
+            for name, anchor in fragment.anchors.items():
+                found[name] = own[name].detach().to(anchor.dtype, copy=True)
+                ranks.all_reduce(found[name])
+                found[name] /= ranks.size
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and primitives, once all that travels is back; what is ``common`` is the same on all ranks."""
+        self.arrive()
+        states = [fragment.state_dict() for fragment in self.fragments]
+        return {
+            "common": {
+                "fragments": [each.pop("common") for each in states],
+                "back": sorted(self._back),
+                "looked": list(self._looked),
+                "buffers": self.buffers.common,
+                "sums": [[str(dtype), each] for dtype, each in self.buffers.sums.items()],
+            },
+            "compressions": [each["compression"] for each in states],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``; a collective call.
+
+        Raises:
+            ValueError: it is of other settings, or of another model.
+        """
+        common = state["common"]
+        for fragment, own, compression in zip(self.fragments, common["fragments"], state["compressions"], strict=True):
+            fragment.load_state_dict({"common": own, "compression": compression})
+        self._back, self._looked = set(common["back"]), list(common["looked"])
+        self._travels.clear()
+        self.buffers.common = dict(common["buffers"])
+        self.buffers.sums = {getattr(torch, name.removeprefix("torch.")): each for name, each in common["sums"]}
+
+    def stats(self) -> dict[str, float]:
+        """``Compression.stats`` over all fragments; ``bytes_dense`` is what stock DDP sends in as many steps."""
+        each = [fragment.compression.stats() for fragment in self.fragments]
+        found = {name: sum(stats[name] for stats in each) for name in each[0]}
+        found["ratio"] = found["bytes_dense"] / found["bytes_sent"] if found["bytes_sent"] else 1.0
+        found["residual_norm"] = sum(stats["residual_norm"] ** 2 for stats in each) ** 0.5
+        found["relative_error"] /= len(each)
+        return found | {"steps": each[-1]["steps"]}
+
+    def close(self) -> None:
+        """Stop watching optimizers; states and figures stay readable."""
+        for fragment in self.fragments:
+            fragment.compression.close()
+
+
+class _Now:
+    """Does what is to be carried at once."""
+
+    def carry(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do it; returns what waits for its end."""
+        work()
+        return lambda: None
+
+
+class _Thread(_Now):
+    """Does it in one thread, in order."""
+
+    def __init__(self) -> None:
+        self._background = Background()
+
+    def carry(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Have it done; what waits for its end raises its error."""
+        done = threading.Event()
+        self._background.submit(work, done.set)
+
+        def wait() -> None:
+            done.wait()
+            if self._background.failed:
+                self._background.wait()
+
+        return wait
+
+
+class _Stream(_Now):
+    """Does it on one stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
+
+    def carry(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Have it done; what waits for its end lets the current stream wait."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            work()
+            event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)

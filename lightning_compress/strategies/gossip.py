@@ -1,0 +1,324 @@
+"""The Lightning strategy of decentralised training: ranks average their parameters with neighbours alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_compress.codecs import Method
+from lightning_compress.collectives import CountingCollective, TorchCollective
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.core import failures
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.gossip.base import Algorithm, Mixing
+from lightning_compress.gossip.choice import ALGORITHMS, build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.states import average_states
+from lightning_compress.gossip.topology import Topology, build_topology
+from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.meeting import END
+from lightning_compress.strategies.sidecar import SavedState
+from lightning_compress.strategies.unwrapped import UnwrappedMixin
+
+Evaluate = Literal["mean", "local"]
+_VARIANTS: dict[str, dict[str, object]] = {
+    "": {},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
+}
+
+
+class Traffic(NamedTuple):
+    """What a rank sent, and how long it took."""
+
+    meter: Meter
+
+
+class GossipMixin(UnwrappedMixin):
+    """Turns a ``DDPStrategy`` into one that trains by gossip; see ``GossipStrategy``."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm | str | dict[str, Any] = "dpsgd",
+        topology: Topology | str | dict[str, Any] | list[Any] = "ring",
+        compressor: Method | Moniqua | str | dict[str, Any] | None = "auto",
+        sync_every: int = 1,
+        evaluate: Evaluate = "mean",
+        average_states: bool = False,
+        meet_every: int = 32,
+        seed: int = 0,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1), ("seed", seed, 0)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise ValueError(f"{name}={count!r} must be an integer, {least} or more")
+        if evaluate not in get_args(Evaluate):
+            raise ValueError(f"evaluate={evaluate!r} must be one of {', '.join(map(repr, get_args(Evaluate)))}")
+        if not isinstance(average_states, bool):
+            raise ValueError(f"average_states={average_states!r} must be true or false")
+        super().__init__(state=state, strict_state=strict_state, **kwargs)
+        self._algorithm = build_algorithm(algorithm)
+        self._compressor = build_gossip_compressor(compressor, self._algorithm)
+        self._given_topology = topology
+        self._topology: Topology | None = None
+        self._sync_every, self._meet_every, self._seed = sync_every, meet_every, seed
+        self._evaluate, self._averages_states = evaluate, average_states
+        self._traffic: Traffic | None = None
+
+    @property
+    def method(self) -> str:
+        """Algorithm, compressor and topology, whose state goes on."""
+        how = getattr(self._compressor, "name", "none")
+        return f"gossip by {self._algorithm.name} with {how} on {self.topology.name}"
+
+    @property
+    def topology(self) -> Topology:
+        """Who averages with whom, in the fit under way.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._topology is None:
+            raise RuntimeError("there is no gossip in this process: it begins with trainer.fit()")
+        return self._topology
+
+    @property
+    def compression(self) -> Traffic:
+        """This rank's traffic in the fit under way, where callbacks look for it.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._traffic is None:
+            raise RuntimeError("there is no gossip in this process: it begins with trainer.fit()")
+        return self._traffic
+
+    def prepare(self, trainer: Any) -> None:
+        """Build the topology, the same on all ranks, and refuse parameters that are not float32."""
+        assert self.lightning_module is not None
+        problem, made = "", None
+        try:
+            asked, lazy = self._given_topology, None
+            if isinstance(asked, Mapping):  # the algorithm has a say in it
+                lazy = asked.get("lazy")
+                asked = {name: value for name, value in asked.items() if name != "lazy" or value not in (True, False)}
+            made = self._algorithm.fit_topology(build_topology(asked, self.world_size), lazy)
+        except ValueError as error:  # a file may be missing on one rank alone
+            problem = str(error)
+        kinds = {str(each.dtype) for each in self.lightning_module.parameters() if each.dtype != torch.float32}
+        if kinds and not problem:
+            problem = (
+                f"parameters are {', '.join(sorted(kinds))}, and gossip needs float32 ones, which averages are made "
+                "of; use precision='32-true', '16-mixed' or 'bf16-mixed'"
+            )
+        said = b"" if made is None else b"".join(each.tobytes() for each in made.matrices)
+        digest = zlib.crc32(repr((self._algorithm, self._compressor, self._sync_every, self._seed)).encode() + said)
+        own = torch.tensor([bool(problem), digest, -digest], dtype=torch.int64, device=self.root_device)
+        TorchCollective().all_reduce_max(own)
+        failed, most, least = own.tolist()
+        if failed:
+            raise ValueError(problem or "another rank refuses these settings, and says why")
+        if most != -least:
+            raise ValueError("the ranks have other settings or another topology each; give all the same")
+        self._topology = made
+
+    def begin(self, trainer: Any) -> None:
+        """Make ready for the model's parameters."""
+        assert self.lightning_module is not None
+        whole = any("BaseFinetuning" in [kind.__name__ for kind in type(each).__mro__] for each in trainer.callbacks)
+        self._names = [name for name, each in self.lightning_module.named_parameters() if each.requires_grad or whole]
+        shapes = dict(self.lightning_module.named_parameters())
+        layout = Layout.of((name, tuple(shapes[name].shape)) for name in self._names)
+        device = self.root_device
+        meter = Meter(device)
+        self._traffic = Traffic(meter)
+        self._ranks = TorchCollective().apart()
+        self._counted = CountingCollective(self._ranks, meter)
+        self._neighbours = Neighbours(self._counted, self.topology)
+        self._vector = torch.zeros(layout.numel, device=device)
+        self._gather(self._vector)
+        self._mixing: Mixing = self._algorithm.begin(
+            self._vector, self._neighbours, self._compressor, layout, self._seed
+        )
+        self._by_rank, self._consensus = [0] * self.world_size, 0.0
+        keeps = f"keeps {self._algorithm.memory} bytes a parameter between rounds"
+        rank_zero_info(f"{self.method}, {keeps}; {self.topology.describe()}")
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The vector's part of each parameter, with the parameter."""
+        named, start = self.replica(), 0
+        for name in self._names:
+            stop = start + named[name].numel()
+            yield self._vector[start:stop].view(named[name].shape), named[name]
+            start = stop
+
+    def _gather(self, vector: Tensor) -> None:
+        with torch.no_grad():
+            for part, parameter in self._parts():
+                part.copy_(parameter)
+
+    def after_attempt(self, step: int) -> None:
+        """Average with neighbours, every so many steps; meet all others, every so many."""
+        meter = self.compression.meter
+        meter.begin_step()
+        if self.world_size > 1 and step % self._sync_every == 0:
+            with failures.explained(f"step {step}: averaging with neighbours", self.global_rank):
+                self._mix()
+        meter.bytes_dense += all_reduce_bytes(4 * len(self._vector), self.world_size)
+        meter.end_step()
+        if step % self._meet_every == 0:
+            self._meet_all()
+
+    def _mix(self) -> None:
+        if any(each.requires_grad and name not in self._names for name, each in self._module_parameters()):
+            raise ValueError(
+                "a parameter that was frozen when the fit began is trained now, and is not averaged; train it from the "
+                "start, or unfreeze it by a callback derived from BaseFinetuning"
+            )
+        rates = [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+        number = self._mixing.round
+        self._gather(self._vector)
+        self._mixing.mix(self._vector, max(rates, default=0.0))
+        for part, parameter in self._parts():
+            parameter.copy_(part)
+        if self._averages_states:
+            average_states(self.optimizers, self._neighbours, number)
+
+    def _module_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.lightning_module is not None
+        return self.lightning_module.named_parameters()
+
+    def _meet_all(self) -> None:
+        """Signals and batches, and what each rank has sent."""
+        asked = self.meeting.ask()
+        sent = torch.zeros(self.world_size, dtype=torch.int64)
+        sent[self.global_rank] = self._neighbours.bytes_sent
+        said = torch.cat([asked, sent])
+        with failures.explained(f"meeting the others after {self.attempts} steps", self.global_rank):
+            self.meeting.ranks.all_reduce_max(said)
+        self._by_rank = said[len(asked) :].tolist()
+        self.meeting.heed(said[: len(asked)])
+
+    def evaluated(self) -> Mapping[str, Tensor]:
+        """The mean of parameters and of what norms have counted, or nothing for each rank's own."""
+        return {} if self._evaluate == "local" or self.gives_up else self._means()
+
+    def _means(self) -> dict[str, Tensor]:
+        """By name; a collective call."""
+        named = self.replica()
+        names = [name for name, each in named.items() if each.is_floating_point()]
+        shapes = [named[name].shape for name in names]
+        own = torch.cat([named[name].detach().reshape(-1).float() for name in names]).to(self.root_device)
+        mean = own.clone()
+        with failures.explained(f"averaging all models after {self.attempts} steps", self.global_rank):
+            self._counted.all_reduce(mean)
+            mean /= self.world_size
+            apart = (own - mean).double().square().sum()[None]
+            self._counted.all_reduce(apart)
+        norm = float(mean.double().norm())
+        self._consensus = (float(apart) / self.world_size) ** 0.5 / norm if norm else 0.0
+        parts = mean.split([shape.numel() for shape in shapes])
+        return {
+            name: part.view(shape).to(named[name].dtype) for name, shape, part in zip(names, shapes, parts, strict=True)
+        }
+
+    def average_model(self) -> None:
+        """All ranks have the exact mean."""
+        named = self.replica()
+        for name, mean in self._means().items():
+            named[name].copy_(mean)
+
+    def finish(self) -> None:
+        """One last merge of all ranks."""
+        self.meeting.agree(END)
+        self.average_model()
+
+    def own_state(self) -> sidecar.Tree:
+        """Of the algorithm."""
+        return {"mixing": self._mixing.state_dict()}
+
+    def load_own_state(self, state: sidecar.Tree) -> None:
+        """Of the algorithm."""
+        self._mixing.load_state_dict(state["mixing"])
+
+    def comm_stats(self) -> dict[str, Any]:
+        """Traffic of the last step and in total, see ``CommunicationMonitor``; ``summary``: what runs, in a line."""
+        figures = self.compression.meter.read()
+        links = {f"bytes_to_{peer}": float(sent) for peer, sent in sorted(self._neighbours.sent.items())}
+        ranks = {f"bytes_of_{rank}": float(sent) for rank, sent in enumerate(self._by_rank)}
+        return {
+            **figures,
+            **links,
+            **ranks,
+            "rounds": float(self._mixing.round),
+            "consensus_distance": self._consensus,
+            **self._mixing.figures(),
+            "summary": f"{self.method}: {self.topology.describe()}",
+        }
+
+    def close(self) -> None:
+        """Leave the neighbours."""
+        if not self.gives_up:  # else a rank may still wait in it, and the exit ends that
+            self._ranks.close()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``gossip``, one name per algorithm, Moniqua with those that take it, and the variants of each."""
+        named: dict[str, dict[str, object]] = {"gossip": {}, "gossip_moniqua": {"compressor": "moniqua"}}
+        named |= {f"gossip_{name}": {"algorithm": name} for name in ALGORITHMS}
+        named["gossip_d2_moniqua"] = {"algorithm": "d2", "compressor": "moniqua"}
+        for name, arguments in named.items():
+            for suffix, more in _VARIANTS.items():
+                if name + suffix not in strategy_registry:
+                    description = f"Gossip: {arguments | more or 'defaults'}"
+                    strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+
+
+class GossipStrategy(GossipMixin, DDPStrategy):
+    """Decentralised data-parallel training: ranks average parameters with their neighbours, and nothing with all.
+
+    Every rank trains a model of its own; after each ``sync_every`` optimizer steps it is averaged with those of its
+    neighbours in the topology. The states of the optimizers stay local. BatchNorm's statistics are those of each rank,
+    and averaged apart for evaluation. The fit ends on the exact mean of all models, on all ranks.
+
+    Args:
+        algorithm: "dpsgd"; "d2", for ranks with different data; with compressors: "choco", "dcd", "ecd",
+            "deepsqueeze"; a mapping (``{"name": "choco", "gamma": 0.5}``), or an ``Algorithm``.
+        topology: "ring", "complete", "star", "exponential", "one_peer" (another neighbour each round; 2, 4, 8, ...
+            ranks), a matrix as nested lists, or the path of one in a text or .npy file; symmetric, with rows and
+            columns that sum to 1. ``{"name": ..., "lazy": True}`` leaves half of the weight where it is, which "d2"
+            does by itself where it must.
+        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings; for "choco" and "deepsqueeze" a
+            contractive codec (topk, efsign, onebit, ...), for "dcd" and "ecd" an unbiased one (qsgd, rotated, ...).
+            "auto": float32, signs, and 8 bits.
+        sync_every: optimizer steps between two rounds, 1 or more.
+        evaluate: validation, tests and checkpoints have the "mean" of all models, which is computed when it is asked
+            for; or each rank its own, "local", and checkpoints rank 0's.
+        average_states: average momenta and second moments with the neighbours too, as float32.
+        meet_every: optimizer steps between two messages of some bytes over all ranks: whether a signal came to any of
+            them, and whether all are at the same batch.
+        seed: of all randomness, 0 or more.
+        state: "sidecar": beside the checkpoint a file a rank, with its own model, optimizer state and what the
+            algorithm keeps, from which the run goes on bit for bit; "none". At another world size all ranks begin from
+            the checkpoint's model.
+        strict_state: state that cannot be restored stops the run, instead of a warning.
+        **kwargs: of Lightning's ``DDPStrategy``: ``timeout``, ``start_method``, ``process_group_backend``, ...
+
+    Raises:
+        ValueError: unknown names or settings, values out of range, a compressor that the algorithm cannot take, or an
+            argument of DistributedDataParallel, which does not wrap the model here.
+    """
+
+
+GossipStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,74 @@
+"""A cluster's signals where ranks average in every step: all of them hear of it, and none waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_compress.core import failures
+from lightning_compress.strategies.signals import Signals
+
+EVERY = 4
+"""Batches from one question to the next. An answer is taken a batch later, so a job ends within five. On two ranks a
+question takes 0.1 ms of the main thread, and Lightning's broadcast, in every batch, 0.2 ms and a round trip."""
+
+
+class Interruptions:
+    """Asks the ranks of one fit, at every fourth batch, whether a signal came to any; the answer travels beside it.
+
+    It travels over the default process group, where Lightning's own broadcast did. Batches are counted, of which ranks
+    have equal numbers, and no steps, which a module may skip.
+
+    Args:
+        trainer: of the fit, on two or more ranks; its signal handlers are not registered yet.
+        device: of the ranks, if the process group does not carry tensors of the CPU.
+    """
+
+    def __init__(self, trainer: Any, device: torch.device) -> None:
+        self.signals = Signals(trainer)
+        self._device = torch.device("cpu") if "gloo" in str(dist.get_backend()) else device
+        self._rank = dist.get_rank()
+        self._batches = 0
+        self._asked: tuple[torch.Tensor, Any] | None = None
+
+    def next_batch(self) -> None:
+        """Take the last question's answer, ask the next, or neither; save what is to be saved.
+
+        Raises:
+            ExchangeError: a rank died, or did not come in time.
+        """
+        if not self.signals.taken:
+            return
+        self._take()
+        self.signals.act()
+        if self._batches % EVERY == 0:
+            self._ask()
+        self._batches += 1
+
+    def finish(self) -> None:
+        """The last batch is done: ask once more, and wait for the answer."""
+        if self.signals.taken:
+            self._take()
+            self._ask()
+            self._take()
+            self.signals.act()
+
+    def _ask(self) -> None:
+        flags = torch.tensor([self.signals.end, self.signals.save], dtype=torch.int32, device=self._device)
+        self._asked = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
+
+    def _take(self) -> None:
+        if self._asked is None:
+            return
+        (flags, work), self._asked = self._asked, None
+        with failures.explained("asking the others whether a signal came", self._rank):
+            work.wait()
+            end, save = flags.tolist()
+        self.signals.agreed(bool(end), bool(save))
+
+    def close(self) -> None:
+        """The fit is over: Lightning has its own back."""
+        self._asked = None
+        self.signals.release()

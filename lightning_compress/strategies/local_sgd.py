@@ -1,0 +1,392 @@
+"""Local steps in Lightning: ranks train alone, and average what changed, compressed, every so many steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_compress.codecs import Method
+from lightning_compress.collectives import TorchCollective, World
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine import checks
+from lightning_compress.engine.attach import check_setup
+from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.forecast import decide, forecast
+from lightning_compress.exchanges import Exchange
+from lightning_compress.local.inner import average_gradients, forget_nonfinite
+from lightning_compress.local.outer import Outer
+from lightning_compress.local.rounds import Rounds
+from lightning_compress.local.steps import LocalSteps
+from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.rules import kinds_of
+from lightning_compress.settings.settings import Settings
+from lightning_compress.strategies.meeting import END
+from lightning_compress.strategies.sidecar import SavedState
+from lightning_compress.strategies.unwrapped import UnwrappedMixin
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"sync_every": 16, "outer": "average"},
+    "post_local_sgd": {"sync_every": 16, "outer": "average", "averaged_steps": 1000},
+    "diloco": {"sync_every": 30, "outer": "nesterov"},
+    "sparseloco": {
+        "sync_every": 30,
+        "outer": {"lr": 1.0},
+        "compressor": "sparseloco",
+        "residual_decay": 0.95,
+    },
+}
+"""Settings by the registered name of the strategy."""
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
+}
+
+
+class LocalSGDMixin(UnwrappedMixin):
+    """Turns a ``DDPStrategy`` into one of local steps; see ``LocalSGDStrategy``."""
+
+    def __init__(
+        self,
+        sync_every: int = 16,
+        outer: Outer | str | dict[str, Any] = "average",
+        compressor: Method | Automatic | str | dict[str, Any] = "auto",
+        exchange: Exchange | str | dict[str, Any] = "auto",
+        averaged_steps: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float | None = None,
+        evaluate: Literal["anchor", "mean"] = "anchor",
+        error_feedback: bool | None = None,
+        warmup_rounds: int = 0,
+        min_numel: int = 1024,
+        exclude: Sequence[str] | None = (),
+        seed: int = 0,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
+        schedule: str | dict[str, Any] | None = None,
+        rules: Sequence[dict[str, Any]] | None = (),
+        residual_decay: float = 1.0,
+        residual_dtype: Literal["float32", "bfloat16"] = "float32",
+        deterministic: bool = False,
+        on_nonfinite: Literal["pass", "skip", "raise"] = "skip",
+        on_drift: Literal["error", "resync"] = "error",
+        check_drift_every: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        given = locals()
+        super().__init__(state=state, strict_state=strict_state, **kwargs)
+        blend = (0.5 if delay else 0.0) if alpha is None else alpha
+        self._rounds = Rounds(sync_every, fragments, delay, blend)
+        self._outer = Outer.of(outer)
+        if isinstance(averaged_steps, bool) or not isinstance(averaged_steps, int) or averaged_steps < 0:
+            raise ValueError(f"averaged_steps={averaged_steps!r} must be an integer, 0 or more")
+        self._averaged_steps = averaged_steps
+        if evaluate not in ("anchor", "mean"):
+            raise ValueError(f"evaluate={evaluate!r} must be 'anchor' or 'mean'")
+        self._evaluate = evaluate
+        self._settings = Settings.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=_renamed(warmup_rounds))
+        _check(self._settings)
+        self._local: LocalSteps | None = None
+
+    @property
+    def method(self) -> str:
+        """What a checkpoint has to be of: residuals of the same compressor, momentum of the same fragments."""
+        parts = self._rounds.fragments
+        return f"local steps in {parts} fragment{'s' * (parts > 1)}, {self._settings.family}"
+
+    # a fit
+
+    def prepare(self, trainer: Any) -> None:
+        """Refuse what cannot work, and settings that differ over the ranks."""
+        assert self.lightning_module is not None
+        ranks = TorchCollective()
+        check_setup(self._settings, self.lightning_module, ranks, self.root_device)
+        described = repr((self._rounds, self._outer, self._averaged_steps, self._evaluate))
+        own = zlib.crc32(described.encode())
+        both = torch.tensor([own, -own], device=self.root_device)
+        ranks.all_reduce_max(both)
+        if int(both[0]) != -int(both[1]):
+            raise ValueError(
+                "the settings of local steps differ over the ranks; start all with the same script and arguments. Rank "
+                f"{ranks.rank} has {described}"
+            )
+        trained = len(checks.trained_parameters(self.lightning_module))
+        if self._rounds.fragments > trained:
+            raise ValueError(
+                f"fragments={self._rounds.fragments} must be at most {trained}, the number of trained parameters"
+            )
+
+    def begin(self, trainer: Any) -> None:
+        """Have the anchors where all ranks begin."""
+        module, size = self.lightning_module, TorchCollective().size
+        assert module is not None
+        apart = self._rounds.delay > 0
+        self._transports = [
+            TorchCollective().apart() if apart else TorchCollective() for _ in range(self._rounds.fragments)
+        ]
+        parameters = checks.trained_parameters(module)
+        world = World(TorchCollective(), self.root_device, Meter(self.root_device))
+        settings = self._settings if size > 1 else _alone(self._settings)
+        settings = decide(settings.bound(kinds_of(module)), parameters, world)
+        self._forecast = forecast(settings, parameters, world)
+        self._local = LocalSteps(module, settings, self._rounds, self._outer, self._transports)
+        self._local.on_left_out = lambda: forget_nonfinite(self.optimizers)
+        self._trained_names = {name for each in self.local.fragments for name in each.anchors}
+        self._said: Tensor | None = None
+
+    def on_train_start(self) -> None:
+        """Say what runs."""
+        super().on_train_start()
+        rounds, sent = self._rounds, self._forecast.summary
+        first = f"after {self._averaged_steps} steps with averaged gradients, " if self._averaged_steps else ""
+        parts = f", in {rounds.fragments} fragments" if rounds.fragments > 1 else ""
+        late = f", used {rounds.delay} steps later" if rounds.delay else ""
+        rank_zero_info(
+            f"lightning_compress: {first}{rounds.sync_every} local steps a round{parts}{late}; outer lr "
+            f"{self._outer.lr:g}, momentum {self._outer.momentum:g}; in a round: {sent}"
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the schedules which epoch it is."""
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        for fragment in self.local.fragments:
+            fragment.compression.epoch = self.lightning_module.current_epoch
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; in the first ``averaged_steps`` with the mean of the ranks' gradients."""
+        if self.attempts < self._averaged_steps and not self._trainer.fit_loop._skip_backward:
+            own = closure
+
+            def closure() -> Any:
+                result = own()
+                with torch.no_grad():
+                    sent = average_gradients(optimizer, TorchCollective())
+                self.compression.meter.bytes_sent += sent
+                self.compression.meter.bytes_dense += sent
+                return result
+
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def after_attempt(self, step: int) -> None:
+        """Do what is due in the round."""
+        local = step - self._averaged_steps
+        if local <= 0:
+            if local == 0:
+                self.local.rebase()
+            if local == 0 or step % self._rounds.sync_every == 0:
+                self.meeting.agree()
+            return
+        self._check_trained(local)
+        if self.meeting.unsized and self._rounds.due(local):
+            self.meeting.agree()  # before any of them waits for a fragment of one that is done
+        said = self.meeting.ask()  # where this rank is now, and not when a thread comes to it
+        if self.local.after(local, lambda: self._tell(said)) and self._said is not None:
+            said, self._said = self._said, None
+            self.meeting.heed(said.cpu())
+
+    def _tell(self, said: Tensor) -> None:
+        """What ranks have to say to each other travels with a round's last fragment."""
+        there = said.to(self.root_device)
+        self._transports[-1].all_reduce_max(there)
+        self._said = there
+
+    def _check_trained(self, local: int) -> None:
+        if self._rounds.sent(local):
+            assert self.lightning_module is not None
+            trained = {name for name, each in self.lightning_module.named_parameters() if each.requires_grad}
+            if late := sorted(trained - self._trained_names):
+                raise ValueError(
+                    f"{', '.join(late[:3])} did not require a gradient when the fit began: every rank would train its "
+                    "own. Freeze them in on_fit_start, not in setup; or begin another fit when they are unfrozen"
+                )
+
+    def finish(self) -> None:
+        """Synchronise what was learned since the last round."""
+        self.meeting.agree(END)
+        local = self.attempts - self._averaged_steps
+        if local > 0:
+            self.local.finish(local)
+        else:
+            self.local.rebase()
+
+    def average_model(self) -> None:
+        """Leave the plain mean."""
+        own = self._named()
+        for name, mean in self.local.mean(own, TorchCollective()).items():
+            own[name].copy_(mean)
+
+    def close(self) -> None:
+        """Stop; figures and states stay readable."""
+        if self._local is not None:
+            if not self.gives_up:
+                self._local.arrive()
+            self._local.close()
+            for each in self._transports if self._rounds.delay and not self.gives_up else ():
+                each.close()
+
+    # what is evaluated, saved and said
+
+    def evaluated(self) -> Mapping[str, Tensor]:
+        """The anchors, or the mean of the replicas as they are."""
+        if self.attempts < self._averaged_steps:  # the same on all ranks
+            return {}
+        if self.gives_up:
+            self.local.abandon()
+        if self._evaluate == "mean" and not self.gives_up:
+            found = self.local.mean(self.replica(), TorchCollective())
+            meter = self.compression.meter
+            meter.bytes_sent += sum(all_reduce_bytes(each.nbytes, TorchCollective().size) for each in found.values())
+        else:
+            found = self.local.anchors()
+        own = self._named()
+        return {name: each.to(own[name].dtype) for name, each in found.items()}
+
+    def own_state(self) -> dict[str, Any]:
+        """Fragments, once all that travels is back."""
+        if self.gives_up:
+            self.local.abandon()
+        return self.local.state_dict()
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from them."""
+        self.local.load_state_dict(state)
+
+    @property
+    def local(self) -> LocalSteps:
+        """The local steps of the fit under way.
+
+        Raises:
+            RuntimeError: there are none.
+        """
+        if self._local is None:
+            raise RuntimeError("there are no local steps in this process: they begin with trainer.fit()")
+        return self._local
+
+    @property
+    def compression(self) -> Compression:
+        """The compression of the model, or of its first fragment.
+
+        Raises:
+            RuntimeError: there is no fit under way.
+        """
+        return self.local.fragments[0].compression
+
+    def comm_stats(self) -> dict[str, Any]:
+        """Traffic of the last round and in total; ``bytes_dense`` is what stock DDP sends in as many steps.
+
+        As ``Compression.stats``, over all fragments; ``summary``: what runs, in a line.
+        """
+        return self.local.stats() | {"summary": self._forecast.summary}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the presets, and the variants of each."""
+        for name, arguments in PRESETS.items():
+            for suffix, more in _VARIANTS.items():
+                if name + suffix not in strategy_registry:
+                    said = f"Local steps: {arguments | more}"
+                    strategy_registry.register(name + suffix, cls, description=said, **arguments, **more)
+
+
+_OURS = set(inspect.signature(LocalSGDMixin.__init__).parameters)
+_SETTINGS = sorted(
+    _OURS & {*inspect.signature(Settings.of).parameters, *(each.name for each in dataclasses.fields(Settings))}
+)
+
+
+def _renamed(rounds: object) -> int:
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
+        raise ValueError(f"warmup_rounds={rounds!r} must be an integer, 0 or more")
+    return rounds
+
+
+def _check(settings: Settings) -> None:
+    """Refuse what gives the outer optimizer anything else than a mean, or looks at the inner optimizer.
+
+    Raises:
+        ValueError: it is chosen.
+    """
+    if (by := settings.steps_by) is not None:
+        raise ValueError(
+            f"local steps cannot be combined with {by}, which does a part of the optimizer's work, or votes: the outer "
+            "optimizer needs a mean of what the ranks have learned; use 'rotated', 'topk' or another compressor"
+        )
+    if settings.schedule.by_rate:
+        raise ValueError(
+            "local steps cannot be combined with a schedule by learning rate: the outer one does not change; give "
+            "values by rounds, such as {'density': {0: 0.25, 10: 0.01}}"
+        )
+
+
+def _alone(settings: Settings) -> Settings:
+    """The same on one rank, where there is nothing to compress."""
+    return Settings.of("none", on_nonfinite=settings.on_nonfinite, check_drift_every=0)
+
+
+class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
+    """Ranks take local steps alone, then average what changed, compressed by any method that conserves.
+
+    For links on which even a compressed message in every step is too slow. In a round each rank's replica of the model
+    takes ``sync_every`` steps of its own optimizer; then ``anchor - replica``, what it has learned, is averaged like a
+    gradient, an outer optimizer steps the anchors, which all ranks have in common, and replicas go on from there.
+    Buffers are averaged at each round's end. The states of inner optimizers stay each rank's own.
+
+    Args:
+        sync_every: local steps in a round; with several optimizers, those of the one that steps most.
+        outer: "average", the plain mean (local SGD); "nesterov", lr 0.7 and momentum 0.9 (DiLoCo); or a mapping with
+            some of lr, momentum, nesterov, for SGD over the anchors.
+        compressor: of what was learned in a round, as for ``CompressedDDPStrategy``; not signsgd, dgc, onebit_adam.
+        exchange: the pattern in which messages travel, as there; no AdaGrad at the owner.
+        averaged_steps: optimizer steps before the first round, with the mean of the ranks' gradients, in float32
+            (post-local SGD, Lin et al., ICLR 2020, arXiv:1808.07217).
+        fragments: parts of the model that are sent at different steps of a round (Streaming DiLoCo).
+        delay: local steps that go on while a fragment travels; 0: the ranks wait for it.
+        alpha: the share of the replica in what it goes on from, when a fragment comes back after ``delay`` steps, in
+            [0, 1); the rest is the anchor. None: 0.5 with a delay, else 0.
+        evaluate: what is evaluated and saved in checkpoints: "anchor", what the ranks had in common last, which costs
+            no bytes; or "mean", the mean of the replicas as they are, made once between two steps.
+        error_feedback: see ``CompressedDDPStrategy``.
+        warmup_rounds: rounds in float32 before compression begins.
+        min_numel: see ``CompressedDDPStrategy``.
+        exclude: likewise.
+        seed: likewise.
+        state: how checkpoints hold what a rank has of its own: "sidecar", a file a rank beside the checkpoint, from
+            which a run goes on bit for bit, also in the middle of a round; or "none". At another world size, or
+            without these files, all ranks begin from the checkpoint's model.
+        strict_state: state that cannot be restored stops the run, instead of a warning.
+        schedule: settings of the compressor that change, by rounds or epochs; see ``CompressedDDPStrategy``.
+        rules: see ``CompressedDDPStrategy``.
+        residual_decay: the residual is multiplied by it in each round; SparseLoCo: 0.95.
+        residual_dtype: see ``CompressedDDPStrategy``.
+        deterministic: likewise.
+        on_nonfinite: what to do when a rank's numbers are not finite at the end of a round: "skip" it: all ranks go
+            back to the anchors, and optimizer states that are not finite begin anew; "raise" an error that names the
+            parameters; or "pass" it on to all.
+        on_drift: what to do when the anchors are not the same on all ranks any more; see ``CompressedDDPStrategy``.
+        check_drift_every: rounds between these checks; 0: never.
+        **kwargs: of Lightning's ``DDPStrategy``, none of DistributedDataParallel's: ``start_method``, ``timeout``, ...
+
+    Raises:
+        ValueError: unknown names or settings, values out of range, or what local steps cannot work with.
+    """
+
+
+LocalSGDStrategy.register_strategies(StrategyRegistry)

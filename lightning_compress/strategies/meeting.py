@@ -1,0 +1,98 @@
+"""Where ranks meet, every so many steps: are they at the same batch, and has a signal come to any of them?"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.core import failures
+from lightning_compress.strategies.signals import Signals
+
+STEP, END, ELSEWHERE = range(3)
+"""Ranks meet in a step, at the end of the fit, or in a collective call of Lightning's."""
+
+
+class Meeting:
+    """The ranks of one fit, over a process group of Gloo of its own, for small tensors on the CPU.
+
+    Args:
+        trainer: of the fit.
+        timeout: after which a rank that does not come is an error; None: the default.
+
+    Attributes:
+        ranks: that meet.
+        signals: what a cluster asked for.
+        unsized: loaders have no length, and may end at different times.
+    """
+
+    def __init__(self, trainer: Any, timeout: timedelta | None) -> None:
+        self._trainer = trainer
+        self.ranks = TorchCollective(dist.new_group(backend="gloo", timeout=timeout))
+        self.signals = Signals(trainer)
+        self.unsized = False
+
+    def compare_batches(self) -> None:
+        """Compare numbers of training batches.
+
+        Raises:
+            ValueError: they differ; on all ranks.
+        """
+        known = self._trainer.num_training_batches
+        own = torch.tensor([-1 if math.isinf(known) else int(known)])
+        everyone = torch.empty(self.ranks.size, 1, dtype=own.dtype)
+        self.ranks.all_gather(own, everyone)
+        counts = everyone.flatten().tolist()
+        self.unsized = -1 in counts
+        if len(set(counts)) > 1:
+            said = ", ".join("unknown" if each < 0 else str(each) for each in counts)
+            raise ValueError(
+                f"the ranks have different numbers of training batches ({said}, by rank), and would wait for each "
+                "other for ever; give all the same (a DistributedSampler does), or set limit_train_batches"
+            )
+
+    def ask(self, where: int = STEP) -> Tensor:
+        """What this rank has to say, int64 on the CPU: for ``heed``, after ``all_reduce_max`` over the ranks."""
+        loop = self._trainer.fit_loop
+        place = (where, loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready)
+        signed = [each for number in place for each in (number, -number)]
+        return torch.tensor([self.signals.end, self.signals.save, *signed], dtype=torch.int64)
+
+    def heed(self, said: Tensor) -> None:
+        """Act on what all ranks said.
+
+        Raises:
+            ValueError: they are not at the same batch; on all of them.
+        """
+        end, save, *signed = said.tolist()
+        if any(most != -least for most, least in zip(signed[::2], signed[1::2], strict=True)):
+            loop = self._trainer.fit_loop
+            raise ValueError(
+                f"the ranks have different numbers of training batches: rank {self.ranks.rank} is at batch "
+                f"{loop.epoch_loop.batch_progress.current.ready} of epoch {loop.epoch_progress.current.processed}, and "
+                "another rank elsewhere; give all the same number, or set limit_train_batches"
+            )
+        self.signals.agreed(bool(end), bool(save))
+
+    def agree(self, where: int = STEP) -> None:
+        """Meet the other ranks: SIGTERM to one is for all, and all are at the same batch.
+
+        Raises:
+            ValueError: they are not.
+            ExchangeError: a rank died, or did not come in time.
+        """
+        said = self.ask(where)
+        with failures.explained(f"meeting the others after {self._trainer.global_step} steps", self.ranks.rank):
+            self.ranks.all_reduce_max(said)
+        self.heed(said)
+
+    def close(self, waits: bool) -> None:
+        """The fit is over; ``waits``: a rank may still wait in the process group, and the exit ends that."""
+        self.signals.release()
+        if not waits:
+            self.ranks.close()

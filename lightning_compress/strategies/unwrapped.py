@@ -1,0 +1,392 @@
+"""The base of strategies whose ranks train models of their own, which meet every so often.
+
+Lightning's strategy for DistributedDataParallel goes on to do what does not concern averaging: processes, devices,
+samplers. The model stays as it is; what the ranks have in common is made in ``after_attempt``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.core import failures
+from lightning_compress.engine import checks
+from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.meeting import ELSEWHERE, Meeting
+from lightning_compress.strategies.resume import Resume
+from lightning_compress.strategies.sidecar import SavedState
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+_REFUSED = {
+    "ddp_comm_hook": "there is no DistributedDataParallel whose hook it could be; name a compressor",
+    "ddp_comm_state": "there is no hook that it could be of; remove it",
+    "ddp_comm_wrapper": "there is no hook to wrap; name a compressor",
+    "model_averaging_period": "this strategy averages by itself; use its own settings",
+}
+
+
+class UnwrappedMixin(_Base):
+    """Turns a ``DDPStrategy`` into one that leaves the model unwrapped.
+
+    A subclass says what happens after each attempt of an optimizer step (``after_attempt``), which model is evaluated
+    and saved (``evaluated``), what a rank has of its own (``own_state``, ``load_own_state``), and how the fit ends
+    (``finish``). Attempts are equal on all ranks, also where a GradScaler skips steps rank by rank; with several
+    optimizers they are the most over them.
+
+    Args:
+        state: see ``LocalSGDStrategy``.
+        strict_state: likewise.
+        **kwargs: of Lightning's ``DDPStrategy``.
+
+    Attributes:
+        attempts: optimizer steps so far that were tried.
+        meeting: of the ranks, for ``meeting.agree()``; only in a fit.
+
+    Raises:
+        ValueError: an argument is unknown, or one of DistributedDataParallel's.
+    """
+
+    attempts: int
+    meeting: Meeting
+
+    def __init__(self, state: SavedState = "sidecar", strict_state: bool = False, **kwargs: Any) -> None:
+        ours = [each for each in type(self).__mro__ if issubclass(each, UnwrappedMixin)]
+        makers = [vars(each)["__init__"] for each in ours if "__init__" in vars(each)]
+        own = [name for make in makers for name in _arguments(make)]
+        checks.check_known(kwargs, type(self), own)
+        super().__init__(**_without_wrapper(kwargs))
+        if state == "mean":
+            raise ValueError(
+                "state='mean': ranks have models of their own, not only residuals; use 'sidecar' or 'none'"
+            )
+        self._resume = Resume(state, strict_state)
+        self._fitting = self._trained = False
+        self._counts: dict[int, int] = {}
+        self._cached: Mapping[str, Tensor] | None = None
+        self._held: dict[str, Tensor] | None = None
+
+    # what a subclass is made of
+
+    @property
+    @abstractmethod
+    def method(self) -> str:
+        """What a checkpoint has to be of, for a run to go on from its sidecars."""
+
+    @abstractmethod
+    def prepare(self, trainer: Any) -> None:
+        """Refuse what cannot work, on every rank, before anything is set up for a fit."""
+
+    @abstractmethod
+    def begin(self, trainer: Any) -> None:
+        """A fit begins; all ranks have rank 0's model, on its device, and there are optimizers."""
+
+    @abstractmethod
+    def after_attempt(self, step: int) -> None:
+        """An optimizer's step was tried, the ``step``-th of the run; parameters may be changed."""
+
+    @abstractmethod
+    def evaluated(self) -> Mapping[str, Tensor]:
+        """Parameters and buffers of the model that is evaluated and saved, by name; others are the rank's own.
+
+        It is asked at most once between two attempts, on all ranks, and may communicate unless ``gives_up``.
+        """
+
+    @abstractmethod
+    def own_state(self) -> sidecar.Tree:
+        """What else this rank has: tensors and primitives; as ``"common"`` what has to be the same on all ranks."""
+
+    @abstractmethod
+    def load_own_state(self, state: sidecar.Tree) -> None:
+        """Go on from ``own_state``; the model and the optimizers were restored."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The last step was made: leave one model on all ranks."""
+
+    @abstractmethod
+    def average_model(self) -> None:
+        """Leave the mean of the ranks' models on all of them."""
+
+    def close(self) -> None:
+        """The fit is over, or was cut short."""
+
+    # a fit
+
+    def setup(self, trainer: Any) -> None:
+        """Refuse what cannot work, set up what Lightning does, and begin."""
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self._check(trainer)
+            self.prepare(trainer)
+            self.attempts, self._counts = 0, {}
+            self._cached = self._held = None
+            self.meeting = Meeting(trainer, self._timeout)
+            self._resume.begin(TorchCollective(), self.root_device)
+            self._trainer, self._fitting, self._trained, self._ended = trainer, True, True, False
+            loop = trainer.fit_loop
+            vars(loop)["on_run_end"] = lambda: self._end(type(loop).on_run_end.__get__(loop))
+        super().setup(trainer)
+        if fitting:
+            self.begin(trainer)
+
+    def _check(self, trainer: Any) -> None:
+        assert self.lightning_module is not None
+        name = type(self).__name__
+        if self._layer_sync or any(isinstance(each, nn.SyncBatchNorm) for each in self.lightning_module.modules()):
+            raise ValueError(
+                f"{name} cannot be combined with SyncBatchNorm, which talks in every forward pass of all ranks; set "
+                "sync_batchnorm=False: buffers are averaged where the models are"
+            )
+        for callback in trainer.callbacks:
+            if "WeightAveraging" in [each.__name__ for each in type(callback).__mro__]:
+                raise ValueError(
+                    f"{name} cannot be combined with {type(callback).__name__}, which averages each rank's own model "
+                    "and swaps it in by itself; remove it, or use StochasticWeightAveraging"
+                )
+
+    def configure_ddp(self) -> None:
+        """Give all ranks rank 0's parameters and buffers; nothing is wrapped."""
+        ranks = TorchCollective()
+        assert self.model is not None
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            ranks.broadcast(tensor, self.root_device)
+
+    def on_train_start(self) -> None:
+        """Compare numbers of batches over the ranks, which are known by now."""
+        super().on_train_start()
+        self.meeting.compare_batches()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step, or try to; then do what is due."""
+        if self._trainer.fit_loop._skip_backward:  # SWA's last epoch only looks at data; its gradients are old ones
+            return closure()
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._cached = None
+        count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        if count > self.attempts:  # else another optimizer has led to it
+            self.attempts = count
+            with torch.no_grad():
+                self.after_attempt(count)
+        return output
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Save what a cluster's signal asked for, between two batches."""
+        super().on_train_batch_start(batch, batch_idx)
+        self.meeting.signals.act()
+
+    def _end(self, end: Any) -> None:
+        """The training loop is done; callbacks may save after this."""
+        if not self._averages_weights:
+            with torch.no_grad():
+                self.finish()
+            self._ended = True
+        end()
+
+    @property
+    def _averages_weights(self) -> bool:
+        return any("StochasticWeightAveraging" in str(type(each).__mro__) for each in self._trainer.callbacks)
+
+    def on_train_end(self) -> None:
+        """Callbacks are done with the model: SWA left the average of the rank's own models there."""
+        super().on_train_end()
+        if self._averages_weights:
+            with torch.no_grad():
+                self.average_model()
+            self._ended = True
+
+    def teardown(self) -> None:
+        """Give back what was taken for the fit."""
+        if self._fitting:
+            self._swap_back()
+            self._fitting = False
+            vars(self._trainer.fit_loop).pop("on_run_end", None)
+            self.close()
+            self.meeting.close(waits=self.gives_up)
+        super().teardown()
+
+    # where the ranks meet
+
+    @property
+    def gives_up(self) -> bool:
+        """The fit is being aborted, and other ranks may be gone: do not wait for them."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
+
+    def _meet(self) -> None:
+        """Lightning is about to talk over all ranks, which it may do on some only if loaders end at different times."""
+        if self._fitting and self.meeting.unsized and self._trainer.training and not self.gives_up:
+            self.meeting.agree(ELSEWHERE)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other ranks; not after an error, so that this process ends and the others get an error too."""
+        if not self.gives_up:
+            self._meet()
+            with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
+                super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Lightning's, where the ranks are at the same batch."""
+        self._meet()
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Lightning's, where the ranks are at the same batch."""
+        self._meet()
+        return super().reduce(tensor, group, reduce_op)
+
+    # the model that is evaluated
+
+    def replica(self) -> dict[str, Tensor]:
+        """This rank's own parameters and buffers by name, also while another model is evaluated."""
+        return self._named() | (self._held or {})
+
+    def _named(self) -> dict[str, Tensor]:
+        assert self.lightning_module is not None
+        return dict([*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()])
+
+    def _shown(self) -> Mapping[str, Tensor]:
+        """What differs from the rank's own, in the model that is evaluated."""
+        if self._ended or self._trainer.fit_loop._skip_backward:
+            return {}
+        if self._cached is None:
+            with torch.no_grad():
+                self._cached = self.evaluated()
+        return self._cached
+
+    def _swap_in(self) -> None:
+        if self._fitting and self._held is None:
+            named, other = self._named(), self._shown()
+            self._held = {name: named[name].detach().clone() for name in other}
+            with torch.no_grad():
+                for name, tensor in other.items():
+                    named[name].copy_(tensor)
+
+    def _swap_back(self) -> None:
+        held, self._held = self._held, None
+        named = self._named() if held else {}
+        with torch.no_grad():
+            for name, tensor in (held or {}).items():
+                named[name].copy_(tensor)
+
+    def on_validation_start(self) -> None:
+        """Evaluate what the ranks have in common."""
+        super().on_validation_start()
+        self._swap_in()
+
+    def on_validation_end(self) -> None:
+        """Go on with the rank's own."""
+        self._swap_back()
+        super().on_validation_end()
+
+    # checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of the model that is evaluated."""
+        if not self._fitting or self._held is not None:
+            return super().lightning_module_state_dict()
+        named, other = self._named(), self._shown()
+        own = {name: named[name].data for name in other}
+        try:  # a user's state_dict may name, filter and convert as it likes
+            for name, tensor in other.items():
+                named[name].data = tensor.detach()
+            return super().lightning_module_state_dict()
+        finally:
+            for name, tensor in own.items():
+                named[name].data = tensor
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save what every rank has of its own beside the checkpoint, then the checkpoint, which rank 0 writes."""
+        if self._trained and "optimizer_states" in checkpoint:
+            self._resume.save_tree(
+                self.checkpoint_io,
+                str(filepath),
+                checkpoint,
+                self.method,
+                self.attempts,
+                self._tree(),
+                TorchCollective(),
+                self.root_device,
+                self.gives_up,
+            )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _tree(self) -> sidecar.Tree:
+        own = self.own_state()
+        return {
+            "common": {"attempts": self.attempts, "own": own.pop("common", None)},
+            "model": {name: tensor.detach() for name, tensor in self.replica().items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "attempts": [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers],
+            "precision": self.precision_plugin.state_dict(),
+            "own": own,
+        }
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the checkpoint; what is beside it is restored with the optimizers."""
+        self._resume.remember(str(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers, and this rank's own model and state, or say why all begin from the checkpoint's."""
+        super().load_optimizer_state_dict(checkpoint)
+        if not self._fitting:
+            return
+        ranks, device = TorchCollective(), self.root_device
+        tree, problem = self._resume.restore_tree(self.checkpoint_io, checkpoint, self.method, ranks, device)
+        if tree is None:
+            if self._resume.state != "none":
+                rank_zero_warn(problem)
+            return
+        named = self._named()
+        with torch.no_grad():
+            for name, tensor in tree["model"].items():
+                named[name].copy_(tensor)
+        for optimizer, state, count in zip(self.optimizers, tree["optimizers"], tree["attempts"], strict=True):
+            optimizer.load_state_dict(state)
+            self._counts[id(optimizer)] = count
+        self.attempts = max(self._counts.values(), default=0)
+        if tree["precision"]:
+            self.precision_plugin.load_state_dict(tree["precision"])
+        self.load_own_state(tree["own"] | {"common": tree["common"]["own"]})
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint and what is beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self._resume.remove(str(filepath))
+
+
+def _arguments(make: Any) -> list[str]:
+    return [name for name in inspect.signature(make).parameters if name not in ("self", "args", "kwargs")]
+
+
+def _without_wrapper(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without those of DistributedDataParallel, which Lightning's command line gives with their defaults.
+
+    Raises:
+        ValueError: one of them is not the default.
+    """
+    theirs = inspect.signature(DistributedDataParallel.__init__).parameters
+    for name, value in given.items():
+        if name in _REFUSED and value is not None:
+            raise ValueError(f"{name}={value!r}: {_REFUSED[name]}")
+        if name in theirs and value not in (None, theirs[name].default):
+            raise ValueError(
+                f"{name}={value!r} is an argument of DistributedDataParallel, which does not wrap the model here; "
+                "remove it"
+            )
+    return {name: value for name, value in given.items() if name not in theirs}

@@ -1,0 +1,286 @@
+"""Moniqua: what is recovered, what is detected, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_compress import kernels
+from lightning_compress.collectives import run_threads
+from lightning_compress.core.layout import Layout
+from lightning_compress.gossip.lattice import Lattice, relative_error
+from lightning_compress.gossip.modulo import AGREE, CHUNK, Messages, Modulo
+from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.theta import ByRate, ByRound, Constant, Estimated, read_theta
+from lightning_compress.gossip.topology import build_topology
+from tests.gossip.helpers import Problem, models_of, run
+from tests.reference import gossip as reference
+
+CPU = torch.device("cpu")
+LEGAL = [
+    Moniqua(bits, rounding, theta=1.0)
+    for bits in (1, 2, 4, 8)
+    for rounding in ("nearest", "dither", "stochastic")
+    if (bits, rounding) != (1, "stochastic")
+]
+BOTH = ["auto", "torch"]
+NUMEL = CHUNK + 77
+
+
+@pytest.fixture(params=BOTH)
+def by(request):
+    with kernels.using(request.param):
+        yield request.param
+
+
+def pair(theta, numel, seed=0, scale=100.0):
+    """Two models, no parameter of which differs by theta, at magnitudes around ``scale``."""
+    generator = np.random.default_rng(seed)
+    one = (generator.standard_normal(numel) * scale).astype(np.float32)
+    other = (one + (generator.random(numel) * 2 - 1) * theta * 0.9999).astype(np.float32)
+    other[np.abs(other.astype(np.float64) - one) >= theta] = one[np.abs(other.astype(np.float64) - one) >= theta]
+    return torch.from_numpy(one), torch.from_numpy(other)
+
+
+def draws_of(settings, numel):
+    if settings.rounding == "nearest":
+        return None
+    return torch.from_numpy(np.random.default_rng(5).integers(-(2**15), 2**15, numel).astype(np.int16))
+
+
+@pytest.mark.parametrize("settings", LEGAL, ids=str)
+def test_lemma(settings):
+    """Of any number less than theta away, what is recovered is off by delta B at most, and is the sender's own."""
+    theta, numel = 1.0, 200_000
+    own, theirs = pair(theta, numel)
+    step, draws = settings.step(theta), draws_of(settings, numel)
+    lattice = Lattice(settings.bits, settings.rounding, CPU)
+    codes = torch.zeros(numel * settings.bits // 8, dtype=torch.uint8)
+    with kernels.using("torch"):
+        slow = Lattice(settings.bits, settings.rounding, CPU)
+    lattice.encode(theirs, step, draws, 0, codes)
+    found = slow.recover(own.double() / step, draws, codes)
+    sent = torch.floor(theirs.double() / step + slow._shift(draws)).long()
+    assert found.equal(sent)
+    recovered = (found.double() + slow._offset(draws)) * step
+    bound = settings.delta * 2 * theta / (1 - 2 * settings.delta)
+    error = (recovered - theirs.double()).abs().max()
+    assert 0.99 * bound < error <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("settings", [each for each in LEGAL if each.rounding != "nearest"], ids=str)
+def test_random_rounding_is_right_on_average(settings):
+    x, step, total = torch.full((1,), 0.3217), settings.step(1.0), 0.0
+    lattice = Lattice(settings.bits, settings.rounding, CPU)
+    every = range(-(2**15), 2**15, 64)
+    for draw in every:
+        draws = torch.tensor([draw], dtype=torch.int16)
+        codes = torch.zeros(1, dtype=torch.uint8)
+        lattice.encode(x, step, draws, 0, codes)
+        with kernels.using("torch"):
+            slow = Lattice(settings.bits, settings.rounding, CPU)
+        total += float(slow.recover(x.double() / step, draws, codes) + slow._offset(draws)) * step / len(every)
+    assert total == pytest.approx(0.3217, abs=step / 500)
+
+
+def message_of(settings, x, key=9, by="auto"):
+    with kernels.using(by):
+        messages = Messages(settings, len(x), CPU)
+    messages.key, messages.step = key, settings.step(1.0)
+    return messages, messages.write(x)
+
+
+@pytest.mark.parametrize("settings", LEGAL, ids=str)
+def test_kernels_write_what_tensor_operations_write(settings):
+    if kernels.compiler(CPU) is None:
+        pytest.skip("numba is not installed")
+    own, theirs = pair(1.0, NUMEL, scale=3.0)
+    own[5], own[6], own[7] = np.inf, np.nan, -1e30
+    theirs[10:90] += 7.0  # not recovered
+    moved = []
+    for by in BOTH:
+        messages, mine = message_of(settings, own, by=by)
+        mine = mine.clone()
+        _, other = message_of(settings, theirs, by=by)
+        wrong = messages.wrong(own, {2: other, 4: mine})
+        x = own.clone()
+        messages.move(x, {2: other, 4: mine}, {2: 0.3, 4: 0.25}, {(4, 1): x[CHUNK:] + 1})
+        moved.append((mine, other, wrong[2], wrong[4], x))
+    for fast, slow in zip(*moved, strict=True):
+        assert fast.numpy().tobytes() == slow.numpy().tobytes()
+    assert moved[0][2].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("settings", LEGAL, ids=str)
+def test_every_injected_overflow_is_detected(settings, by):
+    """A parameter of the other that is further away than the interval allows, one at a time, anywhere."""
+    generator, (own, theirs) = np.random.default_rng(1), pair(1.0, NUMEL, scale=2.0)
+    width = settings.step(1.0) * 2**settings.bits
+    for place in generator.integers(NUMEL, size=25):
+        jumped = theirs.clone()
+        jumped[place] += float(generator.choice([-1, 1]) * width * generator.integers(1, 4))
+        messages, _ = message_of(settings, own, by=by)
+        wrong = messages.wrong(own, {1: message_of(settings, jumped, by=by)[1]})[1]
+        assert wrong.tolist() == [int(place < CHUNK), int(place >= CHUNK)]
+    assert not messages.wrong(own, {1: message_of(settings, theirs, by=by)[1]})[1].any()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_rounds_are_those_of_the_paper(bits):
+    """In real numbers: modulo as the paper writes it, without integers, while nobody is theta away."""
+    size, theta = 4, 1.0
+    generator = np.random.default_rng(2)
+    models = [(5 + 0.2 * generator.standard_normal(301)).astype(np.float32) for _ in range(size)]
+    settings, graph = Moniqua(bits, theta=theta, slack=0.5), build_topology("ring", size)
+    weights = np.eye(size) + 0.5 * (graph.matrices[0] - np.eye(size))
+    wanted = reference.moniqua_round(
+        [each.astype(np.float64) for each in models], weights, bits, settings.step(1.0) * 2**bits
+    )
+
+    def rank(collective):
+        averaging, x = (
+            Modulo(settings, Neighbours(collective, graph), 0),
+            torch.from_numpy(models[collective.rank].copy()),
+        )
+        numbers = {"round": 0.0, **averaging.numbers}
+        averaging.average(x, numbers, 0.1)
+        assert numbers["failures"] == 0
+        return x.numpy()
+
+    for mine, theirs in zip(run_threads(size, rank), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["dpsgd", "d2"])
+def test_fine_codes_train_as_exact_ones(algorithm):
+    exact = models_of(run(algorithm, None, 8, rounds=60))
+    coded = models_of(run(algorithm, {"name": "moniqua", "bits": 8, "theta": 1.5}, 8, rounds=60))
+    assert np.abs(coded - exact).max() < 0.1
+    assert np.abs(coded.mean(1) - exact.mean(1))[-1].max() < 0.01
+
+
+@pytest.mark.parametrize("algorithm", ["dpsgd", "d2"])
+@pytest.mark.parametrize("theta", [0.05, {"rate": 3.0}])
+@pytest.mark.parametrize("bits", [1, 4])
+def test_where_theta_is_too_small_the_mean_still_holds(bits, theta, algorithm):
+    """Edges that fail are mixed exactly, both ways; theta grows for all, at the same round."""
+    size, problem, rounds = 4, Problem(4), 3 * AGREE
+    ranks = run(algorithm, {"name": "moniqua", "bits": bits, "theta": theta}, size, rounds=rounds, problem=problem)
+    numbers = [each.mixing.numbers for each in ranks]
+    assert sum(each["failures"] for each in numbers) > 0
+    assert len({each["growth"] for each in numbers}) == 1
+    assert numbers[0]["growth"] > 1
+    assert sum(each.mixing.figures()["resent_bytes"] for each in ranks) > 0
+    models = models_of(ranks).astype(np.float64)
+    before = np.concatenate([np.tile(problem.start, (1, size, 1)), models[:-1]])
+    slopes = np.stack([problem.gradient(rank, before[:, rank]) for rank in range(size)], axis=1)
+    assert np.abs(models.mean(1) - (before.mean(1) - 0.1 * slopes.mean(1))).max() < 1e-5
+
+
+def test_without_a_hash_nobody_learns_of_it():
+    problem = Problem(4)
+    problem.centres *= 3
+    ranks = run("dpsgd", {"name": "moniqua", "theta": 0.05, "verify": False}, 4, rounds=30, problem=problem)
+    models = models_of(ranks)[-1]
+    assert np.abs(models.mean(0) - problem.optimum).max() > 0.1
+    assert ranks[0].mixing.numbers["checked"] == 0
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_traffic_is_two_neighbours_times_bits(bits, size):
+    """And 9 bytes a neighbour and chunk for the hash and the answer."""
+    numel, rounds = 2 * CHUNK + 800, 3
+    layout = Layout.of([("weight", (numel,))])
+    ranks = run("dpsgd", {"name": "moniqua", "bits": bits, "theta": 9.0}, size, rounds=rounds, layout=layout)
+    for rank, each in enumerate(ranks):
+        peers = {(rank + 1) % size, (rank - 1) % size}
+        assert set(each.neighbours.sent) == peers
+        padding = -(numel * bits // 8) % 16
+        assert each.neighbours.bytes_sent == rounds * 2 * (numel * bits // 8 + padding + 9 * 3)
+        assert each.mixing.figures()["hash_bytes"] == rounds * 2 * 9 * 3
+    bare = run("dpsgd", {"name": "moniqua", "bits": bits, "theta": 9.0, "verify": False}, size, rounds=1, layout=layout)
+    assert bare[0].neighbours.bytes_sent == 2 * numel * bits // 8
+
+
+def test_the_toy_needs_slack_at_one_bit():
+    """Codes of one bit: with slack all ranks come to the optimum, without it they part, and the mean with them."""
+    found = {}
+    for slack in (0.1, 1.0):
+        settings = {"name": "moniqua", "bits": 1, "rounding": "dither", "theta": 1.0, "slack": slack, "verify": False}
+        problem = Problem(8)
+        problem.centres = problem.centres * 0.1 + problem.centres[0]
+        models = models_of(run("dpsgd", settings, 8, rounds=600, rate=0.01, problem=problem))[-1]
+        found[slack] = np.abs(models.mean(0) - problem.optimum).max(), np.abs(models - models.mean(0)).max()
+    assert found[0.1][0] < 0.05
+    assert found[0.1][1] < 1.0
+    assert found[1.0][0] > 1.0
+
+
+THETAS = [
+    (2.0, Constant(2.0)),
+    (2, Constant(2.0)),
+    ({"rounds": {"10": 0.5, 0: 2.0}}, ByRound((0, 10), (2.0, 0.5))),
+    ({"rate": 20}, ByRate(20.0)),
+    ("estimated", Estimated()),
+    ({"estimated": 3.0, "every": 10}, Estimated(3.0, 10)),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), THETAS)
+def test_thetas(given, wanted):
+    assert read_theta(given) == wanted
+
+
+def test_thetas_over_time():
+    made = read_theta({"rounds": {0: 2.0, 10: 0.5}})
+    assert [made.at(number, 0.1) for number in (0, 9, 10, 99)] == [2.0, 2.0, 0.5, 0.5]
+    assert read_theta({"rate": 20}).at(3, 0.1) == pytest.approx(2.0)
+    assert [number for number in range(40) if Estimated(2.0, 16).measures(number)] == [0, 1, 2, 4, 8, 16, 32]
+
+
+BAD = [
+    ({"bits": 3}, "bits=3 must be one of 1, 2, 4, 8"),
+    ({"bits": True}, "bits=True"),
+    ({"bits": 1, "rounding": "stochastic"}, r"delta=0.5, and it must be below 1/2; take rounding='nearest'"),
+    ({"rounding": "up"}, "must be one of nearest, dither, stochastic"),
+    ({"theta": 0}, "above 0, not 0"),
+    ({"theta": -1.0}, "above 0, not -1.0"),
+    ({"theta": float("inf")}, "above 0"),
+    ({"theta": "big"}, "theta='big': give a bound"),
+    ({"theta": {"rounds": {5: 1.0}}}, "first bound is of round 5"),
+    ({"theta": {"rounds": {0: 1.0, 5: 0}}}, "above 0, not 0"),
+    ({"theta": {"rounds": {"soon": 1.0}}}, "'soon' is no round"),
+    ({"theta": {"rate": 0}}, "the factor of the learning rate must be a number above 0"),
+    ({"theta": {"estimated": 1.0}}, "must be above 1"),
+    ({"theta": {"estimated": 2.0, "every": 0}}, "a number of rounds"),
+    ({"slack": 0.0}, r"slack=0.0 must be in \(0, 1\]"),
+    ({"slack": 1.5}, "slack=1.5"),
+    ({"verify": "yes"}, "true or false"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=str)
+def test_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Moniqua(**settings)
+
+
+def test_every_legal_delta_is_below_a_half():
+    assert all(each.delta < 0.5 for each in LEGAL)
+    assert relative_error(1, "stochastic") == 0.5
+
+
+def test_learning_rates_that_differ_are_an_error_on_every_rank():
+    errors = []
+
+    def rank(collective):
+        averaging = Modulo(Moniqua(theta={"rate": 10.0}), Neighbours(collective, build_topology("ring", 3)), 0)
+        with pytest.raises(ValueError, match="learning rates differ"):
+            averaging.average(torch.zeros(9), {"round": 0.0, **averaging.numbers}, 0.1 + 0.1 * (collective.rank == 2))
+        errors.append(collective.rank)
+
+    run_threads(3, rank)
+    assert sorted(errors) == [0, 1, 2]
+    with pytest.raises(ValueError, match="must be above 0"):
+        run("dpsgd", {"name": "moniqua", "theta": {"rate": 10.0}}, 3, rate=0.0, rounds=1)

@@ -1,0 +1,392 @@
+"""Rounds of local steps over threads, against a slow simulation in one process, and their laws."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_compress.collectives import World, run_threads
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine.group import Group
+from lightning_compress.local.outer import Outer
+from lightning_compress.local.rounds import Rounds, split
+from lightning_compress.local.steps import LocalSteps
+from lightning_compress.settings.settings import Settings
+from tests.reference.codecs import topk
+from tests.reference.local_steps import simulate
+
+CPU = torch.device("cpu")
+
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(41, 53), nn.Tanh(), nn.Linear(53, 7))
+
+
+def make():
+    return copy.deepcopy(MODEL)
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 41, generator=generator), torch.randn(5, 7, generator=generator)
+
+
+def loss(model, given):
+    return nn.functional.mse_loss(model(given[0]), given[1])
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def train(collective, rounds, outer, settings, steps, inner=sgd, each=lambda local: None, finish=False):
+    """``steps`` local steps on this rank; the model, and the local steps."""
+    model = make()
+    local = LocalSteps(model, Settings.of(**settings), rounds, Outer.of(outer), [collective] * rounds.fragments)
+    optimizer = inner(model.parameters())
+    collective.all_reduce(torch.zeros(1))  # all listen before any steps
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss(model, batch(step, collective.rank)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            local.after(step)
+            each(local)
+    if finish:
+        with torch.no_grad():
+            local.finish(steps)
+    return model, local
+
+
+def dense(vectors, _):
+    mean = {name: np.mean([each[name].astype(np.float64) for each in vectors], axis=0) for name in vectors[0]}
+    return mean, [{name: np.zeros_like(each) for name, each in own.items()} for own in vectors]
+
+
+def sparse(vectors, number):
+    """Top-k of the one matrix that is large enough; the others as they are."""
+    mean, left = dense(vectors, number)
+    name = "0.weight"
+    both = [topk(each[name].ravel(), 0.1, [(0, each[name].size)]) for each in vectors]
+    mean[name] = np.mean([sent.astype(np.float64) for sent, _ in both], axis=0).reshape(vectors[0][name].shape)
+    for own, (_, stays) in zip(left, both, strict=True):
+        own[name] = stays.reshape(own[name].shape)
+    return mean, left
+
+
+def rotated(vectors, number):
+    """The package's own exchange of these vectors, in the keys of this round."""
+    names = list(vectors[0])
+    shaped = [(name, vectors[0][name].shape) for name in names]
+    settings = Settings.of({"name": "rotated", "bits": 4})
+
+    def average(collective):
+        group = Group(shaped, settings, World(collective, CPU, Meter(CPU)), unused=False)
+        gradients = [torch.from_numpy(vectors[collective.rank][name].copy()) for name in names]
+        group.reduce(gradients, number, None)
+        return [each.numpy() for each in gradients]
+
+    mean = run_threads(len(vectors), average)[0]
+    return dict(zip(names, mean, strict=True)), dense(vectors, number)[1]
+
+
+METHODS = {
+    "none": ({"compressor": "none"}, dense),
+    "rotated": ({"compressor": {"name": "rotated", "bits": 4}}, rotated),
+    "topk": ({"compressor": {"name": "topk", "density": 0.1, "selection": "exact"}}, sparse),
+}
+PRESETS = {
+    "local_sgd": ("average", 1.0),
+    "diloco": ("nesterov", 1.0),
+    "sparseloco": ({"lr": 0.7}, 0.95),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_three_rounds_follow_the_simulation(preset, method, size):
+    (outer, decay), (settings, average) = PRESETS[preset], METHODS[method]
+    made, every = Outer.of(outer), 4
+    batches = [[batch(step, rank) for rank in range(size)] for step in range(1, 3 * every + 1)]
+    wanted = simulate(
+        make(), batches, every, (made.lr, made.momentum, made.nesterov), average, adamw, loss, residual_decay=decay
+    )
+
+    def run(collective):
+        chosen = {**settings, "residual_decay": decay, "exchange": "all_gather" if method == "topk" else "auto"}
+        return train(collective, Rounds(every), outer, chosen, 3 * every, adamw)[0]
+
+    for model in run_threads(size, run):
+        for name, parameter in model.named_parameters():
+            assert np.abs(parameter.detach().numpy() - wanted[-1][name]).max() < 1e-6, name
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rounds_of_one_step_are_synchronous_sgd(size):
+    def plain(parameters):
+        return torch.optim.SGD(parameters, 0.1)
+
+    both, steps = make(), 6
+    optimizer = plain(both.parameters())
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        (sum(loss(both, batch(step, rank)) for rank in range(size)) / size).backward()
+        optimizer.step()
+    models = run_threads(size, lambda each: train(each, Rounds(1), "average", {"compressor": "none"}, steps, plain)[0])
+    for model in models:
+        for own, wanted in zip(model.parameters(), both.parameters(), strict=True):
+            assert torch.allclose(own, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize("compressor", ["onebit", {"name": "topk", "density": 0.05}, "efsign", "powersgd"], ids=str)
+def test_what_is_sent_and_kept_is_what_was_learned(compressor, decay):
+    """With decay d: W mean + sum(e) = sum(delta) + d sum(e before)."""
+    size, seen = 3, {}
+
+    def run(collective):
+        model = make()
+        settings = Settings.of(compressor, residual_decay=decay)
+        local = LocalSteps(model, settings, Rounds(2), Outer(), [collective])
+        fragment, rows = local.fragments[0], []
+        collective.all_reduce(torch.zeros(1))
+        optimizer = adamw(model.parameters())
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            loss(model, batch(step, collective.rank)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                if step % 2:
+                    continue
+                before = residual(fragment)
+                learned = fragment.anchors["0.weight"].detach() - model[0].weight.detach()
+                anchor = fragment.anchors["0.weight"].detach().clone()
+                local.after(step)
+                rows.append((before, learned, anchor - fragment.anchors["0.weight"].detach(), residual(fragment)))
+        seen[collective.rank] = rows
+
+    def residual(fragment):
+        for group in fragment.compression.groups:
+            for segment in group.layout.segments:
+                if segment.name == "0.weight":
+                    return group.residual.committed[segment.offset : segment.end].view(53, 41).clone()
+        return torch.zeros(53, 41)
+
+    run_threads(size, run)
+    for rows in zip(*seen.values(), strict=True):
+        before, learned, means, after = (torch.stack(each).double() for each in zip(*rows, strict=True))
+        assert after.abs().max() > 0
+        sent, had = size * means[0] + after.sum(0), learned.sum(0) + decay * before.sum(0)
+        assert (sent - had).abs().max() < 1e-5 * max(1, float(had.abs().max()))
+
+
+def test_a_rank_that_is_not_finite_leaves_the_round_out_on_all():
+    def run(collective):
+        model = make()
+        model.register_buffer("seen", torch.zeros(3))
+        local = LocalSteps(
+            model, Settings.of("onebit", on_nonfinite="skip"), Rounds(1), Outer.of("nesterov"), [collective]
+        )
+        left_out = []
+        local.on_left_out = lambda: left_out.append(collective.rank)
+        before = [each.detach().clone() for each in model.parameters()]
+        collective.all_reduce(torch.zeros(1))
+        with torch.no_grad():
+            for each in model.parameters():
+                each += 0.1
+            if collective.rank == 1:
+                model[0].weight[0, 0] = torch.nan
+                model.seen[1] = torch.inf
+            local.after(1)
+            back = all(own.equal(was) for own, was in zip(model.parameters(), before, strict=True))
+            residuals = local.fragments[0].compression.groups.residual_norm()
+            for each in model.parameters():
+                each += 0.1
+            local.after(2)
+        return back, residuals, left_out, local.fragments[0].compression.step, model.seen.sum().item()
+
+    for rank, (back, residuals, left_out, rounds, seen) in enumerate(run_threads(2, run)):
+        assert back
+        assert residuals == 0
+        assert left_out == [rank]
+        assert rounds == 1
+        assert seen == 0
+
+
+@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(1, 0, 0), (3, 0, 0), (1, 2, 0.5), (3, 3, 0.25), (4, 1, 0)])
+def test_a_fit_ends_on_one_model_and_all_was_sent(fragments, delay, alpha):
+    def run(collective):
+        rounds = Rounds(5, fragments, delay, alpha)
+        settings = {"compressor": {"name": "rotated", "bits": 8}, "check_drift_every": 0}
+        model, local = train(collective, rounds, "nesterov", settings, 13, finish=True)
+        return [each.detach() for each in model.parameters()], local.anchors(), local.fragments
+
+    ranks = run_threads(3, run)
+    for parameters, anchors, parts in ranks:
+        assert all(own.equal(other) for own, other in zip(parameters, ranks[0][0], strict=True))
+        assert all(
+            own.equal(anchors[name]) for (name, _), own in zip(make().named_parameters(), parameters, strict=True)
+        )
+        assert len(parts) == fragments
+    start = [each.detach() for each in make().parameters()]
+    assert all(not own.equal(was) for own, was in zip(ranks[0][0], start, strict=True))
+
+
+def streamed(rounds, steps, size, average):
+    """Streaming in one process: what is sent at one step is used ``delay`` later."""
+    replicas = [make() for _ in range(size)]
+    optimizers = [sgd(each.parameters()) for each in replicas]
+    names = [name for name, _ in make().named_parameters()]
+    runs = split([each.numel() for each in make().parameters()], rounds.fragments)
+    anchors = {name: each.detach().double() for name, each in make().named_parameters()}
+    flying = {}
+    for step in range(1, steps + 1):
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss(replica, batch(step, rank)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for number in rounds.due(step):
+                if number in flying:
+                    for name, mean in flying.pop(number).items():
+                        anchors[name] = anchors[name] - mean
+                        for replica in replicas:
+                            own = replica.get_parameter(name)
+                            own.copy_(rounds.alpha * own.double() + (1 - rounds.alpha) * anchors[name])
+            for number in rounds.sent(step):
+                flying[number] = {
+                    name: torch.stack([anchors[name] - each.get_parameter(name).double() for each in replicas]).mean(0)
+                    for name in names[runs[number]]
+                }
+    return replicas
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 2), (2, 3), (3, 4)])
+def test_streaming_follows_a_simulation(fragments, delay):
+    rounds = Rounds(6, fragments, delay, 0.5)
+    wanted = streamed(rounds, 20, 3, None)
+    settings = {"compressor": "none", "check_drift_every": 0}
+    models = run_threads(3, lambda each: train(each, rounds, "average", settings, 20)[0])
+    for model, reference in zip(models, wanted, strict=True):
+        for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(own, other, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rounds", [Rounds(4), Rounds(4, 2), Rounds(4, 1, 2, 0.5), Rounds(5, 3, 4, 0.5)], ids=lambda each: str(each)[6:]
+)
+def test_a_state_at_any_step_goes_on_exactly(rounds):
+    """Also one that is taken while a fragment travels, which changes nothing of the run that goes on."""
+    settings = {"compressor": {"name": "topk", "density": 0.1}, "check_drift_every": 0}
+
+    def run(collective):
+        saved = []
+
+        def step(model, optimizer, local, number):
+            optimizer.zero_grad()
+            loss(model, batch(number, collective.rank)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                local.after(number)
+
+        def begun():
+            model = make()
+            local = LocalSteps(
+                model, Settings.of(**settings), rounds, Outer.of("nesterov"), [collective] * rounds.fragments
+            )
+            collective.all_reduce(torch.zeros(1))
+            return model, adamw(model.parameters()), local
+
+        model, optimizer, local = begun()
+        for number in range(1, 15):
+            step(model, optimizer, local, number)
+            if number >= 5:
+                parts = (model.state_dict(), optimizer.state_dict(), local.state_dict())
+                saved.append((number, copy.deepcopy(parts)))
+        quiet, other, alone = begun()
+        for number in range(1, 15):
+            step(quiet, other, alone, number)
+        local.arrive()
+        alone.arrive()
+        outcomes = [all(a.equal(b) for a, b in zip(model.parameters(), quiet.parameters(), strict=True))]
+        for number, (weights, inner, own) in saved[:-1]:
+            again, optimizer, local = begun()
+            again.load_state_dict(weights)
+            optimizer.load_state_dict(inner)
+            local.load_state_dict(own)
+            for later in range(number + 1, 15):
+                step(again, optimizer, local, later)
+            local.arrive()
+            outcomes.append(all(a.equal(b) for a, b in zip(model.parameters(), again.parameters(), strict=True)))
+        return outcomes
+
+    for outcomes in run_threads(2, run):
+        assert all(outcomes), outcomes
+
+
+def test_bytes_of_averaging_in_every_step_are_told():
+    def run(collective):
+        return train(collective, Rounds(4), "average", {"compressor": "none"}, 8)[1].fragments[0].compression.stats()
+
+    stats = run_threads(2, run)[0]
+    assert stats["ratio"] == pytest.approx(4)
+    assert stats["total_bytes_dense"] == pytest.approx(8 * 4 * sum(each.numel() for each in make().parameters()))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": True}, "sync_every=True"),
+        ({"sync_every": 4, "delay": 4}, "delay=4 must be less than sync_every=4"),
+        ({"sync_every": 4, "delay": -1}, "delay=-1"),
+        ({"sync_every": 4, "fragments": 5}, "fragments=5"),
+        ({"sync_every": 4, "delay": 1, "alpha": 1.0}, "alpha=1.0"),
+        ({"sync_every": 4, "alpha": 0.5}, "set alpha=0"),
+    ],
+)
+def test_rounds_that_cannot_be_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        Rounds(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("mean", "'average', 'nesterov'"),
+        ({"lr": 0}, "outer.lr=0"),
+        ({"rate": 1}, "lr, momentum, nesterov"),
+        ({"momentum": 1.0}, "outer.momentum"),
+        ({"nesterov": True}, "with momentum only"),
+    ],
+)
+def test_outer_optimizers_that_cannot_be_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        Outer.of(given)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_parts_are_of_about_equal_size_and_none_is_empty(parts):
+    sizes = [100, 1, 1, 50, 49]
+    runs = split(sizes, parts)
+    assert [place for run in runs for place in range(len(sizes))[run]] == list(range(5))
+    assert all(sizes[run] for run in runs)
+    with pytest.raises(ValueError, match="fragments=6"):
+        split(sizes, 6)
+
+
+@pytest.mark.parametrize(("every", "parts"), [(1, 1), (5, 1), (5, 3), (30, 4)])
+def test_each_fragment_is_sent_once_a_round_and_the_last_at_its_end(every, parts):
+    rounds = Rounds(every, parts)
+    for first in (1, every + 1):
+        sent = [number for step in range(first, first + every) for number in rounds.sent(step)]
+        assert sorted(sent) == list(range(parts))
+    assert rounds.sent(every)[-1] == parts - 1
+    assert rounds.sent(0) == []

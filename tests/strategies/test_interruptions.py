@@ -1,0 +1,138 @@
+"""Signals of a cluster to ranks that average in every step: all stop at the same batch, and nothing is lost."""
+
+import os
+import signal
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_compress.strategies import interruptions, signals
+from lightning_compress.strategies.interruptions import EVERY
+from tests.conformance.training import ByStep, train
+from tests.helpers.training import parameters
+
+STEPS = 16
+
+
+def until(make=ByStep, steps=STEPS, **options):
+    return train("onebit", make, max_epochs=-1, max_steps=steps, **options)
+
+
+class Arrives(Callback):
+    """A signal comes to some ranks after a step."""
+
+    def __init__(self, ranks, step, number=signal.SIGTERM):
+        self.ranks, self.step, self.number = ranks, step, number
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step and dist.get_rank() in self.ranks:
+            os.kill(os.getpid(), self.number)
+
+
+def _terminated(folder, ranks, step):
+    save = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+    notes = []
+    arrived = Arrives(ranks, step)
+    with pytest.raises(SIGTERMException):
+        until(callbacks=[arrived, save, Notes(notes)], enable_checkpointing=True)
+    _, again = until(resume=f"{folder}/stopped.ckpt")
+    _, whole = until()
+    return notes, parameters(again).equal(parameters(whole))
+
+
+class Notes(Callback):
+    """Where the run was cut short."""
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def on_exception(self, trainer, *_):
+        self.notes.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(("size", "ranks", "step"), [(2, (1,), 1), (2, (0, 1), 4), (3, (2,), 3), (3, (0, 1, 2), 8)])
+def test_sigterm_ends_all_ranks_at_one_step_and_the_run_goes_on_exactly(pools, tmp_path, size, ranks, step):
+    answers = pools[size].run(_terminated, str(tmp_path), ranks, step)
+    stopped = answers[0][0]
+    assert answers == [(stopped, True)] * size
+    assert step < stopped[0] <= step + EVERY + 2
+
+
+def _late():
+    trainer, _ = until(steps=6, callbacks=[Arrives((1,), 6)])
+    return trainer.global_step, trainer.received_sigterm
+
+
+def test_a_signal_after_the_last_step_is_known_to_all_ranks(pools):
+    assert pools[2].run(_late) == [(6, True)] * 2
+
+
+def _counted():
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts:
+        trainer, _ = until(callbacks=[begun := Begun(broadcasts)])
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    assert not {signals.LOOP, *signals.HANDLERS} & {*vars(loop), *vars(connector)}
+    assert all(hasattr(*each) for each in ((loop, signals.LOOP), *((connector, name) for name in signals.HANDLERS)))
+    return begun.broadcasts, begun.taken
+
+
+class Begun(Callback):
+    """How many broadcasts there were in the steps."""
+
+    def __init__(self, watched):
+        self.watched, self.broadcasts, self.taken = watched, 0, None
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.taken = trainer.strategy._interruptions.signals.taken
+        if trainer.global_step == 1:
+            self.before = self.watched.call_count
+        self.broadcasts = self.watched.call_count - getattr(self, "before", 0)
+
+
+def test_no_step_waits_for_a_broadcast_and_lightning_gets_its_own_back(pools):
+    """Fails where Lightning renames what is replaced."""
+    assert pools[2].run(_counted) == [(0, True)] * 2
+
+
+def _renamed():
+    with mock.patch.object(signals, "LOOP", "_of_another_version"):
+        trainer, _ = until(steps=3, callbacks=[begun := Begun(mock.Mock(call_count=0))])
+    return begun.taken, trainer.global_step, signals.HANDLERS[0] in vars(trainer._signal_connector)
+
+
+def test_another_lightning_is_left_alone(pools):
+    assert pools[2].run(_renamed) == [(False, 3, False)] * 2
+
+
+class Fake:
+    """A trainer and its parts, as far as signals look."""
+
+    def __init__(self):
+        self.received_sigterm = False
+        self._signal_connector = self
+        self.fit_loop = self.epoch_loop = self.strategy = self
+        self.launcher = None
+        self._broadcast_sigterm_tensor = self._sigterm_notifier_fn = self._slurm_sigusr_handler_fn = print
+
+
+def _asks():
+    asked = []
+    all_reduce = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", lambda *a, **k: asked.append(1) or all_reduce(*a, **k)):
+        fake = Fake()
+        interrupted = interruptions.Interruptions(fake, None)
+        found = []
+        for batch in range(2 * EVERY + 2):
+            if batch == EVERY - 1 and dist.get_rank():
+                interrupted.signals._note_end(signal.SIGTERM, None)
+            interrupted.next_batch()
+            found.append(fake.received_sigterm)
+    interrupted.close()
+    return len(asked), found.index(True)
+
+
+def test_one_question_in_four_batches_answered_a_batch_later(pools):
+    assert pools[2].run(_asks) == [(3, EVERY + 1)] * 2

@@ -1,0 +1,388 @@
+"""Local steps in Lightning, in real processes."""
+
+import os
+import pickle
+import signal
+import warnings
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_compress import CommunicationMonitor, LocalSGDStrategy
+from lightning_compress.strategies.local_sgd import PRESETS
+from tests.helpers.lives import live
+from tests.helpers.training import Net, digits, loader, parameters
+from tests.strategies.test_unwrapped import ByStep, Terminated, TwoOptimizers, Validated, Watch, fit
+
+TOPK = {"name": "topk", "density": 0.1}
+KINDS = {
+    **{name: {**given, "sync_every": 3} for name, given in PRESETS.items()},
+    "post_local_sgd": {**PRESETS["post_local_sgd"], "sync_every": 3, "averaged_steps": 2},
+    "streaming": {"sync_every": 3, "fragments": 2, "delay": 2, "outer": "nesterov", "compressor": TOPK},
+    "mean": {"sync_every": 3, "evaluate": "mean", "compressor": "onebit"},
+}
+"""Arguments of strategies whose rounds are short."""
+
+
+def strategy(kind, **more):
+    return LocalSGDStrategy(**{**KINDS[kind], **more})
+
+
+def _trains(kind):
+    watch = Watch()
+    trainer, model = fit(strategy(kind), make=Validated, callbacks=[watch])
+    return watch.trained, watch.evaluated, parameters(model).numpy(), trainer.strategy.comm_stats()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_evaluate_one_model_and_end_on_one(pools, kind):
+    ranks = pools[2].run(_trains, kind)
+    (first, evaluated, end, stats), (second, others, last, _) = ranks
+    assert np.array_equal(end, last)
+    assert np.isfinite(end).all()
+    assert all(np.array_equal(each, other) for each, other in zip(evaluated, others, strict=True))
+    apart = [not np.array_equal(each, other) for each, other in zip(first, second, strict=True)]
+    assert apart == {
+        "post_local_sgd": [False, False, True, True, False, True, True, False],
+        "streaming": [True] * 8,
+    }.get(kind, [True, True, False, True, True, False, True, True])
+    assert stats["steps"] == (2 if kind == "post_local_sgd" else 3)  # the last round is shorter
+    assert stats["total_bytes_dense"] == pytest.approx(8 * 4 * end.size)
+    assert stats["total_bytes_sent"] < 0.7 * stats["total_bytes_dense"]
+
+
+def _averaged(steps):
+    options = {"max_steps": steps, "max_epochs": 9, "make": lambda _: Net()}
+    _, ddp = fit(DDPStrategy(), **options)
+    _, ours = fit(LocalSGDStrategy(averaged_steps=100), **options)
+    return (parameters(ddp) - parameters(ours)).abs().max().item()
+
+
+def test_averaged_steps_are_those_of_ddp(pools):
+    assert max(pools[3].run(_averaged, 6)) < 1e-6
+
+
+class Statistics(Callback):
+    """Running means of batch norm after each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.seen.append(module.body[1].running_mean.clone().numpy())
+
+
+def _statistics():
+    look = Statistics()
+    fit(LocalSGDStrategy(sync_every=2), callbacks=[look])
+    return look.seen
+
+
+def test_buffers_are_averaged_where_the_models_are(pools):
+    first, second = pools[2].run(_statistics)
+    same = [np.array_equal(each, other) for each, other in zip(first, second, strict=True)]
+    assert same == [False, True] * 4
+
+
+def _resumes(kind, folder, scaled):
+    def plugins():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + dist.get_rank()), growth_interval=2)
+        return [MixedPrecision("16-mixed", "cpu", scaler)] if scaled else []
+
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    _, whole = fit(strategy(kind), make=ByStep, callbacks=[save], plugins=plugins())
+    _, quiet = fit(strategy(kind), make=ByStep, plugins=plugins())
+    same = [parameters(quiet).equal(parameters(whole))]
+    for step in (2, 3, 5):
+        _, again = fit(strategy(kind), make=ByStep, resume=f"{folder}/step={step}.ckpt", plugins=plugins())
+        same.append(parameters(again).equal(parameters(whole)))
+    return same
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        pytest.param(kind, size, marks=() if size == 2 + number % 2 else pytest.mark.thorough)
+        for number, kind in enumerate(KINDS)
+        for size in (2, 3)
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, kind, size):
+    assert pools[size].run(_resumes, kind, str(tmp_path), False) == [[True] * 4] * size
+
+
+@pytest.mark.parametrize("kind", ["diloco", pytest.param("streaming", marks=pytest.mark.thorough)])
+def test_so_it_is_with_a_scaler_of_each_ranks_own(pools, tmp_path, kind):
+    assert pools[2].run(_resumes, kind, str(tmp_path), True) == [[True] * 4] * 2
+
+
+def _elsewhere(path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=strategy("diloco"),
+            max_steps=8,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        model = ByStep("adamw")
+        trainer.fit(model, loader(digits()), ckpt_path=path)
+    said = [str(each.message) for each in caught if "begin from the checkpoint's own model" in str(each.message)]
+    return said, parameters(model).numpy()
+
+
+def test_another_number_of_ranks_begins_from_the_anchors(pools, tmp_path):
+    pools[2].run(_resumes, "diloco", str(tmp_path), False)
+    (said, first), (_, second), (_, third) = pools[3].run(_elsewhere, f"{tmp_path}/step=5.ckpt")
+    assert "the checkpoint is of 2 ranks, and this run has 3" in said[0]
+    assert np.array_equal(first, second)
+    assert np.array_equal(first, third)
+
+
+class Overflows(ByStep):
+    """One rank's loss is not finite in one step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.trainer.global_step == 3 and dist.get_rank() == 1 else loss
+
+
+def _overflows(kind, scaled):
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))] if scaled else []
+    watch = Watch()
+    trainer, model = fit(strategy(kind), make=Overflows, callbacks=[watch], plugins=plugins, max_epochs=4)
+    return watch.trained, parameters(model).numpy(), trainer.strategy.attempts, trainer.strategy.comm_stats()
+
+
+@pytest.mark.parametrize("kind", ["diloco", "streaming"])
+def test_a_rank_that_overflows_goes_back_to_the_anchors_with_all(pools, kind):
+    ranks = pools[2].run(_overflows, kind, False)
+    assert all(np.isfinite(end).all() for _, end, _, _ in ranks)
+    assert np.array_equal(ranks[0][1], ranks[1][1])
+    assert all(stats["nonfinite_steps"] >= 1 for *_, stats in ranks)
+    assert np.isnan(ranks[1][0][3]).any()
+    assert np.isfinite(ranks[1][0][-1]).all()
+    if kind == "diloco":
+        assert np.array_equal(ranks[0][0][5], ranks[0][0][2])
+
+
+def test_a_scaler_that_skips_on_one_rank_does_not_shift_its_rounds(pools):
+    ranks = pools[2].run(_overflows, "local_sgd", True)
+    assert [attempts for _, _, attempts, _ in ranks] == [16, 16]
+    assert np.array_equal(ranks[1][0][3], ranks[1][0][2])  # skipped
+    for step in (2, 5, 8, 11):
+        assert np.array_equal(ranks[0][0][step], ranks[1][0][step])
+    assert all(stats["nonfinite_steps"] == 0 for *_, stats in ranks)
+
+
+def _several(accumulate):
+    options = {"make": Net, "accumulate_grad_batches": 2} if accumulate else {"make": TwoOptimizers}
+    trainer, model = fit(strategy("diloco"), **options)
+    return trainer.strategy.attempts, trainer.strategy.comm_stats()["steps"], parameters(model).numpy()
+
+
+@pytest.mark.parametrize(("accumulate", "attempts", "rounds"), [(True, 4, 2), (False, 8, 3)])
+def test_accumulation_and_several_optimizers_in_manual_optimization(pools, accumulate, attempts, rounds):
+    first, second = pools[2].run(_several, accumulate)
+    assert first[:2] == second[:2] == (attempts, rounds)
+    assert np.array_equal(first[2], second[2])
+
+
+class Logged(Validated):
+    """Something to stop and to save by."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def _callbacks(folder, trigger):
+    monitor = {"monitor": "loss", "save_top_k": 1, "save_last": True}
+    triggers = {
+        "steps": {"every_n_train_steps": 2, "save_top_k": -1, "save_last": True},
+        "epochs": {"save_on_train_epoch_end": True, **monitor},
+        "validation": monitor,
+        "time": {"train_time_interval": timedelta(milliseconds=1), "save_top_k": -1},
+        "end": {"every_n_train_steps": 100, "save_last": True},
+    }
+    save = ModelCheckpoint(folder, "{epoch}-{step}", **triggers[trigger])
+    stop = EarlyStopping("loss", patience=1, min_delta=100.0)
+    watch, rate = Watch(), LearningRateMonitor()
+    logger = pl.loggers.CSVLogger(folder)
+    callbacks = [save, stop, watch, rate, CommunicationMonitor()]
+    trainer, model = fit(strategy("diloco"), make=Logged, callbacks=callbacks, max_epochs=9, logger=logger)
+    if trigger == "end":
+        saved = torch.load(f"{folder}/last.ckpt", weights_only=True)["state_dict"] if save.last_model_path else None
+        return trainer.current_epoch, saved is None or saved["head.0.weight"].equal(model.head[0].weight)
+    files = sorted(path for path in os.listdir(folder) if path.endswith(".ckpt"))
+    alike = [torch.load(f"{folder}/{path}", weights_only=True)["state_dict"]["head.0.weight"] for path in files]
+    return trainer.current_epoch, all(bool(each.isfinite().all()) for each in alike) and bool(files)
+
+
+@pytest.mark.parametrize("trigger", ["steps", "epochs", "validation", "time", "end"])
+def test_checkpoints_early_stopping_and_monitors(pools, tmp_path, trigger):
+    assert pools[2].run(_callbacks, str(tmp_path), trigger) == [(2, True)] * 2
+    logged = (next(tmp_path.glob("**/metrics.csv"))).read_text()
+    assert "lr-AdamW" in logged
+
+
+def _swa():
+    trainer, model = fit(strategy("diloco"), callbacks=[StochasticWeightAveraging(0.01, 2)], max_epochs=3)
+    return trainer.strategy.attempts, parameters(model).numpy()
+
+
+def test_swa_ends_on_one_model(pools):
+    first, second = pools[2].run(_swa)
+    assert first[0] == 12
+    assert np.array_equal(first[1], second[1])
+
+
+def _terminated(folder, ranks, kind):
+    save = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+    stopped = strategy(kind)
+    with pytest.raises(SIGTERMException):
+        fit(stopped, ByStep, callbacks=[Terminated(ranks), save], max_epochs=3)
+    _, again = fit(strategy(kind), make=ByStep, resume=f"{folder}/stopped.ckpt", max_epochs=3)
+    _, whole = fit(strategy(kind), make=ByStep, max_epochs=3)
+    return stopped.attempts, parameters(again).equal(parameters(whole))
+
+
+@pytest.mark.parametrize(("kind", "ranks", "at"), [("diloco", (1,), 6), ("streaming", (0, 1), 8)])
+def test_sigterm_ends_the_run_on_all_ranks_after_a_round(pools, tmp_path, kind, ranks, at):
+    assert pools[2].run(_terminated, str(tmp_path), ranks, kind) == [(at, True)] * 2
+
+
+class Killed(Callback):
+    """A rank dies in the middle of a round."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(kind):
+    fit(strategy(kind), callbacks=[Killed()])
+
+
+@pytest.mark.parametrize("kind", ["diloco", "streaming"])
+def test_a_killed_rank_ends_the_others_with_an_error(tmp_path, kind):
+    codes, said = live(2, tmp_path / "ranks", _killed, kind, seconds=20)
+    assert codes[0] == 1
+    assert "a rank died" in said[0], said[0][-2000:]
+    assert "terminate called" not in said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 4, "delay": 4}, "delay=4 must be less"),
+        ({"sync_every": 4, "fragments": 5}, "fragments=5"),
+        ({"averaged_steps": -1}, "averaged_steps=-1"),
+        ({"warmup_rounds": 1.5}, "warmup_rounds=1.5"),
+        ({"evaluate": "median"}, "evaluate='median'"),
+        ({"outer": {"lr": -1}}, "outer.lr=-1"),
+        ({"compressor": "signsgd"}, "SignSGD"),
+        ({"compressor": "dgc"}, "DGC"),
+        ({"compressor": "onebit_adam"}, "OneBitAdam"),
+        ({"compressor": "onebit", "exchange": {"name": "two_shot", "adagrad": 1e-8}}, "adagrad"),
+        ({"compressor": "fft", "schedule": {"theta": {"kind": "lr", "factor": 5}}}, "schedule by learning rate"),
+        ({"compressor": "topk", "schedule": {"density": {0: 2.0}}}, "density"),
+        ({"compresor": "topk"}, "did you mean 'compressor'"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook"),
+        ({"find_unused_parameters": True}, "find_unused_parameters"),
+        ({"state": "mean"}, "state='mean'"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        LocalSGDStrategy(**arguments)
+
+
+class Late(Net):
+    """A layer is frozen before the fit, and trained later."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.head[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.head[0].requires_grad_(True)
+
+
+def _refused(what):
+    options = {
+        "fragments": lambda: fit(LocalSGDStrategy(sync_every=20, fragments=20)),
+        "settings": lambda: fit(LocalSGDStrategy(sync_every=4 + dist.get_rank())),
+        "outer": lambda: fit(LocalSGDStrategy(outer={"lr": 1.0 + dist.get_rank()})),
+        "late": lambda: fit(LocalSGDStrategy(sync_every=4), make=Late),
+        "raise": lambda: fit(strategy("diloco", on_nonfinite="raise"), make=Overflows),
+    }
+    with pytest.raises((ValueError, FloatingPointError)) as caught:
+        options[what]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("fragments", "fragments=20 must be at most 10"),
+        ("settings", "settings of local steps differ over the ranks"),
+        ("outer", "settings of local steps differ over the ranks"),
+        ("late", "did not require a gradient when the fit began"),
+        ("raise", "not finite"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(pools, what, said):
+    assert all(said in each for each in pools[2].run(_refused, what))
+
+
+def _one_rank():
+    trainer, model = fit(strategy("diloco"))
+    return trainer.strategy.comm_stats()["total_bytes_sent"], parameters(model).isfinite().all().item()
+
+
+def test_one_rank_sends_nothing(pools):
+    assert pools[1].run(_one_rank) == [(0, True)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook"])
+def test_registered(name, variant):
+    made = StrategyRegistry.get(name + variant)
+    assert isinstance(made, LocalSGDStrategy)
+    assert made._rounds.sync_every == PRESETS[name]["sync_every"]
+    assert pickle.loads(pickle.dumps(made))._settings == made._settings
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_cli():
+    path = "lightning_compress.LocalSGDStrategy"
+    arguments = [f"--trainer.strategy={path}", "--trainer.strategy.sync_every=8", "--trainer.strategy.outer=nesterov"]
+    cli = LightningCLI(Net, args=[*arguments, "--trainer.accelerator=cpu", "--trainer.logger=false"], run=False)
+    assert cli.trainer.strategy._rounds.sync_every == 8
+    assert cli.trainer.strategy._outer.nesterov

@@ -1,0 +1,296 @@
+"""The base of strategies that leave the model unwrapped, by way of the smallest one."""
+
+import os
+import signal
+import warnings
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_compress.strategies.signals import HANDLERS, LOOP
+from tests.helpers.training import Net, digits, loader, parameters
+from tests.strategies.averaging import Averaging
+
+
+def fit(strategy=None, make=Net, resume=None, data=None, **options):
+    """Two epochs of four steps; every rank has its own share of the data, in one order."""
+    torch.manual_seed(1)
+    model = make("adamw")
+    options = {"max_epochs": 2, "logger": False, "limit_train_batches": 4, "callbacks": [], **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=strategy or Averaging(),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in options["callbacks"]),
+            **options,
+        )
+        trainer.fit(model, loader(digits()) if data is None else data, loader(digits(5, 96)), ckpt_path=resume)
+    return trainer, model
+
+
+class Watch(Callback):
+    """Notes how far this rank's model is from the others, and what is evaluated."""
+
+    def __init__(self):
+        self.trained, self.evaluated = [], []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.trained.append(parameters(module).numpy())
+
+    def on_validation_batch_start(self, trainer, module, *_):
+        self.evaluated.append(parameters(module).numpy())
+
+
+class Validated(Net):
+    """With a validation that does nothing."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", float(batch_idx))
+
+
+def _trains(**options):
+    watch = Watch()
+    trainer, model = fit(make=Validated, callbacks=[watch], **options)
+    return watch.trained, watch.evaluated, trainer.strategy.met, parameters(model).numpy()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_differ_between_meetings_and_are_one_at_the_end(pools, size):
+    ranks = pools[size].run(_trains)
+    for step in range(8):
+        first, second = (ranks[rank][0][step] for rank in (0, 1))
+        assert np.array_equal(first, second) == (step in (2, 5)), step
+    for evaluated in zip(*(rank[1] for rank in ranks), strict=True):
+        assert all(np.array_equal(each, evaluated[0]) for each in evaluated)
+    assert all(rank[2] == [3, 6] for rank in ranks)
+    assert all(np.array_equal(rank[3], ranks[0][3]) for rank in ranks)
+    last = np.stack([rank[0][-1] for rank in ranks]).astype(np.float64).mean(axis=0).astype(np.float32)
+    assert np.array_equal(ranks[0][3], last)
+    assert np.array_equal(ranks[0][1][-1], ranks[0][0][5])  # what was in common last
+
+
+def _accumulates():
+    trainer, _ = fit(accumulate_grad_batches=2)
+    return trainer.strategy.attempts, trainer.strategy.met
+
+
+def test_accumulation_counts_steps(pools):
+    assert pools[2].run(_accumulates) == [(4, [3])] * 2
+
+
+class TwoOptimizers(Net):
+    """One for the body, in every second batch, and one for the head."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        body, head = self.optimizers()
+        body.zero_grad()
+        head.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        head.step()
+        if batch_idx % 2:
+            body.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.body, self.head)]
+
+
+def _several():
+    trainer, _ = fit(make=TwoOptimizers)
+    return trainer.strategy.attempts, trainer.strategy.met, sorted(trainer.strategy._counts.values())
+
+
+def test_several_optimizers_in_manual_optimization_count_as_the_most_of_them(pools):
+    assert pools[2].run(_several) == [(8, [3, 6], [4, 8])] * 2
+
+
+def _swa():
+    watch = Watch()
+    trainer, model = fit(callbacks=[StochasticWeightAveraging(0.01, 2), watch], max_epochs=3)
+    momenta = [each.momentum for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
+    return trainer.strategy.attempts, parameters(model).numpy(), momenta, watch.trained
+
+
+def test_swa_ends_on_the_mean_of_averages_and_its_epoch_without_gradients_does_not_count(pools):
+    ranks = pools[2].run(_swa)
+    assert [rank[0] for rank in ranks] == [12, 12]
+    assert np.array_equal(ranks[0][1], ranks[1][1])
+    assert ranks[0][2] == [0.1]
+    averages = [np.stack([rank[3][step].astype(np.float64) for step in (3, 7)]).mean(axis=0) for rank in ranks]
+    assert np.allclose(ranks[0][1], np.mean(averages, axis=0), atol=1e-6)
+
+
+class ByStep(Validated):
+    """Its data follows from the step alone, so that a run may go on in the middle of an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        images, labels = digits(3).tensors
+        turn = 16 * (self.trainer.global_step * dist.get_world_size() + dist.get_rank())
+        places = torch.arange(turn, turn + 16) % len(labels)
+        return nn.functional.cross_entropy(self(images[places]), labels[places])
+
+
+def _resumes(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    _, whole = fit(make=ByStep, callbacks=[save])
+    saved = [torch.load(f"{folder}/step={step}.ckpt", weights_only=True)["state_dict"] for step in (3, 4, 6)]
+    assert all(each.equal(saved[0][name]) for name, each in saved[1].items())  # what is evaluated is saved
+    assert not saved[2]["head.0.weight"].equal(saved[0]["head.0.weight"])
+    again = [fit(make=ByStep, resume=f"{folder}/step={step}.ckpt")[1] for step in (2, 3, 4, 5)]
+    return [parameters(each).equal(parameters(whole)) for each in again]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, size):
+    assert pools[size].run(_resumes, str(tmp_path)) == [[True] * 4] * size
+
+
+def _elsewhere(folder):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(1)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=Averaging(),
+            max_steps=6,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(ByStep("adamw"), loader(digits()), ckpt_path=f"{folder}/step=4.ckpt")
+    return [str(each.message) for each in caught if "begin from the checkpoint's own model" in str(each.message)]
+
+
+def test_another_number_of_ranks_begins_from_the_checkpoints_model(pools, tmp_path):
+    pools[2].run(_resumes, str(tmp_path))
+    said, *_ = pools[3].run(_elsewhere, str(tmp_path))
+    assert "the checkpoint is of 2 ranks, and this run has 3" in said[0]
+
+
+class Terminated(Callback):
+    """SIGTERM arrives on some ranks after the fourth step."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 4 and dist.get_rank() in self.ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminated(folder, ranks):
+    save = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+    strategy = Averaging()
+    with pytest.raises(SIGTERMException):
+        fit(strategy, ByStep, callbacks=[Terminated(ranks), save])
+    stopped = strategy.attempts
+    _, again = fit(make=ByStep, resume=f"{folder}/stopped.ckpt")
+    _, whole = fit(make=ByStep)
+    return stopped, parameters(again).equal(parameters(whole))
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_sigterm_ends_the_run_on_all_ranks_where_they_meet(pools, tmp_path, ranks):
+    assert pools[2].run(_terminated, str(tmp_path), ranks) == [(6, True)] * 2
+
+
+def _left_alone():
+    trainer, _ = fit(max_epochs=1)
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    assert not {LOOP, *HANDLERS, "on_run_end"} & {*vars(loop), *vars(connector), *vars(trainer.fit_loop)}
+    assert trainer.strategy.meeting.signals.taken
+    assert all(hasattr(*each) for each in ((loop, LOOP), *((connector, name) for name in HANDLERS)))
+
+
+def test_lightning_has_what_is_taken_and_gets_it_back(pools):
+    pools[2].run(_left_alone)
+
+
+class Stream(IterableDataset):
+    """No length, and as many batches as this rank's number says more."""
+
+    def __init__(self, more):
+        self.more = more
+
+    def __iter__(self):
+        images, labels = digits().tensors
+        for batch in range(5 + self.more * dist.get_rank()):
+            yield images[batch * 16 : batch * 16 + 16], labels[batch * 16 : batch * 16 + 16]
+
+
+def _refused(what):
+    options = {
+        "unequal": lambda: fit(
+            data=DataLoader(digits(0, 64 + 64 * dist.get_rank()), 16),
+            limit_train_batches=1.0,
+            use_distributed_sampler=False,
+        ),
+        "stream": lambda: fit(data=DataLoader(Stream(2), batch_size=None), limit_train_batches=1.0),
+        "syncbn": lambda: fit(sync_batchnorm=True),
+        "ema": lambda: fit(callbacks=[EMAWeightAveraging()]),
+    }
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        options[what]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("unequal", "different numbers of training batches (4, 8, by rank)"),
+        ("stream", "different numbers of training batches: rank"),
+        ("syncbn", "SyncBatchNorm"),
+        ("ema", "EMAWeightAveraging"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(pools, what, said):
+    for each in pools[2].run(_refused, what):
+        assert said in each
+
+
+def _streams():
+    trainer, model = fit(data=DataLoader(Stream(0), batch_size=None), limit_train_batches=1.0)
+    return trainer.strategy.attempts, parameters(model).numpy()
+
+
+def test_loaders_without_a_length_train_where_they_end_alike(pools):
+    first, second = pools[2].run(_streams)
+    assert first[0] == second[0] == 10
+    assert np.array_equal(first[1], second[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"ddp_comm_hook": print}, "ddp_comm_hook"),
+        ({"model_averaging_period": 4}, "model_averaging_period"),
+        ({"find_unused_parameters": True}, "find_unused_parameters"),
+        ({"bucket_cap_mb": 10}, "bucket_cap_mb"),
+        ({"static_graph": True}, "static_graph"),
+        ({"evry": 2}, "did you mean 'every'"),
+        ({"state": "mean"}, "state='mean'"),
+    ],
+)
+def test_arguments_of_the_wrapper_are_refused_by_name(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        Averaging(**arguments)
+
+
+def test_defaults_of_the_wrapper_are_what_the_command_line_gives():
+    assert Averaging(find_unused_parameters=False, bucket_cap_mb=None, static_graph=False)._ddp_kwargs == {}
