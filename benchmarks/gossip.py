@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     add("--ranks", type=int, default=8)
     add("--rate", default="100mbit", help="of each link, as tc writes it")
     add("--delays", default="0,10", help="milliseconds that a round trip takes at least, by commas")
-    add("--numel", type=int, default=272_474, help="parameters; ResNet-20 has 272,474, ResNet-110 1.7 million")
+    add("--numel", type=int, default=269_722, help="parameters; ResNet-20 has 269,722, ResNet-110 1.7 million")
     add("--compute-ms", type=float, default=50.0, help="what a step computes, asleep")
     add("--steps", type=int, default=64)
     add("--json", type=Path, help="write the figures here")
