@@ -29,41 +29,18 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks._local import LOCAL, ROTATED, Local
 from benchmarks.optimizers import OPTIMIZERS, Reading, read_results
 from lightning_compress import attach
-from lightning_compress.collectives import TorchCollective
-from lightning_compress.local.outer import Outer
-from lightning_compress.local.rounds import Rounds
-from lightning_compress.local.steps import LocalSteps
-from lightning_compress.settings.settings import Settings
 
-ROTATED = {"name": "rotated", "bits": 4}
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
     "rotated 4": {"compressor": ROTATED},
     "powersgd 4": {"compressor": {"name": "powersgd", "rank": 4}},
-    "local_sgd 16": {"rounds": Rounds(16), "outer": "average", "compressor": "none"},
-    "diloco 30": {"rounds": Rounds(30), "outer": "nesterov", "compressor": "none"},
-    "diloco 30, rotated 4": {"rounds": Rounds(30), "outer": "nesterov", "compressor": ROTATED},
-    "diloco 30, rotated 4, streaming": {
-        "rounds": Rounds(30, 3, 5, 0.5),
-        "outer": "nesterov",
-        "compressor": ROTATED,
-    },
-    "sparseloco 30": {
-        "rounds": Rounds(30),
-        "outer": {"lr": 1.0},
-        "compressor": "sparseloco",
-        "residual_decay": 0.95,
-    },
-    "topk 1/64 30": {
-        "rounds": Rounds(30),
-        "outer": {"lr": 1.0},
-        "compressor": {"name": "topk", "density": 1 / 64},
-        "residual_decay": 0.95,
-    },
+    **{name: each for name, each in LOCAL.items() if name not in ("local_sgd 16 streaming", "diloco 30 streaming")},
+    "topk 1/64 30": {**LOCAL["sparseloco 30"], "compressor": {"name": "topk", "density": 1 / 64}},
 }
-"""Arguments of ``attach``; with ``rounds``, of local steps."""
+"""Arguments of ``attach``; with ``rounds``, of ``Local``."""
 RATES, SEEDS, RANKS, STEPS = (5e-3, 1e-2, 2e-2), (0, 1), 4, 600
 
 Run = dict[str, Any]
@@ -74,36 +51,27 @@ def train(run: Run, task: Reading) -> dict[str, float]:
     start = time.perf_counter()
     torch.manual_seed(run["seed"])
     model = task.model()
-    given = {**METHODS[run["method"]], "seed": run["seed"]}
-    rounds, outer = given.pop("rounds", None), given.pop("outer", None)
-    local = None
-    trained: torch.nn.Module = model
-    if rounds is None:
-        trained = DistributedDataParallel(model)
-        compression = attach(trained, **given)
-    else:
-        ranks = [TorchCollective().apart() for _ in range(rounds.fragments)]
-        local = LocalSteps(model, Settings.of(**given, check_drift_every=1), rounds, Outer.of(outer), ranks)
-        compression = local.fragments[0].compression
+    given = METHODS[run["method"]]
+    local = Local(model, given, seed=run["seed"]) if "rounds" in given else None
+    trained = model if local else DistributedDataParallel(model)
+    compression = attach(trained, **given, seed=run["seed"]) if isinstance(trained, DistributedDataParallel) else None
     optimizer = OPTIMIZERS["adamw"](model.parameters(), run["rate"])
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
-    for step in range(1, run["steps"] + 1):
+    for _ in range(run["steps"]):
         optimizer.zero_grad()
         trained(task.batch(generator)).backward()
         optimizer.step()
         falling.step()
         if local is not None:
-            with torch.no_grad():
-                local.after(step)
+            local.after()
     if local is not None:
-        with torch.no_grad():
-            local.finish(run["steps"])
-    each = [compression] if local is None else [fragment.compression for fragment in local.fragments]
-    stats = [one.stats() for one in each]
-    for one in each:
-        one.close()
-    sent, plain = (sum(one[f"total_bytes_{what}"] for one in stats) for what in ("sent", "dense"))
+        local.finish()
+        sent, plain = local.bytes_sent, local.bytes_dense
+        local.close()
+    if compression is not None:
+        sent, plain = compression.meter.bytes_sent, compression.meter.bytes_dense
+        compression.close()
     return {"held_out": task.held_out_loss(model), "ratio": plain / sent, "seconds": time.perf_counter() - start}
 
 

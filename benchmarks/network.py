@@ -4,6 +4,7 @@
     sudo python -m benchmarks.network --rate 100mbit --model alexnet --methods 'DDP,dgc 0.1 %,{"compressor": "fft"}'
     sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
     sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
+    sudo python -m benchmarks.network --rate 100mbit --set local --model transformer --steps 60
     sudo python -m benchmarks.network --rate 100mbit --delay-ms 10          # a round trip of 10 ms: sites far apart
     sudo python -m benchmarks.network --trainer --model resnet20 --methods bf16,onebit --delay-ms 10
 
@@ -32,7 +33,7 @@ from typing import Any
 
 from benchmarks._network.cells import measure, record, replay
 from benchmarks._network.lab import bits_per_second, check_delay
-from benchmarks._network.methods import FACTORS, OURS, PYTORCH, SETS, make, settings
+from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, PYTORCH, SETS, make, settings
 from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw
 from benchmarks._network.replay import SCHEDULES
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for how, found in results(arguments, ranks, rate):
                 cell = {"model": arguments.model, "ranks": ranks, "rate": rate, "delay_ms": arguments.delay_ms} | how
                 show(found, title(cell | found))
-                if arguments.set:
+                if any(name.startswith("fft, ") for name in arguments.methods):
                     show_paper(found, title(cell | found))
                 cells.append(cell | found)
     return cells
@@ -112,7 +113,7 @@ def parse() -> argparse.Namespace:
     add("--trainer", action="store_true", help="train by Lightning, with and without its broadcast in every batch")
     add("--model", choices=MODELS, default="mlp")
     add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}".replace("%", "%%"))
-    add("--set", help=f"methods to compare at equal bits, in place of --methods: {', '.join(SETS)}, by commas")
+    add("--set", help=f"methods to compare, in place of --methods: {', '.join(SETS)} (at equal bits), local; by commas")
     add("--steps", type=int, default=20)
     add("--rounds", type=int, default=2, help="the steps are done in so many rounds")
     add("--warm", type=int, default=4, help="steps in each round before those that count")
@@ -157,9 +158,9 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
         arguments.ranks, arguments.model = [arguments.recorded["ranks"]], arguments.recorded["model"]
         given = arguments.methods or ",".join(arguments.recorded["traces"])
     sets = arguments.set.split(",") if arguments.set else []
-    if unknown := [each for each in sets if each not in SETS]:
-        raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}")
-    named = [name for each in sets for name in SETS[each]]
+    if unknown := [each for each in sets if each not in (*SETS, "local")]:
+        raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}, local")
+    named = [name for each in sets for name in (BESIDE_LOCAL if each == "local" else SETS[each])]
     arguments.methods = [*(() if arguments.trainer else DENSE), *named] if sets else names(given)
     for name in arguments.methods:
         make(name)

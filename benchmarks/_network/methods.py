@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks._local import LOCAL, Local
 from lightning_compress import Compression, attach
 from lightning_compress.backward import sufficient_factors
 
@@ -117,6 +118,10 @@ PAPER = {"DDP": "2.26", "qsgd": "1.31", "terngrad": "1.25", "topk": "1.47"}
 """By what factor fft's training was faster there than with these (AlexNet, 8 GPUs, InfiniBand)."""
 
 
+BESIDE_LOCAL = ["PyTorch fp16", "PyTorch PowerSGD 4", "bf16", "rotated", "powersgd 4", *LOCAL]
+"""What ``--set local`` compares: local steps, and the best of what talks in every step."""
+
+
 def settings(name: str) -> dict[str, Any] | None:
     """Arguments of ``attach`` for a method of ours, by name or as JSON of them; None: it is none of ``attach``.
 
@@ -124,25 +129,35 @@ def settings(name: str) -> dict[str, Any] | None:
         ValueError: there is no such method.
     """
     known = OURS | {label: each for members in SETS.values() for label, each in members.items()}
-    if name in PYTORCH or name in FACTORS:
+    if name in PYTORCH or name in FACTORS or name in LOCAL:
         return None
     found = known[name] if name in known else json.loads(name) if name.startswith("{") else None
     if found is not None:  # the method that is asked for, also where float32 would be faster
         return {"exchange": {"name": "auto", "fallback": "never", "link": LINK}} | found
     raise ValueError(
-        f"unknown method {name!r}; there are {', '.join([*PYTORCH, *FACTORS, *known])}, or JSON such as "
+        f"unknown method {name!r}; there are {', '.join([*PYTORCH, *FACTORS, *LOCAL, *known])}, or JSON such as "
         '{"compressor": "topk", "exchange": "split_gather"}'
     )
 
 
-def make(name: str) -> Callable[[nn.Module], tuple[DistributedDataParallel, Compression | None]]:
+def local(name: str, module: nn.Module) -> Local | None:
+    """The local steps of a method that leaves the model unwrapped; None: it is none."""
+    if name not in LOCAL:
+        return None
+    exchange = {"name": "auto", "fallback": "never", "link": LINK}
+    return Local(module, LOCAL[name], exchange=exchange)
+
+
+def make(name: str) -> Callable[[nn.Module], tuple[nn.Module, Compression | None]]:
     """What wraps a model, by name, or by JSON of the arguments of ``attach``.
 
     Raises:
         ValueError: there is no such method.
     """
     given = settings(name)
-    found: Callable[[nn.Module], tuple[DistributedDataParallel, Compression | None]]
+    if name in LOCAL:
+        return lambda module: (module, None)
+    found: Callable[[nn.Module], tuple[nn.Module, Compression | None]]
     found = (PYTORCH | FACTORS)[name] if given is None else _ours(given)
     return found
 

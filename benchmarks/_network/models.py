@@ -24,6 +24,12 @@ class Recurrent(nn.Module):
         return out
 
 
+def transformer() -> nn.Module:
+    """Five layers of 512 units and 8 heads, 15.8 million parameters."""
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 5, enable_nested_tensor=False)
+
+
 def mlp() -> nn.Module:
     """Four linear layers, 12.5 million parameters."""
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(1768, 1768), nn.ReLU())])
@@ -40,6 +46,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "classifier": (classifier, (8, 4096)),
     "resnet20": (lambda: ResNet(20), (32, 3, 32, 32)),
     "lstm": (Recurrent, (4, 20, 1024)),
+    "transformer": (transformer, (2, 32, 512)),
     "alexnet": (lambda: AlexNet(dropout=0.0), (2, 3, 224, 224)),
     "alexnet_head": (lambda: AlexNet(dropout=0.0).classifier, (8, 9216)),
 }

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks._local import Local
 from benchmarks._network import replay
-from benchmarks._network.methods import make, optimizer
+from benchmarks._network.methods import local, make, optimizer
 from benchmarks._network.models import MODELS, batch
 from benchmarks._network.ping import round_trip_ms
 from benchmarks._network.trace import Recorder, Turn
@@ -43,6 +44,8 @@ def main(arguments: dict[str, Any]) -> None:
 
 class Measuring:
     """Measure the methods in turn, in rounds, so that what disturbs the machine disturbs all alike.
+
+    Of local steps it is the mean of a whole round, in which ranks meet only as the method does.
 
     Args:
         arguments: ``model``, ``methods``, ``steps``, ``rounds``; ``warm``, the steps before measuring (buckets are
@@ -71,6 +74,9 @@ class Measuring:
         """Some steps of a method, on a model of its own."""
         torch.manual_seed(0)
         module = MODELS[self._told["model"]][0]()
+        if alone := local(name, module):
+            self._local_steps(name, module, alone, max(2, steps // alone.every))
+            return
         recorder = Recorder(name, module, self._turn) if self._told.get("record") else None
         model, compression = (recorder.model, recorder.compression) if recorder else make(name)(module)
         stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
@@ -97,6 +103,25 @@ class Measuring:
             known["steps"] += recorder.trace["steps"] if known is not recorder.trace else []
         del model, module, stepper, compression, recorder
         gc.collect()
+
+    def _local_steps(self, name: str, module: torch.nn.Module, local: Local, rounds: int) -> None:
+        """Whole rounds of local steps, after one that does not count; ranks do not meet in between."""
+        stepper, inputs = optimizer(module), batch(self._told["model"], dist.get_rank())
+        with hearing_auto() as said:
+            for number in range(1 + rounds):
+                dist.barrier()
+                already, before, start = local.bytes_sent, int(COUNTER.read_text()), time.perf_counter()
+                for _ in range(local.every):
+                    _step(module, stepper, inputs, None)
+                    local.after()
+                took, promised = time.perf_counter() - start, local.bytes_sent - already
+                dist.barrier()
+                if number:
+                    self._times[name].append(took / local.every)
+                    self._wire[name].append((int(COUNTER.read_text()) - before) // local.every)
+                    self._found["formula_bytes"][name] = promised / local.every
+            local.close()
+        self._found["said"][name] = said
 
 
 def _step(model: torch.nn.Module, stepper: torch.optim.Optimizer, inputs: Tensor, recorder: Recorder | None) -> None:

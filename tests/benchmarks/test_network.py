@@ -44,6 +44,14 @@ def test_lightning_trains_with_and_without_its_broadcast():
 
 
 @root
+def test_local_steps_are_whole_rounds():
+    found = network.measure(2, "1gbit", "transformer", ["no communication", "local_sgd 16 streaming"], 1, 1, warm=1)
+    name = "local_sgd 16 streaming"
+    assert found["wire_bytes"][name] == pytest.approx(found["formula_bytes"][name], rel=0.1)
+    assert found["formula_bytes"][name] == pytest.approx(4 * 15.76e6 / 16, rel=0.02)
+
+
+@root
 def test_links_are_as_slow_as_asked():
     with lab.Lab(2, "10mbit") as built:
         said = subprocess.run(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_compress.codecs import SparseLoCo
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
@@ -16,6 +17,7 @@ from lightning_compress.local.steps import LocalSteps
 from lightning_compress.settings.settings import Settings
 from tests.reference.codecs import topk
 from tests.reference.local_steps import simulate
+from tests.reference.sparse import sparseloco
 
 CPU = torch.device("cpu")
 
@@ -69,15 +71,20 @@ def dense(vectors, _):
     return mean, [{name: np.zeros_like(each) for name, each in own.items()} for own in vectors]
 
 
-def sparse(vectors, number):
-    """Top-k of the one matrix that is large enough; the others as they are."""
+def sparse(vectors, number, method=lambda vector: topk(vector, 0.1, [(0, vector.size)])):
+    """The one matrix that is large enough; the others as they are."""
     mean, left = dense(vectors, number)
     name = "0.weight"
-    both = [topk(each[name].ravel(), 0.1, [(0, each[name].size)]) for each in vectors]
+    both = [method(each[name].ravel()) for each in vectors]
     mean[name] = np.mean([sent.astype(np.float64) for sent, _ in both], axis=0).reshape(vectors[0][name].shape)
     for own, (_, stays) in zip(left, both, strict=True):
         own[name] = stays.reshape(own[name].shape)
     return mean, left
+
+
+def binned(vectors, number):
+    """SparseLoCo's largest and bins."""
+    return sparse(vectors, number, lambda vector: sparseloco(vector, [(0, vector.size)], SparseLoCo(64, 1024)))
 
 
 def rotated(vectors, number):
@@ -100,6 +107,7 @@ METHODS = {
     "none": ({"compressor": "none"}, dense),
     "rotated": ({"compressor": {"name": "rotated", "bits": 4}}, rotated),
     "topk": ({"compressor": {"name": "topk", "density": 0.1, "selection": "exact"}}, sparse),
+    "sparseloco": ({"compressor": {"name": "sparseloco", "k": 64, "block": 1024}}, binned),
 }
 PRESETS = {
     "local_sgd": ("average", 1.0),
@@ -120,7 +128,11 @@ def test_three_rounds_follow_the_simulation(preset, method, size):
     )
 
     def run(collective):
-        chosen = {**settings, "residual_decay": decay, "exchange": "all_gather" if method == "topk" else "auto"}
+        chosen = {
+            **settings,
+            "residual_decay": decay,
+            "exchange": "all_gather" if method in ("topk", "sparseloco") else "auto",
+        }
         return train(collective, Rounds(every), outer, chosen, 3 * every, adamw)[0]
 
     for model in run_threads(size, run):
@@ -338,6 +350,27 @@ def test_bytes_of_averaging_in_every_step_are_told():
     stats = run_threads(2, run)[0]
     assert stats["ratio"] == pytest.approx(4)
     assert stats["total_bytes_dense"] == pytest.approx(8 * 4 * sum(each.numel() for each in make().parameters()))
+
+
+def test_sparseloco_sends_what_its_paper_says():
+    """0.0073 bits a parameter and step to each other rank, in rounds of 30; biases, the bins' means and flags apart."""
+    size, rows, columns = 3, 64, 1024
+
+    def run(collective):
+        model = nn.Linear(columns, rows)
+        settings = Settings.of("sparseloco", "all_gather", min_numel=0, residual_decay=0.95)
+        local = LocalSteps(model, settings, Rounds(30), Outer(), [collective])
+        with torch.no_grad():
+            for step in range(1, 61):
+                for each in model.parameters():
+                    each += torch.randn(each.shape, generator=torch.Generator().manual_seed(step + collective.rank))
+                local.after(step)
+        return local.fragments[0].compression.meter.bytes_sent / 2
+
+    apart = 4 * rows + 16 + 16  # biases in float32, four means, a flag
+    for sent in run_threads(size, run):
+        bits = 8 * (sent / (size - 1) - apart) / (rows * columns) / 30
+        assert bits == pytest.approx(0.00729, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -131,14 +131,14 @@ def test_so_it_is_with_a_scaler_of_each_ranks_own(pools, tmp_path, kind):
     assert pools[2].run(_resumes, kind, str(tmp_path), True) == [[True] * 4] * 2
 
 
-def _elsewhere(path):
+def _elsewhere(path, kind="diloco"):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(1)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
-            strategy=strategy("diloco"),
+            strategy=strategy(kind),
             max_steps=8,
             logger=False,
             enable_progress_bar=False,
@@ -157,6 +157,47 @@ def test_another_number_of_ranks_begins_from_the_anchors(pools, tmp_path):
     assert "the checkpoint is of 2 ranks, and this run has 3" in said[0]
     assert np.array_equal(first, second)
     assert np.array_equal(first, third)
+
+
+def _after(folder):
+    """A checkpoint that is saved when the fit is over, and whose run goes on."""
+    trainer, model = fit(strategy("diloco"), make=ByStep, max_epochs=1)
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    again, other = fit(strategy("diloco"), make=ByStep, resume=f"{folder}/after.ckpt", max_epochs=3)
+    start = torch.load(f"{folder}/after.ckpt", weights_only=True)["state_dict"]
+    assert all(start[name].equal(each) for name, each in model.state_dict().items())
+    return again.strategy.attempts, parameters(other).numpy()
+
+
+def test_a_checkpoint_that_is_saved_after_the_fit_goes_on(pools, tmp_path):
+    first, second = pools[2].run(_after, str(tmp_path))
+    assert first[0] == 12
+    assert np.array_equal(first[1], second[1])
+
+
+class FailsOnOne(ByStep):
+    """Rank 1 raises in the middle of a round."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 4 and dist.get_rank() == 1:
+            raise ArithmeticError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+def _fails(kind, folder):
+    save = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+    fit(strategy(kind), make=FailsOnOne, callbacks=[save])
+
+
+@pytest.mark.parametrize("kind", ["diloco", "streaming"])
+def test_an_exception_in_one_rank_stops_all_and_what_they_save_is_not_taken_for_one_state(pools, tmp_path, kind):
+    codes, said = live(2, tmp_path / "ranks", _fails, kind, str(tmp_path), seconds=20)
+    assert codes == [1, 1], said
+    assert "ArithmeticError: no more" in said[1]
+    assert "terminate called" not in said[0] + said[1]
+    (warned, first), (_, second) = pools[2].run(_elsewhere, f"{tmp_path}/stopped.ckpt", kind)
+    assert warned
+    assert np.array_equal(first, second)
 
 
 class Overflows(ByStep):

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_compress.strategies.signals import HANDLERS, LOOP
+from tests.conformance.test_interrupted import _slurm as slurm_job
 from tests.helpers.training import Net, digits, loader, parameters
 from tests.strategies.averaging import Averaging
 
@@ -208,6 +210,33 @@ def _terminated(folder, ranks):
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 def test_sigterm_ends_the_run_on_all_ranks_where_they_meet(pools, tmp_path, ranks):
     assert pools[2].run(_terminated, str(tmp_path), ranks) == [(6, True)] * 2
+
+
+class Requeued(Callback):
+    """The cluster's signal to save and start again arrives on one rank, in the middle of a round."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _requeued(folder):
+    before = os.environ.copy()
+    os.environ.update(slurm_job(folder))
+    try:
+        options = {"plugins": [SLURMEnvironment()], "default_root_dir": folder}
+        _, whole = fit(make=ByStep, callbacks=[Requeued()], **options)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    saved = torch.load(f"{folder}/hpc_ckpt_1.ckpt", weights_only=True)["global_step"]
+    _, again = fit(make=ByStep, resume="hpc", default_root_dir=folder)
+    return saved, parameters(again).equal(parameters(whole))
+
+
+def test_a_job_that_is_to_be_started_again_is_saved_by_all_ranks_between_two_batches(pools, tmp_path):
+    assert pools[2].run(_requeued, str(tmp_path)) == [(6, True)] * 2
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
 def _left_alone():
