@@ -46,7 +46,7 @@ def check_sums(exchange: str, sums: object) -> None:
 
 def of_sums(sections: Sequence[Section], ranks: int, sums: Sums) -> list[Section]:
     """The sections by the codecs that encode sums of so many ranks."""
-    return [replace(each, method=each.codec.refined(ranks)) if sums == "refined" else each for each in sections]
+    return [replace(each, method=each.codec_of_sums(ranks)) if sums == "refined" else each for each in sections]
 
 
 class ExchangePlan(ABC):
