@@ -10,7 +10,7 @@ A stage compares what makes up for errors (``_optimizers/stages.py``): its ranks
 run, and runs that are there are not repeated.
 
 Without a stage, ranks are processes. A character LSTM on real text (``--root``) reads 16 excerpts of 64 characters of
-the English captions of Multi30k a rank and step; a small MLP learns a function from 16 examples of noise a rank and step.
+the English captions of Multi30k a rank and step; a small MLP learns a function from 16 examples of noise.
 The learning rate falls linearly to
 0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all), and no method has
 one of its own. A run takes half a minute on two idle cores. Runs that the JSON file has already are not repeated, so

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks._optimizers.stages import LIMITS, SETTINGS, STAGES, Stage
 
-FIELDS = ["stage", "setting", "seed", "held_out", "training", "bits", "run_bits", "seconds"]
+FIELDS = ["stage", "setting", "seed", "held_out", "training", "message_bits", "bits", "run_bits", "seconds"]
 Row = dict[str, str]
 
 

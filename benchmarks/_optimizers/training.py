@@ -24,8 +24,11 @@ MODELS: dict[str, type[nn.Module]] = {"lstm": CharLSTM, "transformer": CharTrans
 
 
 def run(name: str, stage: Stage, seed: int, root: Path) -> dict[str, float]:
-    """Train once: loss on held-out text, bits an element of a message, and those sent in the last step
-    and in the whole run (32 for an all-reduce of float32), seconds.
+    """Train once.
+
+    Returns:
+        loss on held-out text; bits an element of a message, and of those sent in the last step and in the whole run,
+        of which an all-reduce of float32 has 32; seconds.
     """
     start, text = time.perf_counter(), read_text(root)
     torch.manual_seed(seed)
