@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_compress.codecs import Method
 from lightning_compress.core.registry import build, describe
+from lightning_compress.corrections import Correction
 from lightning_compress.corrections.loco import LoCo
 
 Compensation = Literal["none", "classical"] | LoCo
@@ -112,21 +113,26 @@ def read_feedback(given: object) -> tuple[Compensation | None, bool]:
     )
 
 
-def check_feedback(feedback: Compensation | None, corrected: object, shapes_residual: bool) -> None:
-    """Refuse what goes with a residual only, where the user named another way.
+def check_feedback(
+    feedback: Compensation | None, given: object, correction: Correction | None, shapes_residual: bool
+) -> None:
+    """Refuse ways that do not go together.
 
     Args:
-        feedback: what the user named, if anything.
-        corrected: the compressor, if it has a correction.
+        feedback: what the user named for errors, if anything.
+        given: the compressor.
+        correction: its own, if it has one.
         shapes_residual: settings of a residual were given.
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: they do not.
     """
+    if correction and correction.replaces_residual and (feedback not in (None, "none") or shapes_residual):
+        raise ValueError(f"error_feedback={feedback!r}: {given} keeps no residual, but estimates; leave it out")
     if not isinstance(feedback, LoCo):
         return
-    if corrected:
-        raise ValueError(f"error_feedback={feedback}: {corrected} counts on a residual; set it to null")
+    if correction:
+        raise ValueError(f"error_feedback={feedback}: {given} counts on a residual; set it to null")
     if shapes_residual:
         raise ValueError(
             f"error_feedback={feedback}: residual_decay, residual_dtype and residual_follows_lr are of a residual, and "

@@ -247,7 +247,7 @@ class Settings:
             schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
             **chosen,
         )
-        check_feedback(feedback, given if correction else None, made._shapes_residual)
+        check_feedback(feedback, given, correction, made._shapes_residual)
         if isinstance(given, Automatic) and len(made.candidates) == 1:
             raise ValueError(
                 f"exchange={pattern} carries none of what compressor='auto' chooses among "
@@ -282,6 +282,8 @@ class Settings:
         """What makes up for what the method does not send."""
         if self.feedback is not None:
             return "none" if isinstance(self.feedback, LoCo) and isinstance(method, Dense) else self.feedback
+        if self.correction and self.correction.replaces_residual:
+            return "none"
         known = None if self.correction or self._shapes_residual else self.optimizer
         return dict(self.decided).get(name_of(method)) or automatic(method, known)
 
