@@ -48,6 +48,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "onebit, loco, warm-up": {"compressor": "onebit", "error_feedback": LOCO, "warmup_steps": 30},
     "onebit, none, warm-up": {"compressor": "onebit", "error_feedback": False, "warmup_steps": 30},
     "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 60}},
+    **{
+        f"adam_mask {100 * density:g} %, {rest}": {
+            "compressor": {"name": "adam_mask", "density": density, "rest": rest}
+        }
+        for density in (0.02, 0.06)
+        for rest in ("residual", "moment")
+    },
+    "adam_mask 2 %, loco": {"compressor": {"name": "adam_mask", "density": 0.02}, "error_feedback": LOCO},
+    "adam_mask 6 %, loco": {"compressor": {"name": "adam_mask", "density": 0.06}, "error_feedback": LOCO},
+    **{
+        f"ef21 {eta}, {name}": {"compressor": {"name": "ef21", "eta": eta, "quantiser": quantiser}}
+        for eta in (0.1, 0.5)
+        for name, quantiser in (("onebit", "onebit"), ("topk 3 %", _topk(0.03)))
+    },
     "powersgd": {"compressor": {"name": "powersgd", "rank": 4}},
 }
 """Arguments of ``Settings.of``, by the name of the row."""
