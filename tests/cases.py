@@ -31,7 +31,7 @@ from lightning_compress.codecs import (
     Wangni,
 )
 from lightning_compress.core.layout import Layout, Segment
-from lightning_compress.reducers import PowerSGD, Reducer, SignSGD, Sketch, TernGradShared
+from lightning_compress.reducers import AdamMask, PowerSGD, Reducer, SignSGD, Sketch, TernGradShared
 from tests import sparse_sizes
 from tests.reference import codecs as reference
 from tests.reference import sparse as sparse_reference
@@ -392,6 +392,8 @@ CASES = [
     ),
     Case("atomo", ATOMO(rank=2), _atomo_bytes, lossless=ATOMO(rank=10**6)),
     Case("powersgd", PowerSGD(rank=2), lossless=PowerSGD(rank=10**6)),
+    Case("adam_mask", AdamMask(density=0.05), lossless=AdamMask(density=1.0), variable=True),  # the first step is dense
+    Case("adam_mask_moment", AdamMask(density=0.05, rest="moment"), variable=True),
     Case("sketch", Sketch(density=0.02), lossless=Sketch(density=1.0)),
 ]
 

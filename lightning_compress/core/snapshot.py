@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 import torch
 
+from lightning_compress.core import blocks
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import Holder, State, States
 
@@ -94,7 +95,10 @@ def reordered(snapshot: Snapshot, shapes: Mapping[str, Sequence[int]], now: Orde
     groups = []
     for group in snapshot["groups"]:
         states = {kind: dict(one) for kind, one in group["states"].items()}
-        for one in states.values():
+        for kind in states:
+            one = states[kind]
+            if not moved.isdisjoint(one["names"]):
+                one = states[kind] = opened(one)
             parts = one["numbers"].split(one["numels"])
             there = [
                 name in moved and part.numel() == math.prod(shapes[name])
@@ -120,6 +124,15 @@ def _permuted(
     return there.permute([list(before).index(each) for each in now]).reshape(-1)
 
 
+def _coded(one: Snapshot) -> Snapshot:
+    """The same in 8 bits, in which nothing is lost where they were before."""
+    parts = []
+    for part in one["numbers"].split(one["numels"]):
+        parts.append(torch.zeros(blocks.coded_bytes(len(part)), dtype=torch.uint8, device=part.device))
+        blocks.encode(part.float(), parts[-1])
+    return one | {"numels": [len(part) for part in parts], "numbers": torch.cat(parts)}
+
+
 def _one(state: State) -> Snapshot:
     numels = [segment.numel for segment in state.layout.segments]
     names = list(state.layout.names)
@@ -133,6 +146,8 @@ def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
         ValueError: there is no place for some of it.
     """
     for kind, one in saved["states"].items():
+        if kind in states and states[kind].committed.dtype == torch.uint8 and one["numbers"].dtype != torch.uint8:
+            one = _coded(one)
         numels = {segment.name: segment.numel for segment in states[kind].layout.segments} if kind in states else {}
         theirs = dict(zip(one["names"], one["numels"], strict=True))
         if lost := [name for name in names if name in theirs and numels.get(name) != theirs[name]]:
@@ -157,8 +172,9 @@ def total(snapshots: Sequence[Snapshot]) -> Snapshot:
     for number, group in enumerate(first["groups"]):
         for kind, one in group["states"].items():
             if one["holder"] != "shared":
-                rows = [each["groups"][number]["states"][kind]["numbers"] for each in snapshots]
-                one["numbers"] = torch.stack(rows).sum(dim=0, dtype=torch.float32)
+                ranks = [opened(each["groups"][number]["states"][kind]) for each in snapshots]
+                one["numels"] = ranks[0]["numels"]
+                one["numbers"] = torch.stack([each["numbers"] for each in ranks]).sum(dim=0, dtype=torch.float32)
     return first
 
 
@@ -167,8 +183,18 @@ def zeroed(snapshot: Snapshot) -> Snapshot:
     for group in snapshot["groups"]:
         for one in group["states"].values():
             if one["holder"] != "shared":
+                one |= opened(one)
                 one["numbers"] = torch.zeros_like(one["numbers"], dtype=torch.float32)
     return snapshot
+
+
+def opened(one: Snapshot) -> Snapshot:
+    """One state of a group with float32 numbers, where they were coded in 8 bits."""
+    if one["numbers"].dtype != torch.uint8:
+        return one
+    parts = [blocks.decode(part) for part in one["numbers"].split(one["numels"])]
+    nothing = torch.zeros(0, device=one["numbers"].device)
+    return one | {"numels": [len(part) for part in parts], "numbers": torch.cat([nothing, *parts])}
 
 
 def scaled(snapshot: Snapshot, holder: str, factor: float) -> Snapshot:
@@ -273,10 +299,10 @@ def _check_one(kind: object, one: object, owners: set[str]) -> None:
         )
     if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
         raise ValueError(f"state {kind!r} has {len(numels)} lengths for {len(names)} parameters, or some below 0")
-    dense = numbers.dtype in (torch.float32, torch.bfloat16) and numbers.layout == torch.strided
+    dense = numbers.dtype in (torch.float32, torch.bfloat16, torch.uint8) and numbers.layout == torch.strided
     plain = type(numbers) is torch.Tensor and not numbers.requires_grad and not numbers.is_meta
     if not dense or not plain or not numbers.is_contiguous():  # one number can be a tensor longer than memory
-        raise ValueError(f"state {kind!r} is no plain float32 or bfloat16 tensor with memory of its own")
+        raise ValueError(f"state {kind!r} is no plain float32, bfloat16 or uint8 tensor with memory of its own")
     if numbers.shape != (sum(numels),):
         raise ValueError(f"state {kind!r} is {numbers.dtype} of shape {tuple(numbers.shape)}, not ({sum(numels)},)")
     if not bool(numbers.isfinite().all()):

@@ -25,7 +25,7 @@ class Declared:
         holder: "rank" where every rank has its own, "shared" where all have the same, "owner" where every element is
             kept by the one rank that owns it and is 0 on the others.
         initial: the first numbers of a segment, ``[numel]``, the same on all ranks; zeros if None.
-        dtype: in which they are kept, float32 or bfloat16.
+        dtype: in which they are kept, float32 or bfloat16; or uint8, the bytes of ``blocks.py``.
     """
 
     layout: Layout

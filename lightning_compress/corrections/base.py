@@ -125,6 +125,9 @@ class Correction(ABC):
     counts_steps: ClassVar[bool] = False
     """It goes by the number of steps, which is that of all optimizers together: there may be one only."""
 
+    replaces_residual: ClassVar[bool] = False
+    """It looks itself after what encoding left, of which no residual is kept."""
+
     @property
     def masks(self) -> bool:
         """It takes what has left a rank's residual for applied, which no exchange may leave in that of another rank."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, TorchCollective, World
@@ -33,6 +35,7 @@ def attach(
     exchange: ExchangeLike = "auto",
     *,
     scale: ScaleSource = lambda: None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     **settings: Any,
 ) -> Compression:
     """Compress the gradient averaging of a bare DistributedDataParallel model.
@@ -46,6 +49,8 @@ def attach(
         exchange: likewise.
         scale: returns what the loss is multiplied by (``lambda: scaler._scale`` with a GradScaler), so that residuals
             survive a change of it; None where there is no scaler.
+        optimizer: the model's, one or several, on which ``error_feedback`` depends where that is left to the method; it
+            need not be given, and then is what it is with SGD.
         **settings: ``error_feedback`` and the others of ``CompressedDDPStrategy``, from ``warmup_steps``
             to ``check_drift_every``; but for those on checkpoints, ``state`` and ``strict_state``. Where a schedule
             goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins.
@@ -58,6 +63,12 @@ def attach(
         ValueError: settings, module or ranks that cannot work together; on every rank.
     """
     chosen = Settings.of(compressor, exchange, **settings)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    if chosen.asks and not optimizers:
+        raise ValueError(
+            "error_feedback='auto' depends on the optimizer; give it as attach(..., optimizer=optimizer), or leave "
+            "error_feedback out for what goes with SGD"
+        )
     checks.check_ddp(ddp)
     if chosen.schedule.by_epoch and not settings.get("schedule") and TorchCollective(ddp.process_group).rank == 0:
         log.warning(
@@ -67,6 +78,7 @@ def attach(
         )
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
     compression = compress(ddp, chosen, scale)
+    compression.stepped_by(optimizers)
     if dist.get_rank(ddp.process_group) == 0:
         say(compression)
     return compression

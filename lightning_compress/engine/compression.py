@@ -23,6 +23,7 @@ from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.nonfinite import FiniteGuard
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
+from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.schedule import Progress
 from lightning_compress.settings.settings import Settings
@@ -235,6 +236,14 @@ class Compression:
         theirs, ours = state["running"]["compressor"], self.settings.running()["compressor"]
         if theirs != ours and self._collective.rank == 0:
             log.warning("the checkpoint was trained with %s; this run goes on with %s", theirs, ours)
+        for callback in self._at_load:
+            callback()
+
+    def stepped_by(self, optimizers: Sequence[Optimizer]) -> None:
+        """These are the model's optimizers, on which ``error_feedback="auto"`` depends; before the first step."""
+        if len(self.groups) or not self.active:
+            return
+        self.settings = self.next_settings = self.settings.stepped_by(kind_of(optimizers))
         for callback in self._at_load:
             callback()
 

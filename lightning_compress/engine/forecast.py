@@ -18,10 +18,11 @@ from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
 from lightning_compress.exchanges import AllReduce, Auto, composite
 from lightning_compress.exchanges.base import META, ExchangePlan
-from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.message import Section, codecs_of
 from lightning_compress.exchanges.nodes import Cluster
 from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
 from lightning_compress.settings.automatic import Automatic, Chosen
+from lightning_compress.settings.compensation import automatic
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings
 
@@ -187,13 +188,22 @@ def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameter
             "runs all the same: name a coarser setting, or compressor='auto', which takes float32 where that is "
             "faster, or exchange={'name': 'auto', 'fallback': 'dense'}"
         )
-    return Forecast(name, way, ratio, f"{name} by {way}, {less}{later}", why, warning)
+    return Forecast(name, way, ratio, f"{name} by {way}, {less}{_compensation(settings)}{later}", why, warning)
+
+
+def _compensation(settings: Settings) -> str:
+    """What makes up for errors, where the optimizer decides, or in another way than in full."""
+    way = settings.compensation(settings.method)
+    if way == automatic(settings.method, None):
+        return ""
+    said = f", error_feedback {way if isinstance(way, str) else label(way)}"
+    return f"{said} since the optimizer is {settings.optimizer}" if settings.feedback is None else said
 
 
 def label(compressor: object) -> str:
     """Its name, its first setting where that is a number, and those that are not the defaults."""
     kind = type(compressor)
-    name = next((name for name, each in COMPRESSORS.items() if each is kind), kind.__name__)
+    name = next((name for name, each in COMPRESSORS.items() if each is kind), getattr(kind, "name", kind.__name__))
     fields = dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ()
     said = []
     for number, field in enumerate(fields):
@@ -226,7 +236,7 @@ def _sections(
 ) -> Iterator[tuple[list[tuple[str, Shape]], Sequence[Section]]]:
     for part in _parts(parameters):
         order, sections = settings.rules.sections(part)
-        yield [part[place] for place in order], sections
+        yield [part[place] for place in order], [settings.fed(each) for each in sections]
 
 
 def _plan(
@@ -237,7 +247,7 @@ def _plan(
     exchange, layout = settings.exchange, Layout.of(part)
     messages = composite.encoded(sections)
     if messages:
-        exchange.measure([section.codec for section in messages], collective, collective, device)
+        exchange.measure(codecs_of(messages), collective, collective, device)
     dry = device if exchange.talks else META
     declared = {f"{composite.EXCHANGE}.{name}": each for name, each in exchange.state(layout).items()}
     states = {

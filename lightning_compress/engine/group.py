@@ -1,14 +1,14 @@
 """One group of parameters: gradients in, mean out, what was not sent kept.
 
 In each backward pass the group takes the first of three kinds of vectors that will do: the gradients where they are, if
-there is nothing but to average them; ``Fed``, gradients added to the residual in one pass; or ``Copied``, with
+there is nothing but to average them; ``Fed``, gradients added in one pass to what was kept; or ``Copied``, with
 everything that may happen to a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -22,10 +22,11 @@ from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import Declared, State, States, place_of
-from lightning_compress.corrections import CorrectionPlan
 from lightning_compress.corrections.clipping import clip_each
-from lightning_compress.engine.gradients import add_gradients, clean, copy_gradients, spoil
+from lightning_compress.corrections.loco import LoCo, LoCoPlan
+from lightning_compress.engine.gradients import add_gradients, clean, copy_gradients
 from lightning_compress.engine.unused import Unused, plan_unused
+from lightning_compress.engine.vectors import Copied, Fed, Pass, pass_on
 from lightning_compress.exchanges import AllReduce, composite
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.exchanges.message import Section
@@ -33,107 +34,11 @@ from lightning_compress.exchanges.straight import average_in_place
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings
 
-RESIDUAL = "residual"
+RESIDUAL, LOCO = "residual", "loco"
 GRADIENT, MEAN = "group gradient", "group mean"
 """Scratch that groups share."""
 _LARGE = 1e30
 """Magnitudes beyond it are those of a run that is lost."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What one backward pass brings to a group.
-
-    Args:
-        slices: the gradients, one-dimensional, in the vector's order.
-        pieces: those that are not empty.
-        plan: the exchange of this step.
-        step: how many steps were committed.
-        scale: what the loss was multiplied by, or None.
-        draws: what random numbers are drawn from, equal on all ranks.
-    """
-
-    slices: list[Tensor]
-    pieces: list[Tensor]
-    plan: ExchangePlan
-    step: int
-    scale: Tensor | None
-    draws: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Fed:
-    """The residual's pending numbers, to which the gradients were added; each mean replaces its gradient.
-
-    Args:
-        vector: float32 ``[numel]``, what is averaged; afterwards what this rank did not send.
-        mean: the gradients that are not empty.
-        flag: float32 scalar, 0.0, or NaN if any rank's gradients are not finite.
-        whole: float32 ``[numel]``, for an exchange that does not write piece by piece; else None.
-    """
-
-    vector: Tensor
-    mean: list[Tensor]
-    flag: Tensor
-    whole: Tensor | None
-
-    @property
-    def summands(self) -> tuple[Tensor, ...]:
-        """What adds up to what is averaged."""
-        return (self.vector,)
-
-    def exchange(self, plan: ExchangePlan, key: int) -> None:
-        """Average over the ranks."""
-        if self.whole is None:
-            plan.mean_pieces(self.vector, self.mean, key, self.flag)
-        else:
-            plan.mean(self.vector, self.whole, key, self.flag)
-            torch._foreach_copy_(self.mean, list(self.whole.split([each.numel() for each in self.mean])))
-
-    def correct(self, correction: CorrectionPlan, compressed: Sequence[slice], step: int) -> None:
-        """Turn the means into what the optimizer is given."""
-        correction.finish(self.mean, self.vector, compressed, step)
-
-    def give(self, slices: list[Tensor]) -> None:
-        """The means are where the gradients were."""
-        _pass_on(self.flag, self.mean)
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A copy of the gradients, for loss scaling, clipping and non-finite values.
-
-    Args:
-        vector: float32 ``[numel]``, what is averaged; afterwards what this rank did not send.
-        mean: float32 ``[numel]``, gets the mean.
-        flag: see ``Fed``.
-        summands: what adds up to what is averaged: ``vector``; or two, which the exchange adds up as it encodes.
-        scale: which the mean is multiplied by, or None.
-    """
-
-    vector: Tensor
-    mean: Tensor
-    flag: Tensor
-    summands: tuple[Tensor, ...]
-    scale: Tensor | None
-
-    def exchange(self, plan: ExchangePlan, key: int) -> None:
-        """Average over the ranks."""
-        if len(self.summands) == 2:
-            plan.mean_of_sum(*self.summands, self.vector, self.mean, key, self.flag)
-        else:
-            plan.mean(self.vector, self.mean, key, self.flag)
-
-    def correct(self, correction: CorrectionPlan, compressed: Sequence[slice], step: int) -> None:
-        """Turn the mean into what the optimizer is given."""
-        correction.after(self.mean, self.vector, compressed, step)
-
-    def give(self, slices: list[Tensor]) -> None:
-        """Replace the gradients by their mean."""
-        if self.scale is not None:
-            self.mean.mul_(self.scale)
-        spoil(self.mean, self.flag)
-        torch._foreach_copy_(slices, list(self.mean.split([each.numel() for each in slices])))
 
 
 class Group:
@@ -185,6 +90,7 @@ class Group:
         )
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in sections)
         corrected = self._make_states(sections, settings.error_feedback and (had_residual or not exact))
+        self._loco = self._plan_loco(sections)
         self._fused = kernels.compiler(device) == "triton"
         embeddings = settings.rules.of_kind("embedding")
         self._unused = plan_unused(sections, self._segments, embeddings, self.states, self.residual, world, unused)
@@ -193,17 +99,20 @@ class Group:
         )
         if self._correction and self._correction.idle:
             self._correction = None
-        fed = [replace(each, fed_back=bool(self._correction) or settings.feeds_back(each.method)) for each in sections]
+        fed = [settings.fed(each) for each in sections]
+        fed = [replace(each, fed_back=True) for each in fed] if self._correction else fed
         self._exchange = composite.plan_group(fed, settings.exchange, self._world, self.states)
         self._dense: ExchangePlan | None = None
-        self._unfed = [each.span for each in sections if not settings.feeds_back(each.method)]
+        self._unfed = [each.span for each in sections if settings.compensation(each.method) == "none"]
+        self._loco_fed = [each.span for each in sections if isinstance(settings.compensation(each.method), LoCo)]
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
         means = all(each.method.conserves for each in sections)
         self._unscales = bool(self.states) or settings.local_clip_norm is not None or not means
         self._sections = composite.encoded(sections)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
-        self._plain = self.residual is not None and not special and device.type == "cpu" and not self._fused
+        one = (self.residual is None) != (self._loco is None)
+        self._plain = one and not special and device.type == "cpu" and not self._fused
         self._fuses = self._fused and not halved
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
         self._limit = min((each.codec.limit(collective.size) for each in self._sections), default=torch.inf)
@@ -223,6 +132,16 @@ class Group:
         }
         self._always = [self.states[name] for name in (*kept, *corrected, *exchanged)]
         return {name: self.states[name] for name in corrected}
+
+    def _plan_loco(self, sections: Sequence[Section]) -> LoCoPlan | None:
+        """The errors of those sections that have any, of which settings there is one."""
+        ways = [(each, self.settings.compensation(each.method)) for each in sections]
+        found = [(section, way) for section, way in ways if isinstance(way, LoCo)]
+        if not found:
+            return None
+        made = LoCo.state([each for section, _ in found for each in section.layout.segments])
+        self.states[LOCO] = State(made.layout, self._device, dtype=made.dtype)
+        return LoCoPlan(found[0][1], self.layout, self.states[LOCO])
 
     @property
     def residual(self) -> State | None:
@@ -275,6 +194,10 @@ class Group:
             unused.clear(vector.vector, vector.mean)
         if self._correction:
             vector.correct(self._correction, compressed, step)
+        if self._loco and given.plan is not self._dense:
+            self._loco.keep(vector.vector, self._sent_dense(given.plan), step)
+            for place in self._loco_fed if self.residual is not None else ():
+                vector.vector[place].zero_()
         if unused:
             unused.restore(vector.vector)
         if self._rounding and self.residual is not None:
@@ -300,7 +223,7 @@ class Group:
             return None
         flag = self._note((extremes * 0.0).sum(), pieces)
         straight.mean(pieces, flag)
-        return _pass_on(flag, pieces)
+        return pass_on(flag, pieces)
 
     def _goes_straight(self, given: Pass, pieces: Sequence[Tensor]) -> bool:
         """Whether what is sent is all there is: nothing is added to the gradients, and nothing of them is kept."""
@@ -313,18 +236,24 @@ class Group:
     def _fed(self, given: Pass) -> Fed | None:
         """Gradient and residual added up in one pass: the usual case on a CPU; None where it is another."""
         residual, decay = self.residual, self.settings.residual_decay
-        if residual is None or not self._plain or given.scale is not None or residual.touched:
+        if not self._plain or given.scale is not None or (residual and residual.touched):
             return None
-        if self._correction:
-            added = decay == 1 and self._correction.feed(given.pieces, residual)
+        if self._loco:
+            vector = self._take(MEAN)
+            added = self._loco.feed(given.pieces, vector, self._sent_dense(given.plan), given.step)
         else:
-            added = add_gradients(given.pieces, residual, decay)
+            assert residual is not None
+            vector = residual.pending
+            if self._correction:
+                added = decay == 1 and self._correction.feed(given.pieces, residual)
+            else:
+                added = add_gradients(given.pieces, residual, decay)
         if not added:
             return None
         if unused := self._unused_of(given.plan):
             unused.look(None)
         whole = None if given.plan.in_pieces else self._take(GRADIENT)
-        return Fed(residual.pending, given.pieces, torch.zeros((), device=self._device), whole)
+        return Fed(vector, given.pieces, torch.zeros((), device=self._device), whole)
 
     def _copied(self, given: Pass) -> Copied:
         """Gradients copied, cleaned, unscaled, clipped and corrected, and the residual added."""
@@ -344,6 +273,8 @@ class Group:
             unused.look(gradient)
         if self._correction:
             self._correction.before(gradient, self._lossy(given.plan), given.step)
+        if self._loco:
+            self._loco.add(gradient, self._sent_dense(given.plan), given.step)
         if self.residual is None:
             return Copied(gradient, self._take(MEAN), flag, (gradient,), scale)
         again = bool(self.residual.touched)
@@ -373,6 +304,10 @@ class Group:
         keeps = self._unused is not None and self._unused.keeps
         return self._unused if keeps or plan.straight is None else None
 
+    def _sent_dense(self, plan: ExchangePlan) -> Sequence[slice]:
+        """What is sent as it is, and no error with it."""
+        return [slice(0, self.layout.numel)] if plan is self._dense else plan.dense_spans
+
     def _lossy(self, plan: ExchangePlan) -> list[slice]:
         """The sections of which something stays behind."""
         return [place for place in self._compressed if not plan.is_dense(place)]
@@ -383,14 +318,6 @@ class Group:
             named = zip(self._segments, pieces, strict=True)
             self.nonfinite = [segment.name for segment, each in named if not each.isfinite().all()]
         return flag
-
-
-def _pass_on(flag: Tensor, means: Sequence[Tensor]) -> Tensor:
-    """Make means NaN where the flag is, on a CPU; on a device what was averaged in place has it. Returns the flag."""
-    if flag.device.type == "cpu" and float(flag) != 0.0:
-        for each in means:
-            each.add_(flag)
-    return flag
 
 
 def _extremes(slices: Sequence[Tensor]) -> Tensor:

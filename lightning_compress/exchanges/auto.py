@@ -20,7 +20,7 @@ from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.base import META, Exchange, ExchangePlan
 from lightning_compress.exchanges.composite import CompositePlan
 from lightning_compress.exchanges.cost import CODES, COPIES, LISTS, Link, Speeds
-from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.message import Section, codecs_of
 from lightning_compress.exchanges.nodes import nodes_of, plan_parts
 from lightning_compress.exchanges.probe import Measured, kind_of
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
@@ -133,7 +133,7 @@ class Auto(Exchange):
         collective = world.collective
         if collective.size == 1:
             return _dense(sections, world)
-        self.measure([section.codec for section in sections], collective, collective, world.device)
+        self.measure(codecs_of(sections), collective, collective, world.device)
         choice = self._best(sections, world)
         if collective.rank == 0 and world.device != META:
             self._say(choice, sections)
@@ -149,7 +149,7 @@ class Auto(Exchange):
             world: the ranks, two or more.
             way: the pattern; None: the best.
         """
-        self.measure([section.codec for section in sections], world.collective, world.collective, world.device)
+        self.measure(codecs_of(sections), world.collective, world.collective, world.device)
         dry = world if way is not None and way.talks else world._replace(device=META)
         offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
         spared = all_reduce_rounds(world.collective.size) - offer.plan.cost.rounds
@@ -204,7 +204,7 @@ class Auto(Exchange):
     def _price(self, plan: ExchangePlan, sections: Sequence[Section], ranks: int) -> _Offer:
         """What it costs alone, with no backward to hide behind: on a CPU the hook waits for its messages."""
         work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
-        finer = [(each.layout.numel, self._speeds(each.codec.refined(plan.sum_ranks))) for each in sections]
+        finer = [(each.layout.numel, self._speeds(each.codec_of_sums(plan.sum_ranks))) for each in sections]
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)

@@ -9,17 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import CODECS, Codec, Dense
 from lightning_compress.codecs.base import ALIGNMENT
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, States
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
@@ -27,26 +28,38 @@ from lightning_compress.exchanges.straight import Straight
 
 META = torch.device("meta")
 """Where a plan has no memory: for its cost only, never run."""
-Sums = Literal["refined", "same"]
-"""How an exchange encodes sums: as ``Codec.refined`` says, or as it encodes what a rank sends."""
+Sums = Literal["refined", "same"] | Codec | str | Mapping[str, object]
+"""How an exchange encodes sums: as the section says (``Section.codec_of_sums``), as it encodes what a rank sends, or by
+this codec."""
 
 
-def check_sums(exchange: str, sums: object) -> None:
-    """Refuse what is neither.
+def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec:
+    """What the user gave; a codec by name, by mapping, or as it is.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is nothing of the kind, or a codec that drops most of a sum.
     """
-    if sums not in get_args(Sums):
+    if sums == "refined" or sums == "same":
+        return sums
+    if not isinstance(sums, str | Mapping | Codec) or (isinstance(sums, str) and sums not in CODECS):
         raise ValueError(
             f"{exchange}(sums={sums!r}): it must be 'refined' (sums of unbiased methods take more bits, so that their "
-            "noise averages out) or 'same' (fewer bytes, and more noise)"
+            "noise averages out), 'same' (fewer bytes, and more noise), or a codec, such as {'name': 'rotated', "
+            "'bits': 4}"
         )
+    codec = build(f"{exchange}(sums=...)", sums, CODECS, (Codec,))
+    assert isinstance(codec, Codec)
+    if codec.sparse or not codec.repeatable:
+        raise ValueError(f"{exchange}(sums={codec}): sums are encoded once more, in full; use rotated or qsgd")
+    return codec
 
 
-def of_sums(sections: Sequence[Section], ranks: int, sums: Sums) -> list[Section]:
-    """The sections by the codecs that encode sums of so many ranks."""
-    return [replace(each, method=each.codec.refined(ranks)) if sums == "refined" else each for each in sections]
+def of_sums(sections: Sequence[Section], ranks: int, sums: object) -> list[Section]:
+    """The sections by the codecs that encode sums of so many ranks; ``sums`` is what ``read_sums`` made."""
+    if isinstance(sums, Codec):
+        coarse = [ranks > 1 and not isinstance(each.method, Dense) for each in sections]
+        return [replace(each, method=sums) if by else each for each, by in zip(sections, coarse, strict=True)]
+    return [replace(each, method=each.codec_of_sums(ranks)) if sums == "refined" else each for each in sections]
 
 
 class ExchangePlan(ABC):

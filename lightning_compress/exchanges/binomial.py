@@ -17,7 +17,7 @@ from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, Sums, check_sums, new_messages, of_sums
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, Sums, new_messages, of_sums, read_sums
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
@@ -74,17 +74,17 @@ class Binomial(Exchange):
 
     Args:
         sums: "refined": more bits for the sums of unbiased methods, the more ranks they are of; "same": those of what
-            a rank sends.
+            a rank sends; or a codec for all sums.
 
     Raises:
-        ValueError: sums is neither.
+        ValueError: sums is none of these.
     """
 
     hands_over: ClassVar[bool] = True
     sums: Sums = "refined"
 
     def __post_init__(self) -> None:
-        check_sums("Binomial", self.sums)
+        object.__setattr__(self, "sums", read_sums("Binomial", self.sums))  # frozen
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""

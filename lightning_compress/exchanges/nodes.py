@@ -16,7 +16,7 @@ from lightning_compress.collectives.counting import all_gather_rounds, all_to_al
 from lightning_compress.core.random import mix
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.message import Section, codecs_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def plan_parts(
     collective, device, _ = world
     inside, between = collective.part(nodes), collective.part(list(zip(*nodes, strict=True)))
     parts = [[section.shard(index, inside.size) for section in sections] for index in range(inside.size)]
-    outer.measure([section.codec for section in sections], between, collective, device)
+    outer.measure(codecs_of(sections), between, collective, device)
     plan = outer.plan(side_by_side(parts[inside.rank]), world.among(between))
     return _PartsPlan(parts, plan, inside, device)
 

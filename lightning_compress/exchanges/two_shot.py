@@ -26,10 +26,10 @@ from lightning_compress.exchanges.base import (
     ExchangePlan,
     Sums,
     agree_length,
-    check_sums,
     length_bytes,
     length_rounds,
     of_sums,
+    read_sums,
     rows,
 )
 from lightning_compress.exchanges.cost import Cost
@@ -122,10 +122,12 @@ class TwoShot(Exchange):
 
     Args:
         adagrad: what is added to the root of the history, above 0 (1e-8 is usual), or None for no AdaGrad.
-        sums: "refined": more bits for the second stage of unbiased methods; "same": those of the first.
+        sums: "refined": more bits for the second stage of unbiased methods, and of biased ones whose errors are not fed
+            back in full; "same": those of the first; or a codec for the second stage whatever the first one is, such as
+            ``{"name": "rotated", "bits": 4}``.
 
     Raises:
-        ValueError: adagrad is no such number, or sums is neither.
+        ValueError: adagrad is no such number, or sums is none of these.
     """
 
     hands_over: ClassVar[bool] = True
@@ -133,7 +135,7 @@ class TwoShot(Exchange):
     sums: Sums = "refined"
 
     def __post_init__(self) -> None:
-        check_sums("TwoShot", self.sums)
+        object.__setattr__(self, "sums", read_sums("TwoShot", self.sums))  # frozen
         if self.adagrad is None:
             return
         if isinstance(self.adagrad, bool) or not isinstance(self.adagrad, (int, float)) or not self.adagrad > 0:

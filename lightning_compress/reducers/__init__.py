@@ -11,6 +11,7 @@ from lightning_compress.reducers.terngrad_shared import TernGradShared as TernGr
 from lightning_compress.reducers.signsgd import SignSGD as SignSGD
 from lightning_compress.reducers.powersgd import PowerSGD as PowerSGD
 from lightning_compress.reducers.sketch import Sketch as Sketch
+from lightning_compress.reducers.adam_mask import AdamMask as AdamMask
 from lightning_compress.core.registry import Names, named
 
 REDUCERS: Names[Reducer] = Names(named(globals(), Reducer), Reducer)  # type: ignore[type-abstract]

@@ -77,3 +77,18 @@ class Chosen:
     def was_here(self, kept: Mapping[str, Any]) -> bool:
         """Whether what ``as_primitives`` gave was chosen on this cluster."""
         return kept.get("cluster") == asdict(self.cluster)
+
+
+def check_automatic(given: Automatic, error_feedback: object, schedule: object) -> None:
+    """Refuse what belongs to a method that is named.
+
+    Raises:
+        ValueError: it was given.
+    """
+    if error_feedback not in (None, False, "auto"):
+        raise ValueError(
+            f"error_feedback={error_feedback!r}: {given} chooses among methods that need none; set it to null, or name "
+            "a compressor"
+        )
+    if schedule is not None:
+        raise ValueError(f"schedule={schedule!r}: {given} has no settings that could change; name a compressor")

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -17,9 +17,12 @@ from lightning_compress.codecs import Codec, Dense, Method
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import describe, rebuild
 from lightning_compress.corrections import Corrected, Correction
-from lightning_compress.corrections.clipping import ClipBy, check_by
+from lightning_compress.corrections.clipping import ClipBy
+from lightning_compress.corrections.loco import LoCo
 from lightning_compress.exchanges import Auto, Exchange, Hierarchical
+from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer
+from lightning_compress.settings import readers
 from lightning_compress.settings.arguments import (
     COMPRESSORS,
     CompressorLike,
@@ -27,54 +30,24 @@ from lightning_compress.settings.arguments import (
     ScheduleLike,
     build_compressor,
     build_exchange,
-    read_dtype,
     read_norm,
     read_patterns,
     read_rules,
 )
-from lightning_compress.settings.automatic import Automatic, Chosen
+from lightning_compress.settings.automatic import Automatic, Chosen, check_automatic
+from lightning_compress.settings.compensation import (
+    Compensation,
+    FeedbackLike,
+    Optimizer,
+    automatic,
+    check_feedback,
+    decided_before,
+    described,
+    name_of,
+    read_feedback,
+)
 from lightning_compress.settings.rules import Compressor, Rules
 from lightning_compress.settings.schedule import Schedule, changed
-
-
-def _must(fits: Callable[[Any], bool], be: str) -> Callable[[str, object], object]:
-    def read(name: str, given: object) -> object:
-        if not fits(given):
-            raise ValueError(f"{name}={given!r} must be {be}")
-        return given
-
-    return read
-
-
-def _count(be: str) -> Callable[[str, object], object]:
-    return _must(lambda given: isinstance(given, int) and not isinstance(given, bool) and given >= 0, be)
-
-
-def _one_of(*allowed: str) -> Callable[[str, object], object]:
-    return _must(lambda given: given in allowed, f"one of {', '.join(map(repr, allowed))}")
-
-
-_whole = _count("an integer, 0 or more")
-_truth = _must(lambda given: isinstance(given, bool), "true or false")
-
-
-def _share(name: str, given: object) -> float:
-    if not isinstance(given, (int, float)) or not 0 <= given <= 1:
-        raise ValueError(f"{name}={given!r} must be in [0, 1]; 1 keeps all of it")
-    return float(given)
-
-
-def _dtype(name: str, given: object) -> torch.dtype:
-    return read_dtype(given)
-
-
-def _norm(name: str, given: object) -> float | None:
-    return read_norm(given, None)
-
-
-def _clip_by(name: str, given: ClipBy) -> ClipBy:
-    check_by(name, given)
-    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +58,11 @@ class Settings:
     user gave under this name.
 
     Attributes:
+        error_feedback: a residual is kept.
+        feedback: what the user chose for all methods; None: it follows from the method and the optimizer.
+        asks: the latter was asked for by name, and needs an optimizer.
+        optimizer: its kind, where it is known.
+        decided: what an earlier run did, by method, which goes on.
         chosen: what ``compressor="auto"`` became, which ``compressor`` is then; else None.
     """
 
@@ -93,19 +71,22 @@ class Settings:
     exchange: Exchange
     correction: Correction | None
     error_feedback: bool
-    as_needed: bool
+    feedback: Compensation | None
     schedule: Schedule
-    warmup_steps: Annotated[int, _whole] = 0
-    seed: Annotated[int, _whole] = 0
-    residual_decay: Annotated[float, _share] = 1.0
-    residual_follows_lr: Annotated[bool, _truth] = False
-    residual_dtype: Annotated[torch.dtype, _dtype] = torch.float32
-    local_clip_norm: Annotated[float | None, _norm] = None
-    local_clip_by: Annotated[ClipBy, _clip_by] = "parameter"
-    deterministic: Annotated[bool, _truth] = False
-    on_nonfinite: Annotated[str, _one_of("pass", "skip", "raise")] = "pass"
-    on_drift: Annotated[str, _one_of("error", "resync")] = "error"
-    check_drift_every: Annotated[int, _count("a number of steps, or 0 for never")] = 100
+    asks: bool = False
+    optimizer: Optimizer | None = None
+    decided: tuple[tuple[str, Compensation], ...] = ()
+    warmup_steps: Annotated[int, readers.whole] = 0
+    seed: Annotated[int, readers.whole] = 0
+    residual_decay: Annotated[float, readers.share] = 1.0
+    residual_follows_lr: Annotated[bool, readers.truth] = False
+    residual_dtype: Annotated[torch.dtype, readers.dtype] = torch.float32
+    local_clip_norm: Annotated[float | None, readers.norm] = None
+    local_clip_by: Annotated[ClipBy, readers.clip_by] = "parameter"
+    deterministic: Annotated[bool, readers.truth] = False
+    on_nonfinite: Annotated[str, readers.one_of("pass", "skip", "raise")] = "pass"
+    on_drift: Annotated[str, readers.one_of("error", "resync")] = "error"
+    check_drift_every: Annotated[int, readers.count("a number of steps, or 0 for never")] = 100
     chosen: Chosen | None = None
 
     @property
@@ -151,7 +132,8 @@ class Settings:
         """Whether anything is lost if compression begins anew."""
         kept = self.exchange.state(Layout(()))
         declares = isinstance(self.method, Reducer) or self.correction is not None or bool(kept)
-        return self.error_feedback or declares or self.dense_steps > 0 or bool(self.schedule.courses)
+        loco = any(isinstance(self.compensation(each), LoCo) for each in self.rules.methods)
+        return self.error_feedback or loco or declares or self.dense_steps > 0 or bool(self.schedule.courses)
 
     @property
     def averages(self) -> bool:
@@ -207,7 +189,7 @@ class Settings:
                 raise ValueError(
                     f"exchange={self.exchange} cannot carry {method}, which exchanges by itself; use exchange='auto'"
                 )
-            elif self.feeds_back(method) and not method.conserves:
+            elif self.compensation(method) != "none" and not method.conserves:
                 raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
         for given in (self.compressor, *self._scheduled):
             _, correction = _parts(given)
@@ -224,7 +206,7 @@ class Settings:
         cls,
         compressor: CompressorLike,
         exchange: ExchangeLike = "auto",
-        error_feedback: bool | None = None,
+        error_feedback: FeedbackLike = None,
         *,
         min_numel: int = 1024,
         exclude: Sequence[str] | None = (),
@@ -240,7 +222,7 @@ class Settings:
         """
         given, pattern = build_compressor(compressor), build_exchange(exchange)
         if isinstance(given, Automatic):
-            _check_automatic(given, error_feedback, schedule)
+            check_automatic(given, error_feedback, schedule)
         method, correction = _parts(given)
         if correction and isinstance(pattern, Hierarchical):
             raise ValueError(
@@ -250,23 +232,22 @@ class Settings:
         pattern = pattern.flat() if correction else pattern
         if correction and pattern.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
-        if error_feedback not in (None, True, False):
-            raise ValueError(
-                f"error_feedback={error_feedback!r} must be true, false, or null (on for methods that need it)"
-            )
+        feedback, asks = read_feedback(error_feedback)
         chosen = cls._read(options)
         read_norm(chosen["local_clip_norm"], given)
-        _whole("min_numel", min_numel)
+        readers.whole("min_numel", min_numel)
         made = cls(
             compressor=given,
             rules=Rules(method, min_numel, read_patterns("exclude", exclude), read_rules(rules)),
             exchange=pattern.fixed() if chosen["deterministic"] else pattern,
             correction=correction,
-            error_feedback=bool(error_feedback),
-            as_needed=error_feedback is None,
+            error_feedback=feedback == "classical",
+            feedback=feedback,
+            asks=asks,
             schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
             **chosen,
         )
+        check_feedback(feedback, given, correction, made._shapes_residual)
         if isinstance(given, Automatic) and len(made.candidates) == 1:
             raise ValueError(
                 f"exchange={pattern} carries none of what compressor='auto' chooses among "
@@ -282,24 +263,50 @@ class Settings:
             TypeError: there is no such field.
             ValueError: a value is not allowed.
         """
-        readers = {
+        known = {
             name: hint.__metadata__[0]
             for name, hint in get_type_hints(cls, include_extras=True).items()
             if get_origin(hint) is Annotated
         }
-        for name in given.keys() - readers.keys():
-            close = difflib.get_close_matches(name, [*inspect.signature(cls.of).parameters, *readers], n=1)
+        for name in given.keys() - known.keys():
+            close = difflib.get_close_matches(name, [*inspect.signature(cls.of).parameters, *known], n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"Settings.of() got an unexpected keyword argument {name!r}{meant}")
-        return {name: read(name, given.get(name, getattr(cls, name))) for name, read in readers.items()}
+        return {name: read(name, given.get(name, getattr(cls, name))) for name, read in known.items()}
 
     def bound(self, kinds: Mapping[str, str]) -> Settings:
         """The same for a model whose parameters are of these kinds."""
         return dataclasses.replace(self, rules=self.rules.bound(kinds))
 
+    def compensation(self, method: Method) -> Compensation:
+        """What makes up for what the method does not send."""
+        if self.feedback is not None:
+            return "none" if isinstance(self.feedback, LoCo) and isinstance(method, Dense) else self.feedback
+        if self.correction and self.correction.replaces_residual:
+            return "none"
+        known = None if self.correction or self._shapes_residual else self.optimizer
+        return dict(self.decided).get(name_of(method)) or automatic(method, known)
+
     def feeds_back(self, method: Method) -> bool:
-        """Whether what the method does not send is added to the next gradient."""
-        return method.contractive if self.as_needed else self.error_feedback
+        """Whether what the method does not send is added to the next gradient, in full."""
+        return self.compensation(method) == "classical"
+
+    def fed(self, section: Section) -> Section:
+        """The section with what becomes of its errors."""
+        way, method = self.compensation(section.method), section.method
+        precise = isinstance(method, Codec) and method.contractive and not method.sparse and way != "classical"
+        return dataclasses.replace(section, fed_back=way != "none", precise=precise)
+
+    @property
+    def _shapes_residual(self) -> bool:
+        """The user said something about a residual, and so wants one."""
+        usual = self.residual_decay == 1.0 and self.residual_dtype == torch.float32
+        return not usual or self.residual_follows_lr
+
+    def stepped_by(self, optimizer: Optimizer | None) -> Settings:
+        """The same where an optimizer of this kind steps; before there is any residual."""
+        made = dataclasses.replace(self, optimizer=optimizer, error_feedback=self.feedback == "classical")
+        return made._checked()
 
     def retuned(self, compressor: CompressorLike | None, changes: Mapping[str, object]) -> Settings:
         """The same with another compressor (None: this one), or other settings of it; see ``Compression.retune``.
@@ -326,6 +333,7 @@ class Settings:
         return {
             "compressor": describe(self.compressor, COMPRESSORS),
             "error_feedback": self.error_feedback,
+            "compensations": {name_of(each): described(self.compensation(each)) for each in self.rules.methods},
             "measured": self.exchange.measured(),
             "chosen": self.chosen and self.chosen.as_primitives(),
         }
@@ -350,7 +358,14 @@ class Settings:
         if not isinstance(measured, Mapping | None):
             raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
         exchange = settings.exchange.given(measured or {})
-        return dataclasses.replace(settings, error_feedback=settings.error_feedback or feedback, exchange=exchange)
+        return dataclasses.replace(settings._compensated(running, feedback), exchange=exchange)
+
+    def _compensated(self, running: Mapping[str, object], feedback: bool) -> Settings:
+        """The same that makes up for errors as an earlier run did, unless the user named another way."""
+        named = "classical" if feedback and self.feedback == "none" else self.feedback
+        made = dataclasses.replace(self, decided=decided_before(running, self.rules.methods), feedback=named)
+        keeps = feedback or any(made.feeds_back(each) for each in made.rules.methods)
+        return dataclasses.replace(made, error_feedback=keeps)
 
     def _rebuilt(self, described: object) -> Compressor:
         """The compressor of an earlier run; one from outside is of a class that this run was given, or refused."""
@@ -372,16 +387,6 @@ class Settings:
 
 _AUTO = "auto"
 """The family of runs whose compressor is chosen."""
-
-
-def _check_automatic(given: Automatic, error_feedback: object, schedule: object) -> None:
-    if error_feedback:
-        raise ValueError(
-            f"error_feedback={error_feedback!r}: {given} chooses among methods that need none; set it to null, or name "
-            "a compressor"
-        )
-    if schedule is not None:
-        raise ValueError(f"schedule={schedule!r}: {given} has no settings that could change; name a compressor")
 
 
 def _parts(compressor: Compressor | Automatic) -> tuple[Method, Correction | None]:

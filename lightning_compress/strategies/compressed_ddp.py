@@ -50,7 +50,7 @@ class CompressedDDPMixin(_Base):
         self,
         compressor: Method | Corrected | Automatic | str | dict[str, Any] = "auto",
         exchange: Exchange | str | dict[str, Any] = "auto",
-        error_feedback: bool | None = None,
+        error_feedback: bool | str | dict[str, Any] | None = None,
         warmup_steps: int = 0,
         min_numel: int = 1024,
         exclude: Sequence[str] | None = (),
@@ -121,6 +121,7 @@ class CompressedDDPMixin(_Base):
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
+        self._compression.stepped_by(self.optimizers)
         for optimizer in self.optimizers:
             self._compression.take_over(optimizer)
         adaptive = [type(each).__name__ for each in self.optimizers if "Adam" in type(each).__name__]
@@ -290,9 +291,11 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             Everything stronger is a choice that depends on the optimizer and on the length of the run.
         exchange: the pattern in which messages travel, by name, mapping or object. ``auto`` measures the
             link once and takes what a cost model says: see ``Auto``.
-        error_feedback: add what was not sent to the next gradient. None: on exactly for methods that are biased
-            (topk, onebit), whose theory needs it, and off for casts, where it would gain little for 8 bytes a
-            parameter.
+        error_feedback: what becomes of what was not sent. True: it is added to the next gradient, for 8 bytes a
+            parameter; False: nothing; "loco", or a mapping with its settings: an average of it is, for 2 bytes a
+            parameter, see ``LoCo``. None or "auto": what was measured to go best with the method and the optimizer
+            (``settings/compensation.py``), and where nothing was, True for methods that are biased (topk, onebit),
+            whose theory needs it, and False for the others.
         warmup_steps: optimizer steps with dense averaging before compression begins; 0, since not every method
             needs them.
         min_numel: parameters with fewer elements, and 1-D ones (biases, norms), travel as float32 in the same

@@ -271,6 +271,7 @@ def _average(state: Snapshot, ranks: Collective, summands: int) -> None:
     for group in state["groups"]:
         for _, one in sorted(group["states"].items()):
             if one["holder"] != "shared":
+                one |= snapshot.opened(one)
                 one["numbers"] = one["numbers"].to(torch.float32, copy=True)
                 ranks.all_reduce(one["numbers"])
                 one["numbers"] /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again

@@ -30,6 +30,7 @@ _PAIRS, _HALF = ir.VectorType(ir.IntType(16), LANES // 2), ir.VectorType(ir.IntT
 _RANDOM, _SHORTS = ir.VectorType(ir.IntType(64), LANES // 2), ir.VectorType(ir.IntType(16), 2 * LANES)
 _FIRST, _SECOND = (ir.Constant(_INTS, list(range(start, start + LANES))) for start in (0, LANES))
 _MANY, _BITS = ir.VectorType(_FLOAT, 32), ir.VectorType(ir.IntType(1), 32)
+_BLOCK, _CODES, _WORDS = (ir.VectorType(each, 64) for each in (_FLOAT, ir.IntType(8), _INT))
 
 
 class _Operation:
@@ -332,3 +333,63 @@ def _stand_for(row: _Operation, codes: Any) -> None:
 
 def _each(value: int) -> Any:
     return ir.Constant(_PAIRS, [value] * (LANES // 2))
+
+
+# blocks of 64 and a scale
+
+
+@intrinsic
+def mix_codes(
+    typing: Any, out: Any, at: Any, codes: Any, first: Any, values: Any, index: Any, factor: Any, share: Any
+) -> Any:
+    """``out = codes * factor + values * share``; returns the largest magnitude, as the bits of a float32."""
+
+    def generate(*given: Any) -> Any:
+        block = _Operation(*given)
+        old = _coded(block, 2, 6)
+        mixed = block.builder.fadd(old, block.builder.fmul(block.load(4, _BLOCK), block.spread(7, _BLOCK)))
+        block.store(mixed, 0)
+        return _largest(block, mixed)
+
+    return types.int32(out, at, codes, first, values, index, types.float32, types.float32), generate
+
+
+@intrinsic
+def add_block(typing: Any, out: Any, at: Any, codes: Any, first: Any, values: Any, index: Any, factor: Any) -> Any:
+    """``out = values + codes * factor``; returns the largest magnitude of the values, as the bits of a float32."""
+
+    def generate(*given: Any) -> Any:
+        block = _Operation(*given)
+        values = block.load(4, _BLOCK)
+        block.store(block.builder.fadd(values, _coded(block, 2, 6)), 0)
+        return _largest(block, values)
+
+    return types.int32(out, at, codes, first, values, index, types.float32), generate
+
+
+@intrinsic
+def round_codes(typing: Any, codes: Any, first: Any, tile: Any, index: Any, factor: Any) -> Any:
+    """``codes = tile * factor`` to the nearest, even where there are two, from -127 to 127."""
+
+    def generate(*given: Any) -> Any:
+        block = _Operation(*given)
+        make = block.builder
+        scaled = make.fmul(block.load(2, _BLOCK), block.spread(4, _BLOCK))
+        scaled = block.call("maxnum", block.call("minnum", scaled, _all(127.0, _BLOCK)), _all(-127.0, _BLOCK))
+        nearest = make.bitcast(make.fadd(scaled, _all(1.5 * 2**23, _BLOCK)), _WORDS)  # its last bits are an integer
+        block.store(make.trunc(nearest, _CODES), 0)
+        return block.done()
+
+    return types.void(codes, first, tile, index, types.float32), generate
+
+
+def _coded(block: _Operation, number: int, factor: int) -> Any:
+    make = block.builder
+    return make.fmul(make.sitofp(block.load(number, _CODES), _BLOCK), block.spread(factor, _BLOCK))
+
+
+def _largest(block: _Operation, values: Any) -> Any:
+    make, name = block.builder, "llvm.vector.reduce.umax.v64i32"
+    bits = make.and_(make.bitcast(values, _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * _WORDS.count))
+    known = make.module.globals.get(name)
+    return make.call(known or ir.Function(make.module, ir.FunctionType(_INT, [_WORDS]), name), [bits])

@@ -1,0 +1,97 @@
+"""What is compared, as data: settings of method and compensation, and the stages in which most of them drop out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+LOCO = {"name": "loco", "beta": 0.05}
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"error_feedback": False},
+    "classical": {"error_feedback": True},
+    "half": {"error_feedback": True, "residual_decay": 0.5},
+    "loco": {"error_feedback": LOCO},
+}
+"""What becomes of errors."""
+
+
+def _each(name: str, compressor: object, *ways: str, **more: object) -> dict[str, dict[str, Any]]:
+    return {f"{name}, {way}": {"compressor": compressor, **WAYS[way], **more} for way in ways}
+
+
+def _topk(density: float, **more: object) -> dict[str, object]:
+    return {"name": "topk", "density": density, **more}
+
+
+TWO_SHOT = {"name": "two_shot"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {"compressor": "none"},
+    "rotated 4": {"compressor": {"name": "rotated", "bits": 4}},
+    **_each("onebit", "onebit", *WAYS),
+    **_each("rotated 2", {"name": "rotated", "bits": 2}, *WAYS),
+    **_each("topk 10 %", _topk(0.1), *WAYS),
+    **_each("topk 1 %", _topk(0.01), *WAYS),
+    **_each("onebit, two_shot", "onebit", "classical", exchange={**TWO_SHOT, "sums": "same"}),
+    **_each("onebit, 4 bits of sums", "onebit", "none", "classical", "loco", exchange=TWO_SHOT | {"sums": "rotated"}),
+    **_each("onebit, 8 bits of sums", "onebit", "loco", exchange=TWO_SHOT | {"sums": {"name": "rotated", "bits": 8}}),
+    **_each("onebit, 2 bits of sums", "onebit", "loco", exchange=TWO_SHOT | {"sums": {"name": "rotated", "bits": 2}}),
+    **_each("efsign", "efsign", *WAYS),
+    **_each("rotated 3", {"name": "rotated", "bits": 3}, "none", "loco"),
+    **_each("terngrad", "terngrad", "none", "classical", "loco"),
+    **_each("topk 3 %", _topk(0.03), "classical", "loco"),
+    **_each("topk 3 %, 2 bits", _topk(0.03, values="2bit", indices="rice"), "classical", "loco"),
+    **_each("topk 10 %, 2 bits", _topk(0.1, values="2bit", indices="rice"), "classical", "loco"),
+    "onebit, loco 0.1": {"compressor": "onebit", "error_feedback": {"name": "loco", "beta": 0.1}},
+    "onebit, loco 0.02": {"compressor": "onebit", "error_feedback": {"name": "loco", "beta": 0.02}},
+    "onebit, loco, reset 64": {"compressor": "onebit", "error_feedback": LOCO | {"reset_every": 64}},
+    "onebit 64, loco": {"compressor": {"name": "onebit", "block": 64}, "error_feedback": LOCO},
+    "onebit, loco, warm-up": {"compressor": "onebit", "error_feedback": LOCO, "warmup_steps": 30},
+    "onebit, none, warm-up": {"compressor": "onebit", "error_feedback": False, "warmup_steps": 30},
+    "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 60}},
+    **{
+        f"adam_mask {100 * density:g} %, {rest}": {
+            "compressor": {"name": "adam_mask", "density": density, "rest": rest}
+        }
+        for density in (0.02, 0.06)
+        for rest in ("residual", "moment")
+    },
+    "adam_mask 2 %, loco": {"compressor": {"name": "adam_mask", "density": 0.02}, "error_feedback": LOCO},
+    "adam_mask 6 %, loco": {"compressor": {"name": "adam_mask", "density": 0.06}, "error_feedback": LOCO},
+    **{
+        f"ef21 {eta}, {name}": {"compressor": {"name": "ef21", "eta": eta, "quantiser": quantiser}}
+        for eta in (0.1, 0.5)
+        for name, quantiser in (("onebit", "onebit"), ("topk 3 %", _topk(0.03)))
+    },
+    "powersgd": {"compressor": {"name": "powersgd", "rank": 4}},
+}
+"""Arguments of ``Settings.of``, by the name of the row."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Runs of one model and optimizer.
+
+    Args:
+        best: only so many settings, the best of the stage ``after``; None: all.
+    """
+
+    model: str = "lstm"
+    optimizer: str = "adamw"
+    ranks: int = 4
+    steps: int = 300
+    seeds: int = 2
+    best: int | None = None
+    after: str = ""
+
+
+STAGES = {
+    "screening": Stage(),
+    "long": Stage(steps=1500, seeds=3, best=8, after="screening"),
+    "transformer": Stage("transformer", steps=1500, seeds=3, best=4, after="long"),
+    "ranks": Stage(ranks=8, steps=1500, seeds=3, best=1, after="long"),
+    "sgd": Stage(optimizer="sgd"),
+}
+RATES = {("lstm", "adamw"): 1e-2, ("lstm", "sgd"): 1.0, ("transformer", "adamw"): 3e-3}
+"""The dense run's best: see ``benchmarks/optimizers.py``."""
+LIMITS = (2.1, 1.1, 0.7)
+"""Bits an element up to which the best of a stage goes on, in equal shares, besides the best of all."""

@@ -1,0 +1,104 @@
+"""The file of results, and what follows from it."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks._optimizers.stages import LIMITS, SETTINGS, STAGES, Stage
+
+FIELDS = ["stage", "setting", "seed", "held_out", "training", "message_bits", "bits", "run_bits", "seconds"]
+Row = dict[str, str]
+
+
+def read(path: Path) -> list[Row]:
+    """All runs so far."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, stage: str, setting: str, seed: int, found: dict[str, float]) -> None:
+    """Add a run."""
+    new = not path.exists()
+    with path.open("a") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        figures = {name: f"{value:.6g}" for name, value in found.items()}
+        writer.writerow({"stage": stage, "setting": setting, "seed": seed} | figures)
+
+
+def over_dense(rows: Sequence[Row], stage: str) -> dict[str, list[float]]:
+    """Held-out loss over that of dense averaging with the same seed, by setting."""
+    mine = [row for row in rows if row["stage"] == stage]
+    dense = {row["seed"]: float(row["held_out"]) for row in mine if row["setting"] == "dense"}
+    found: dict[str, list[float]] = {}
+    for row in mine:
+        if row["seed"] in dense:
+            found.setdefault(row["setting"], []).append(float(row["held_out"]) / dense[row["seed"]])
+    return found
+
+
+def bits(rows: Sequence[Row], stage: str, setting: str, field: str = "bits") -> float:
+    """Bits an element and step, of the first run."""
+    return next(float(row[field]) for row in rows if (row["stage"], row["setting"]) == (stage, setting))
+
+
+def chosen(rows: Sequence[Row], stage: Stage) -> list[str]:
+    """The settings of a stage: dense, and those that were best in the one before, some of them within each limit."""
+    if stage.best is None:
+        return list(SETTINGS)
+    losses = over_dense(rows, stage.after)
+    order = sorted((name for name in losses if name != "dense"), key=lambda name: statistics.mean(losses[name]))
+    within = [[name for name in order if bits(rows, stage.after, name) <= limit] for limit in (32.0, *LIMITS)]
+    taken = list(dict.fromkeys(each[place] for place in range(len(order)) for each in within if place < len(each)))
+    return ["dense", *taken[: stage.best]]
+
+
+def pareto(points: dict[str, tuple[float, float]]) -> set[str]:
+    """Those (bits, loss) than which no other one has less of both."""
+    return {
+        name
+        for name, (x, y) in points.items()
+        if not any((a, b) != (x, y) and a <= x and b <= y for a, b in points.values())
+    }
+
+
+def table(rows: Sequence[Row], stage: str) -> Table:
+    """Of a stage, from few bits to many; those of the Pareto front have a star."""
+    made, losses = STAGES[stage], over_dense(rows, stage)
+    what = f"{made.model}, {made.optimizer}, {made.ranks} ranks, {made.steps} steps"
+    shown = Table("setting", "message", "bits", "of the run", "/ dense, by seed", "mean", "", title=f"{stage}: {what}")
+    points = {name: (bits(rows, stage, name), statistics.mean(each)) for name, each in losses.items()}
+    front = pareto(points)
+    for name, (few, mean) in sorted(points.items(), key=lambda item: item[1]):
+        seeds = " ".join(f"{each:.3f}" for each in losses[name])
+        whole = bits(rows, stage, name, "run_bits")
+        message = bits(rows, stage, name, "message_bits")
+        shown.add_row(name, f"{message:.2f}", f"{few:.2f}", f"{whole:.2f}", seeds, f"{mean:.3f}", "*" * (name in front))
+    return shown
+
+
+def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
+    """Loss over dense against bits, with the Pareto front."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    losses = over_dense(rows, stage)
+    points = {name: (bits(rows, stage, name), statistics.mean(each)) for name, each in losses.items()}
+    front = pareto(points)
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    for name, (few, mean) in points.items():
+        axes.plot(few, mean, "o", color="tab:red" if name in front else "tab:gray")
+        axes.annotate(name, (few, mean), textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axes.plot(*zip(*sorted(points[name] for name in front), strict=True), color="tab:red", linewidth=0.8)
+    axes.set(xscale="log", xlabel="bits an element and step, of an all-reduce", ylabel="held-out loss over dense")
+    figure.savefig(path, dpi=120, bbox_inches="tight")

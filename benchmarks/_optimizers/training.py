@@ -1,0 +1,106 @@
+"""One run on ranks that are threads, by the engine that DistributedDataParallel's hook calls."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._language import CharLSTM, CharTransformer, excerpts, read_text
+from benchmarks._optimizers.stages import RATES, SETTINGS, Stage
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.collectives import Collective, run_threads
+from lightning_compress.engine.compression import Compression
+from lightning_compress.settings.settings import Settings
+
+BATCH, LENGTH, LAST = 16, 64, 20
+LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
+"""1 Gbit/s: for which ``auto`` chooses, so that a run is the same wherever it is repeated."""
+MODELS: dict[str, type[nn.Module]] = {"lstm": CharLSTM, "transformer": CharTransformer}
+
+
+def run(name: str, stage: Stage, seed: int, root: Path) -> dict[str, float]:
+    """Train once.
+
+    Returns:
+        loss on held-out text; bits an element of a message, and of those sent in the last step and in the whole run,
+        of which an all-reduce of float32 has 32; seconds.
+    """
+    start, text = time.perf_counter(), read_text(root)
+    torch.manual_seed(seed)
+    model = MODELS[stage.model](text.vocabulary)
+
+    def train(collective: Collective) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        generator = torch.Generator().manual_seed(1000 * seed + collective.rank)
+        return _train(copy.deepcopy(model), SETTINGS[name], stage, seed, collective, text.train, generator)
+
+    ranks = run_threads(stage.ranks, train, timeout=3600)
+    trained = ranks[0].pop("model")
+    return {"held_out": held_out_loss(trained, text.held_out), **ranks[0], "seconds": time.perf_counter() - start}
+
+
+def _train(
+    model: nn.Module,
+    setting: dict[str, Any],
+    stage: Stage,
+    seed: int,
+    collective: Collective,
+    text: Tensor,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    """A rank's part of it; the learning rate falls linearly to 0."""
+    parameters = list(model.parameters())
+    dense = setting["compressor"] == "none"
+    given: dict[str, Any] = {"exchange": {"name": "auto", "link": LINK}, "seed": seed, "check_drift_every": 0} | setting
+    compression = Compression(model, Settings.of(**given), collective, accumulates=False)
+    compression.active = True
+    own = "onebit_adam" in str(setting["compressor"])  # which is Adam itself
+    rate = RATES[stage.model, stage.optimizer]
+    if stage.optimizer == "sgd" or own:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            parameters, rate, momentum=0.0 if own else 0.9, weight_decay=0.01 if own else 0.0
+        )
+    else:
+        optimizer = torch.optim.AdamW(parameters, rate)
+    compression.stepped_by([optimizer])
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, stage.steps)
+    losses = []
+    for _ in range(stage.steps):
+        optimizer.zero_grad()
+        loss = model(excerpts(text, BATCH, LENGTH, generator))
+        loss.backward()
+        compression.reduce(parameters, [each.grad for each in parameters if each.grad is not None])
+        optimizer.step()
+        falling.step()
+        losses.append(float(loss.detach()))
+    stats = compression.stats()
+    compression.close()
+    return {
+        "model": model,
+        "training": sum(losses[-LAST:]) / LAST,
+        "message_bits": message_bits(compression.settings, model),
+        "bits": 32.0 if dense else 32 * stats["bytes_sent"] / stats["bytes_dense"],
+        "run_bits": 32.0 if dense else 32 * stats["total_bytes_sent"] / stats["total_bytes_dense"],
+    }
+
+
+def message_bits(settings: Settings, model: nn.Module) -> float:
+    """Bits an element of what is encoded, of one rank's message; 32 for methods that have none."""
+    named = [(name, tuple(each.shape)) for name, each in model.named_parameters()]
+    _, sections = settings.rules.sections(named)
+    coarse = [each for each in sections if isinstance(each.method, Codec) and not isinstance(each.method, Dense)]
+    size = sum(each.codec.plan(each.layout, torch.device("cpu")).expected_size for each in coarse)
+    return 8 * size / sum(each.layout.numel for each in coarse) if coarse else 32.0
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Tensor) -> float:
+    """Mean loss on half of the held-out text, cut into excerpts of 128 characters."""
+    length = 128
+    rows = text[: len(text) // (length + 1) * (length + 1)].view(-1, length + 1)[::2]
+    return float(model(rows))

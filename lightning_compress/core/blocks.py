@@ -1,0 +1,115 @@
+"""Numbers in 8 bits each: what is kept from step to step and need not be exact, such as an average of errors.
+
+A parameter's n numbers are n codes, int8, followed by a byte for each block of 64 of them, the exponent of its largest
+magnitude. A block's numbers are codes times a power of two, 1/64 to 1/128 of that magnitude: so numbers that were read
+are written as the same bytes again, a copy in float32 may stand for them, and any bytes are finite numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_compress import kernels
+from lightning_compress.core.buffers import CHUNK, pieces
+
+BLOCK = 64
+"""Numbers that share a scale."""
+_LEAST, _MOST, _SHIFT = 6, 253, 23
+"""Exponents of blocks that are not zeros; where a float32 has its exponent."""
+
+
+def coded_bytes(numel: int) -> int:
+    """Bytes of so many numbers."""
+    return numel + -(-numel // BLOCK)
+
+
+def coded_numel(size: int) -> int:
+    """How many numbers so many bytes are; the inverse of ``coded_bytes``."""
+    return size - -(-size // (BLOCK + 1))
+
+
+def encode(values: Tensor, coded: Tensor) -> None:
+    """Write numbers, float32 ``[n]`` and finite, as uint8 ``[coded_bytes(n)]``, each rounded to the nearest."""
+    blend(coded, 0.0, values, 1.0, coded)
+
+
+def decode(coded: Tensor) -> Tensor:
+    """The numbers, float32 ``[n]``, of uint8 ``[coded_bytes(n)]``."""
+    out = torch.zeros(coded_numel(len(coded)), device=coded.device)
+    add(coded, out)
+    return out
+
+
+def add(coded: Tensor, out: Tensor) -> None:
+    """Add what is coded, uint8 ``[coded_bytes(n)]``, to float32 ``[n]``."""
+    codes, scales = _parts(coded)
+    if fast := kernels.backend(__name__, out.device, "numba"):
+        own = out.numpy()
+        fast.add_to(codes.numpy(), scales.numpy(), own, own.view(np.int32), own)
+        return
+    for piece in pieces(len(out), CHUNK):
+        out[piece].add_(_read(codes, scales, piece))
+
+
+def add_to(coded: Tensor, gradient: Tensor, out: Tensor) -> int:
+    """``out = gradient + coded`` on a CPU, in one pass.
+
+    Returns:
+        the largest of the gradient's magnitudes, as the bits of a float32.
+    """
+    codes, scales = _parts(coded)
+    if fast := kernels.backend(__name__, out.device, "numba"):
+        given = gradient.numpy()
+        return int(fast.add_to(codes.numpy(), scales.numpy(), given, given.view(np.int32), out.numpy()))
+    out.copy_(gradient)
+    add(coded, out)
+    return int(gradient.view(torch.int32).bitwise_and(0x7FFFFFFF).max()) if len(gradient) else 0
+
+
+def blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
+    """``new = kept * old + share * values``, rounded to the nearest.
+
+    Args:
+        old: uint8 ``[coded_bytes(n)]``.
+        kept: in [0, 1]; 0: whatever it holds.
+        values: float32 ``[n]``, finite.
+        share: in [0, 1].
+        new: like ``old``, which it may be.
+    """
+    codes, scales = _parts(old)
+    new_codes, new_scales = _parts(new)
+    if fast := kernels.backend(__name__, values.device, "numba"):
+        sources = codes.numpy(), scales.numpy(), np.float32(kept), values.numpy(), np.float32(share)
+        fast.blend(*sources, new_codes.numpy(), new_scales.numpy())
+        return
+    for piece in pieces(len(values), CHUNK):
+        part = _read(codes, scales, piece).mul_(kept).add_(values[piece] * share)
+        blocks = torch.nn.functional.pad(part, (0, -len(part) % BLOCK)).view(-1, BLOCK)
+        exponents = blocks.abs().amax(1).view(torch.int32) >> _SHIFT
+        exponents.masked_fill_(~_valid(exponents), 0)
+        rounded = blocks.mul_(_power(260 - exponents, exponents > 0).unsqueeze(1)).round_().clamp_(-127, 127)
+        new_codes[piece] = rounded.view(-1)[: len(part)].to(torch.int8)
+        new_scales[piece.start // BLOCK : -(-piece.stop // BLOCK)] = exponents.to(torch.uint8)
+
+
+def _parts(coded: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, int8 ``[n]``, and exponents, uint8 ``[blocks]``."""
+    numel = coded_numel(len(coded))
+    return coded[:numel].view(torch.int8), coded[numel:]
+
+
+def _read(codes: Tensor, scales: Tensor, piece: slice) -> Tensor:
+    exponents = scales[piece.start // BLOCK : -(-piece.stop // BLOCK)].to(torch.int32)
+    steps = _power(exponents - _LEAST, _valid(exponents))
+    return codes[piece].float().mul_(steps.repeat_interleave(BLOCK)[: piece.stop - piece.start])
+
+
+def _valid(exponents: Tensor) -> Tensor:
+    return (exponents > _LEAST) & (exponents <= _MOST)
+
+
+def _power(exponents: Tensor, valid: Tensor) -> Tensor:
+    """The powers of two with these exponents of a float32; 0 where they are not valid."""
+    return (torch.where(valid, exponents, 0) << _SHIFT).view(torch.float32)

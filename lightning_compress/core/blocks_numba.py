@@ -1,0 +1,61 @@
+"""Numbers in 8 bits each, read and written in one pass; see ``blocks.py``, whose bits these are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_compress.kernels.numba import kernel, simd
+
+_BLOCK, _LEAST, _MOST = 64, 6, 253
+_EXPONENTS = np.arange(256, dtype=np.int32)
+_VALID = (_EXPONENTS > _LEAST) & (_EXPONENTS <= _MOST)
+_STEPS = (np.where(_VALID, _EXPONENTS - _LEAST, 0).astype(np.int32) << 23).view(np.float32)
+_INVERSES = (np.where(_VALID, 260 - _EXPONENTS, 0).astype(np.int32) << 23).view(np.float32)
+
+
+@kernel
+def add_to(codes, scales, gradient, bits, out):
+    """``out = gradient + coded``.
+
+    Args:
+        codes: int8 ``[n]``.
+        scales: uint8 ``[blocks]``.
+        gradient: float32 ``[n]``.
+        bits: the same memory as int32.
+        out: float32 ``[n]``, written; may be the gradient.
+
+    Returns:
+        the largest of the gradient's magnitudes, as the bits of a float32.
+    """
+    largest, whole = np.int32(0), len(out) // _BLOCK * _BLOCK
+    for number in range(whole // _BLOCK):
+        first = number * _BLOCK
+        found = simd.add_block(out, first, codes, first, gradient, first, _STEPS[scales[number]])
+        largest = max(largest, found)
+    for index in range(whole, len(out)):
+        largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
+        out[index] = gradient[index] + np.float32(codes[index]) * _STEPS[scales[-1]]
+    return largest
+
+
+@kernel
+def blend(codes, scales, kept, values, share, new_codes, new_scales):
+    """``new = kept * old + share * values``; see ``blocks.py``."""
+    tile = np.empty(_BLOCK, np.float32)
+    whole = len(values) // _BLOCK * _BLOCK
+    for number in range(whole // _BLOCK):
+        first = number * _BLOCK
+        factor = _STEPS[scales[number]] * kept
+        exponent = simd.mix_codes(tile, 0, codes, first, values, first, factor, share) >> 23
+        new_scales[number] = exponent if _LEAST < exponent <= _MOST else 0
+        simd.round_codes(new_codes, first, tile, 0, _INVERSES[exponent])
+    if whole < len(values):
+        tile[:] = 0
+        factor = _STEPS[scales[-1]] * kept
+        for index in range(whole, len(values)):
+            tile[index - whole] = np.float32(codes[index]) * factor + values[index] * share
+        exponent = np.abs(tile).view(np.int32).max() >> 23
+        new_scales[-1] = exponent if _LEAST < exponent <= _MOST else 0
+        for index in range(whole, len(values)):
+            nearest = np.rint(tile[index - whole] * _INVERSES[exponent])
+            new_codes[index] = np.int8(np.int32(min(max(nearest, np.float32(-127)), np.float32(127))))

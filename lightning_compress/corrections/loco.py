@@ -1,0 +1,136 @@
+"""LoCo: error feedback by a slow average of the errors, in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress import kernels
+from lightning_compress.core import blocks
+from lightning_compress.core.layout import Layout, Segment
+from lightning_compress.core.state import Declared, State, place_of
+
+
+@dataclass(frozen=True)
+class LoCo:
+    """Add an average of the errors so far to the gradient, not the last error itself.
+
+    On every rank, with the error e, which is 0 at first and after every ``reset_every`` steps::
+
+        h = g + e;   send q = C(h);   e <- (1 - beta) e + beta (h - q)
+
+    Classical error feedback (``e <- h - q``) sends an error in full in the next step, where Adam takes it for variance
+    of the gradient. This one sends, of a single error, ``beta`` in the next step and less in each one after, so that
+    what arrives late arrives smoothly. Conserved is what each step does, not their sum: with all ranks'
+    ``r = (e_after - (1 - beta) e) / beta``, ``W * mean + sum(r) == sum(g + e)`` to the rounding of e.
+
+    The error is kept in 8 bits: codes with a power of two for 64 of them (``core/blocks.py``), rounded to the nearest.
+    State: ``loco``, with its second buffer 2.03 bytes a parameter. Sums at owners travel in 4 bits or more, whatever
+    the codec, since this feedback would not bring back what their encoding leaves (``Section.precise``).
+
+    Args:
+        beta: share of the last error in the average, in (0, 1]; smaller is smoother and forgets later.
+        reset_every: optimizer steps after which the error begins at 0 again, or None for never.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Xie, Lin, Toh, Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", arXiv 2407.04480. The
+    8-bit format here is not theirs, and neither is ``reset_every``'s default.
+    """
+
+    name: ClassVar[str] = "loco"
+    beta: float = 0.05
+    reset_every: int | None = 512
+
+    def __post_init__(self) -> None:
+        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0 < self.beta <= 1:
+            raise ValueError(f"LoCo(beta={self.beta!r}): beta must be in (0, 1]; try 0.05")
+        every = self.reset_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"LoCo(reset_every={every!r}): it must be a number of steps, 1 or more, or null for never")
+
+    @staticmethod
+    def state(segments: Sequence[Segment]) -> Declared:
+        """The errors of these parameters, coded."""
+        layout = Layout.of((each.name, (blocks.coded_bytes(each.numel),)) for each in segments)
+        return Declared(layout, dtype=torch.uint8)
+
+    def fresh(self, step: int) -> bool:
+        """Whether the error begins at 0 in this step."""
+        return self.reset_every is not None and step % self.reset_every == 0
+
+
+class LoCoPlan:
+    """The errors of one group.
+
+    Args:
+        settings: of the method.
+        layout: of the group's vectors.
+        state: what ``LoCo.state`` declared.
+    """
+
+    def __init__(self, settings: LoCo, layout: Layout, state: State) -> None:
+        self._settings, self.state = settings, state
+        coded = {segment.name: place_of(segment) for segment in state.layout.segments}
+        self._segments = [each for each in layout.segments if each.numel]
+        self._coded = [coded.get(each.name) for each in self._segments]
+
+    def add(self, vector: Tensor, dense: Sequence[slice], step: int) -> None:
+        """Add the errors to a vector, but in the slices that are sent as they are."""
+        if (base := self._base(step)) is None:
+            return
+        for segment, place in zip(self._segments, self._coded, strict=True):
+            if place is not None and not _inside(segment, dense):
+                blocks.add(base[place], vector[place_of(segment)])
+
+    def feed(self, gradients: Sequence[Tensor], vector: Tensor, dense: Sequence[slice], step: int) -> bool:
+        """Write gradients and errors to a vector in one pass, on a CPU.
+
+        Args:
+            gradients: one-dimensional, contiguous, of the parameters that are not empty, in order.
+            vector: float32, written.
+            dense: as in ``add``.
+            step: likewise.
+
+        Returns:
+            whether every gradient is float32 and finite and none is all zeros; if not, the vector has no meaning.
+        """
+        base = self._base(step)
+        for segment, place, gradient in zip(self._segments, self._coded, gradients, strict=True):
+            if gradient.dtype != torch.float32:
+                return False
+            out = vector[place_of(segment)]
+            if base is None or place is None or _inside(segment, dense):
+                largest = int(out.copy_(gradient).abs().view(torch.int32).max())
+            else:
+                largest = blocks.add_to(base[place], gradient, out)
+            if not kernels.sound(largest):
+                return False
+        return True
+
+    def keep(self, vector: Tensor, dense: Sequence[slice], step: int) -> None:
+        """Take what was not sent into the errors."""
+        old, new = self.state.base(), self.state.pending
+        beta = self._settings.beta
+        kept = 0.0 if self._base(step) is None else 1.0 - beta
+        for segment, place in zip(self._segments, self._coded, strict=True):
+            if place is None:
+                continue
+            if not _inside(segment, dense):
+                blocks.blend(old[place], kept, vector[place_of(segment)], beta, new[place])
+            elif new is not old:
+                new[place] = old[place]
+
+    def _base(self, step: int) -> Tensor | None:
+        """The errors so far; None where they begin at 0."""
+        begins = self._settings.fresh(step) and not self.state.touched
+        return None if begins else self.state.base()
+
+
+def _inside(segment: Segment, spans: Sequence[slice]) -> bool:
+    return any(each.start <= segment.offset and segment.end <= each.stop for each in spans)

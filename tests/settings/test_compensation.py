@@ -1,0 +1,123 @@
+"""What makes up for errors follows from method and optimizer, unless the user or a checkpoint says otherwise."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress import attach
+from lightning_compress.corrections.loco import LoCo
+from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
+from lightning_compress.settings.compensation import KINDS, TABLE, automatic, kind_of
+from lightning_compress.settings.settings import Settings
+
+WEIGHT = [nn.Parameter(torch.zeros(3))]
+ADAM = torch.optim.AdamW(WEIGHT)
+SGD = torch.optim.SGD(WEIGHT, 0.1)
+
+
+def of(settings):
+    return settings.compensation(settings.method)
+
+
+def test_the_table_is_of_what_there_is():
+    assert len({(row.method, row.optimizer) for row in TABLE}) == len(TABLE)
+    for row in TABLE:
+        method = COMPRESSORS[row.method]()
+        assert row.optimizer in KINDS.values()
+        assert row.measured
+        assert row.compensation != automatic(method, None), "then no row is needed"
+        assert automatic(method, row.optimizer) == row.compensation
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "kind"),
+    [([ADAM], "adam"), ([SGD], "sgd"), ([SGD, ADAM], "adam"), ([], None), ([torch.optim.RMSprop(WEIGHT)], None)],
+)
+def test_kinds(optimizers, kind):
+    assert kind_of(optimizers) == kind
+
+
+@pytest.mark.parametrize("given", [None, "auto"])
+def test_it_follows_from_both(given):
+    settings = Settings.of("onebit", error_feedback=given)
+    assert of(settings) == of(settings.stepped_by("sgd")) == "classical"
+    adam = settings.stepped_by("adam")
+    assert of(adam) == LoCo()
+    assert not adam.error_feedback
+    assert settings.asks is (given == "auto")
+    assert of(adam.retuned("topk", {})) == "classical"
+    assert of(Settings.of("bf16", error_feedback=given).stepped_by("adam")) == "none"
+
+
+@pytest.mark.parametrize(
+    "named", [{"error_feedback": True}, {"residual_decay": 0.5}, {"residual_dtype": "bfloat16"}, {"compressor": "topk"}]
+)
+def test_what_the_user_says_is_done(named):
+    assert of(Settings.of(**{"compressor": "onebit"} | named).stepped_by("adam")) == "classical"
+    assert of(Settings.of("onebit", error_feedback=False).stepped_by("adam")) == "none"
+
+
+def test_a_correction_keeps_its_residual():
+    assert of(Settings.of({"name": "onebit_adam", "quantiser": "onebit"}).stepped_by("adam")) == "classical"
+
+
+def test_a_run_goes_on_as_it_was():
+    plain, adam = Settings.of("onebit"), Settings.of("onebit").stepped_by("adam")
+    earlier = plain.running()
+    del earlier["compensations"]  # of a version that did not look at the optimizer
+    for state in (plain.running(), earlier):
+        resumed = adam.resumed(copy.deepcopy(state))
+        assert of(resumed) == "classical"
+        assert resumed.error_feedback
+    assert of(plain.resumed(adam.running())) == LoCo()
+    assert of(Settings.of("onebit", error_feedback={"name": "loco", "beta": 0.2}).resumed(adam.running())).beta == 0.2
+    loco = Settings.of("onebit", error_feedback={"name": "loco", "beta": 0.2})
+    assert of(plain.resumed(loco.running())).beta == 0.2
+
+
+@pytest.mark.parametrize("wrong", [3, ["loco"], {"OneBit": "nothing"}, {"OneBit": {"name": "loco", "beta": 7}}])
+def test_a_state_that_says_nothing_of_the_kind(wrong):
+    with pytest.raises(ValueError, match=r"compensation|beta"):
+        Settings.of("onebit").resumed(Settings.of("onebit").running() | {"compensations": wrong})
+
+
+def _attached(optimizer, feedback):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(64, 48))
+    made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}.get(optimizer)
+    stepping = made(model.parameters(), 0.01) if made else torch.optim.AdamW(model.parameters(), 0.01)
+    compression = attach(model, "onebit", error_feedback=feedback, optimizer=stepping if made else None)
+    for _ in range(2):
+        stepping.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        stepping.step()
+    kinds = {kind for group in compression.groups for kind in group.states}
+    summary = compression.summary
+    compression.close()
+    return kinds, summary
+
+
+def _all_attached():
+    return [_attached(optimizer, None) for optimizer in ("adamw", "sgd", None)]
+
+
+def test_what_is_attached(pools):
+    for adam, *others in pools[2].run(_all_attached):
+        assert adam[0] == {"loco"}
+        assert "error_feedback loco" in adam[1]
+        assert "adam" in adam[1]
+        for kinds, summary in others:
+            assert kinds == {"residual"}
+            assert "error_feedback" not in summary
+
+
+def test_asked_for_by_name_it_needs_an_optimizer(pools):
+    with pytest.raises(Exception, match=r"give it as attach\(\.\.\., optimizer=optimizer\)"):
+        pools[2].run(_attached, None, "auto")
+
+
+def test_names_are_those_of_methods():
+    assert all(build_compressor(row.method) for row in TABLE)
