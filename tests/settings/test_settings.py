@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +18,8 @@ SHOWN = {
     for name, each in inspect.signature(CompressedDDPStrategy.__init__).parameters.items()
     if name not in NO_SETTINGS
 }
-CONFIGURED = yaml.safe_load((Path(__file__).parents[2] / "conf/strategy/compressed_ddp.yaml").read_text())
+CONF = Path(__file__).parents[2] / "conf/strategy/compressed_ddp.yaml"
+CONFIGURED = OmegaConf.create({"strategy": OmegaConf.load(CONF)}).strategy  # without a run, whose seed it would take
 
 
 def test_what_the_strategy_shows_is_what_runs_without_it():
