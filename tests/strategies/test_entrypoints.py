@@ -120,7 +120,7 @@ def _other_namespace(strategy):
     return trainer.strategy.comm_stats()["ratio"], parameters(learner).numpy()
 
 
-@pytest.mark.parametrize("strategy", ["compressed_ddp_onebit", {"compressor": "topk"}])
+@pytest.mark.parametrize("strategy", ["compressed_ddp_onebit", {"compressor": "topk"}, "sparseloco"])
 def test_pytorch_lightning(pools, strategy):
     (ratio, first), (_, second) = pools[2].run(_other_namespace, strategy)
     assert ratio > 5

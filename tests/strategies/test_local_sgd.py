@@ -189,7 +189,7 @@ def _fails(kind, folder):
     fit(strategy(kind), make=FailsOnOne, callbacks=[save])
 
 
-@pytest.mark.parametrize("kind", ["diloco", "streaming"])
+@pytest.mark.parametrize("kind", [pytest.param("diloco", marks=pytest.mark.thorough), "streaming"])
 def test_an_exception_in_one_rank_stops_all_and_what_they_save_is_not_taken_for_one_state(pools, tmp_path, kind):
     codes, said = live(2, tmp_path / "ranks", _fails, kind, str(tmp_path), seconds=20)
     assert codes == [1, 1], said
@@ -328,7 +328,7 @@ def _killed(kind):
     fit(strategy(kind), callbacks=[Killed()])
 
 
-@pytest.mark.parametrize("kind", ["diloco", "streaming"])
+@pytest.mark.parametrize("kind", ["diloco", pytest.param("streaming", marks=pytest.mark.thorough)])
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path, kind):
     codes, said = live(2, tmp_path / "ranks", _killed, kind, seconds=20)
     assert codes[0] == 1
