@@ -77,6 +77,11 @@ class AdamMask(Reducer):
         """With a residual."""
         return self.rest == "residual"
 
+    @property
+    def safe_with_adam(self) -> bool:
+        """Not known to be."""
+        return False
+
     def state(self, layout: Layout) -> Mapping[str, Declared]:
         """The moment."""
         return {"moment": Declared(layout, "shared")}

@@ -130,6 +130,7 @@ class Halved(Corrected):
     """A correction whose codec follows from a setting of its own."""
 
     density: float = 0.2
+    replaces_residual = False
 
     @property
     def codec(self):

@@ -12,6 +12,7 @@ from lightning_compress.corrections.loco import LoCo
 from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
 from lightning_compress.settings.compensation import KINDS, TABLE, automatic, kind_of
 from lightning_compress.settings.settings import Settings
+from tests.strategies.test_resume import Net, fit
 
 WEIGHT = [nn.Parameter(torch.zeros(3))]
 ADAM = torch.optim.AdamW(WEIGHT)
@@ -121,3 +122,26 @@ def test_asked_for_by_name_it_needs_an_optimizer(pools):
 
 def test_names_are_those_of_methods():
     assert all(build_compressor(row.method) for row in TABLE)
+
+
+class WithAdam(Net):
+    """Stepped by AdamW."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def _trained(folder):
+    """What a trainer keeps with AdamW; and what goes on from a checkpoint that SGD's residual is in."""
+    fit(folder, "onebit", epochs=1, make=WithAdam)
+    fit(f"{folder}/residual", "onebit", epochs=1, make=WithAdam, error_feedback=True)
+    _, _, said = fit(f"{folder}/again", "onebit", f"{folder}/residual/epoch=0.ckpt", make=WithAdam)
+    return said
+
+
+def test_a_trainer_says_which_optimizer_it_is(pools, tmp_path):
+    assert pools[2].run(_trained, str(tmp_path)) == [[], []]
+    for folder, last, kind in (("", 0, "loco"), ("again", 1, "residual")):
+        path = next((tmp_path / folder).glob(f"epoch={last}.ckpt.lc/*.rank0.pt"))
+        groups = torch.load(path, weights_only=True)["state"]["groups"]
+        assert {each for group in groups for each in group["states"]} == {kind}
