@@ -12,27 +12,35 @@ from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 
 
-def average_gradients(optimizer: Optimizer, ranks: Collective) -> int:
+def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int]:
     """Replace an optimizer's gradients by their mean, each in its own dtype; a collective call.
 
-    A parameter that was not used on this rank counts as zeros.
+    A parameter that was not used on this rank counts as zeros; one that was used on none stays without a gradient, so
+    that no optimizer decays or moves it.
 
     Returns:
-        bytes that this rank sent.
+        bytes that this rank sent; and those of them that are gradients.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     for parameter in [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]:
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
-    sent = 0
-    for gradients in by_dtype.values():
-        flat = torch.cat([each.reshape(-1) for each in gradients])
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    sent = dense = 0
+    for dtype, parameters in by_dtype.items():
+        used = [each.grad is not None for each in parameters]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        told = torch.tensor(used, dtype=dtype, device=gradients[0].device)
+        flat = torch.cat([*(each.reshape(-1) for each in gradients), told])
         ranks.all_reduce(flat)
+        told = flat[-len(used) :]
+        anywhere = used if all(used) else (told != 0).tolist()
         flat /= ranks.size
-        for each, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            each.copy_(mean.view(each.shape))
+        *means, _ = flat.split([*(each.numel() for each in gradients), len(used)])
+        for parameter, gradient, mean, wanted in zip(parameters, gradients, means, anywhere, strict=True):
+            if wanted:
+                parameter.grad = gradient.copy_(mean.view(gradient.shape))
         sent += all_reduce_bytes(flat.nbytes, ranks.size)
-    return sent
+        dense += all_reduce_bytes(flat.nbytes - told.nbytes, ranks.size)
+    return sent, dense
 
 
 def forget_nonfinite(optimizers: Iterable[Optimizer]) -> None:

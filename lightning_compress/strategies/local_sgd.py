@@ -178,9 +178,9 @@ class LocalSGDMixin(UnwrappedMixin):
             def closure() -> Any:
                 result = own()
                 with torch.no_grad():
-                    sent = average_gradients(optimizer, TorchCollective())
+                    sent, dense = average_gradients(optimizer, TorchCollective())
                 self.compression.meter.bytes_sent += sent
-                self.compression.meter.bytes_dense += sent
+                self.compression.meter.bytes_dense += dense
                 return result
 
         return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -350,7 +350,9 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
     Buffers are averaged at each round's end. The states of inner optimizers stay each rank's own.
 
     Args:
-        sync_every: local steps in a round; with several optimizers, those of the one that steps most.
+        sync_every: local steps in a round; with several optimizers, those of the one that steps most. A cluster's
+            signals wait for the end of the round, and with ``delay`` for its last fragment: allow at least that long
+            between the signal and the kill.
         outer: "average", the plain mean (local SGD); "nesterov", lr 0.7 and momentum 0.9 (DiLoCo); or a mapping with
             some of lr, momentum, nesterov, for SGD over the anchors.
         compressor: of what was learned in a round, as for ``CompressedDDPStrategy``; not signsgd, dgc, onebit_adam.

@@ -17,6 +17,11 @@ from lightning_compress.strategies.signals import Signals
 STEP, END, ELSEWHERE = range(3)
 """Ranks meet in a step, at the end of the fit, or in a collective call of Lightning's."""
 
+_GROUP = (
+    "connecting the ranks by Gloo (where a host's own name resolves to 127.0.x.x, others cannot reach it: set "
+    "GLOO_SOCKET_IFNAME to the network interface between the hosts, such as eth0)"
+)
+
 
 class Meeting:
     """The ranks of one fit, over a process group of Gloo of its own, for small tensors on the CPU.
@@ -29,11 +34,15 @@ class Meeting:
         ranks: that meet.
         signals: what a cluster asked for.
         unsized: loaders have no length, and may end at different times.
+
+    Raises:
+        ExchangeError: the ranks cannot connect.
     """
 
     def __init__(self, trainer: Any, timeout: timedelta | None) -> None:
         self._trainer = trainer
-        self.ranks = TorchCollective(dist.new_group(backend="gloo", timeout=timeout))
+        with failures.explained(_GROUP, dist.get_rank()):
+            self.ranks = TorchCollective(dist.new_group(backend="gloo", timeout=timeout))
         self.signals = Signals(trainer)
         self.unsized = False
 

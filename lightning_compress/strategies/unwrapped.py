@@ -207,6 +207,7 @@ class UnwrappedMixin(_Base):
             with torch.no_grad():
                 self.average_model()
             self._ended = True
+        self.meeting.signals.act()  # no batch follows what was agreed at the end
 
     def teardown(self) -> None:
         """Give back what was taken for the fit."""

@@ -77,6 +77,30 @@ def test_averaged_steps_are_those_of_ddp(pools):
     assert max(pools[3].run(_averaged, 6)) < 1e-6
 
 
+class Branches(Net):
+    """One layer is used on rank 0 only, one on none."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.some, self.none = torch.nn.Linear(10, 10), torch.nn.Linear(10, 10)
+
+    def forward(self, images):
+        found = super().forward(images)
+        return self.some(found) if dist.get_rank() == 0 else found
+
+
+def _unused():
+    options = {"max_steps": 4, "make": Branches}
+    _, ddp = fit(DDPStrategy(find_unused_parameters=True), **options)
+    _, ours = fit(LocalSGDStrategy(averaged_steps=100), **options)
+    assert ours.none.weight.grad is None
+    return (parameters(ddp) - parameters(ours)).abs().max().item()
+
+
+def test_averaged_steps_leave_alone_what_no_rank_uses(pools):
+    assert max(pools[2].run(_unused)) < 1e-6
+
+
 class Statistics(Callback):
     """Running means of batch norm after each batch."""
 

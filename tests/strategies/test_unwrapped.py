@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_compress.core.failures import ExchangeError
 from lightning_compress.strategies.signals import HANDLERS, LOOP
 from tests.conformance.test_interrupted import _slurm as slurm_job
 from tests.helpers.training import Net, digits, loader, parameters
@@ -215,17 +217,20 @@ def test_sigterm_ends_the_run_on_all_ranks_where_they_meet(pools, tmp_path, rank
 class Requeued(Callback):
     """The cluster's signal to save and start again arrives on one rank, in the middle of a round."""
 
+    def __init__(self, step):
+        self.step = step
+
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 4 and dist.get_rank() == 1:
+        if trainer.global_step == self.step and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def _requeued(folder):
+def _requeued(folder, step):
     before = os.environ.copy()
     os.environ.update(slurm_job(folder))
     try:
         options = {"plugins": [SLURMEnvironment()], "default_root_dir": folder}
-        _, whole = fit(make=ByStep, callbacks=[Requeued()], **options)
+        _, whole = fit(make=ByStep, callbacks=[Requeued(step)], **options)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -234,9 +239,20 @@ def _requeued(folder):
     return saved, parameters(again).equal(parameters(whole))
 
 
-def test_a_job_that_is_to_be_started_again_is_saved_by_all_ranks_between_two_batches(pools, tmp_path):
-    assert pools[2].run(_requeued, str(tmp_path)) == [(6, True)] * 2
+@pytest.mark.parametrize(("step", "saved"), [(4, 6), (7, 8)], ids=["in a round", "in the last one"])
+def test_a_job_that_is_to_be_started_again_is_saved_by_all_ranks_between_two_batches(pools, tmp_path, step, saved):
+    assert pools[2].run(_requeued, str(tmp_path), step) == [(saved, True)] * 2
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+def _cannot_connect():
+    refused = mock.patch.object(dist, "new_group", side_effect=RuntimeError("Gloo connectFullMesh failed"))
+    with refused, pytest.raises(ExchangeError, match="GLOO_SOCKET_IFNAME"):
+        fit()
+
+
+def test_hosts_that_cannot_reach_each_other_are_told_what_to_set(pools):
+    pools[2].run(_cannot_connect)
 
 
 def _left_alone():
