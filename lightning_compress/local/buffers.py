@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ class Buffers:
     """The buffers of one model on this rank, and what the ranks had in common last.
 
     Args:
-        named: of the model.
+        named: those of the model as they are now: a module may put another tensor in a buffer's place.
         ranks: to average over.
 
     Attributes:
@@ -24,16 +24,33 @@ class Buffers:
         nbytes: that this rank sends to average them.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], ranks: Collective) -> None:
-        self._named, self._ranks = dict(named), ranks
-        self.common = {name: tensor.detach().clone() for name, tensor in self._named.items()}
+    def __init__(self, named: Callable[[], Mapping[str, Tensor]], ranks: Collective) -> None:
+        self._find, self._ranks = named, ranks
+        self.common = {name: tensor.detach().clone() for name, tensor in named().items()}
         self.sums: dict[torch.dtype, Tensor] = {}
         self.nbytes = sum(all_reduce_bytes(each.nbytes, ranks.size) for each in self._collect().values())
 
+    def _named(self) -> dict[str, Tensor]:
+        """Those that there were at first.
+
+        Raises:
+            ValueError: one is gone, or of another shape or dtype.
+        """
+        now = self._find()
+        for name, common in self.common.items():
+            found = now.get(name)
+            if found is None or (found.shape, found.dtype) != (common.shape, common.dtype):
+                said = "is gone" if found is None else f"became {found.dtype} of shape {tuple(found.shape)}"
+                raise ValueError(
+                    f"the buffer {name!r} {said}; it was {common.dtype} of shape {tuple(common.shape)} when the fit "
+                    "began, and is averaged over the ranks; keep its shape and dtype, or keep it in a plain attribute"
+                )
+        return {name: now[name].detach() for name in self.common}
+
     def _collect(self) -> dict[torch.dtype, Tensor]:
         parts: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in self._named.values():
-            parts.setdefault(_wide(tensor), []).append(tensor.detach().reshape(-1).to(_wide(tensor)))
+        for tensor in map(_real, self._named().values()):
+            parts.setdefault(_wide(tensor), []).append(tensor.reshape(-1).to(_wide(tensor)))
         return {dtype: torch.cat(each) for dtype, each in parts.items()}
 
     def look(self) -> None:
@@ -55,19 +72,25 @@ class Buffers:
         Averages that are not finite are left out on all ranks, which go on from what they had in common.
         """
         places = dict.fromkeys(self.sums, 0)
-        for name, tensor in self._named.items():
+        for name, whole in self._named().items():
+            tensor, common = _real(whole), _real(self.common[name])
             dtype = _wide(tensor)
             start = places[dtype]
             places[dtype] = start + tensor.numel()
             mean = self.sums[dtype][start : places[dtype]].view(tensor.shape)
             if not dtype.is_floating_point:
-                self.common[name].copy_(mean)
+                common.copy_(mean)
                 tensor.copy_(torch.maximum(tensor.to(dtype), mean))
             elif mean.isfinite().all():
-                self.common[name].copy_(mean)
-                tensor.lerp_(self.common[name], 1 - alpha)
+                common.copy_(mean)
+                tensor.lerp_(common, 1 - alpha)
             else:
-                tensor.copy_(self.common[name])
+                tensor.copy_(common)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

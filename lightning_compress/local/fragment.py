@@ -117,6 +117,11 @@ class Fragment:
             else:
                 replica.copy_(anchor)
 
+    @property
+    def finite(self) -> bool:
+        """Whether this rank's replica is."""
+        return all(bool(each.detach().isfinite().all()) for each in self.replicas.values())
+
     def rebase(self) -> None:
         """Have the anchors where the replicas are, which are the same on all ranks."""
         for name, replica in self.replicas.items():

@@ -52,7 +52,7 @@ class LocalSteps:
         self.fragments = [
             Fragment(dict(trained[run]), kinds, settings, outer, own) for run, own in zip(runs, ranks, strict=True)
         ]
-        self.buffers = Buffers(dict(module.named_buffers()), ranks[-1])
+        self.buffers = Buffers(lambda: dict(module.named_buffers()), ranks[-1])
         self._device = trained[0][1].device
         self._carrier: _Now = _Stream(self._device) if self._device.type == "cuda" else _Thread()
         self._travels: dict[int, Callable[[], None]] = {}
@@ -112,8 +112,13 @@ class LocalSteps:
                 self._leave_out(number)
 
     def _leave_out(self, number: int) -> None:
-        """A rank's numbers were not finite: all ranks go back to what they had in common."""
-        self.fragments[number].use()
+        """A rank's numbers were not finite: all ranks go back to what they had in common.
+
+        With them go a rank's other fragments that are not finite, which would make this one so in the next step.
+        """
+        for place, fragment in enumerate(self.fragments):
+            if place == number or not fragment.finite:
+                fragment.use()
         if number == self.rounds.fragments - 1:
             self.buffers.use(0.0)
         self.on_left_out()
@@ -127,9 +132,13 @@ class LocalSteps:
                 self.buffers.use(alpha)
 
     def arrive(self) -> None:
-        """Wait for all that travels; step the anchors, and commit. What is learned goes on as if nothing had been."""
-        for number in sorted(self._travels, key=lambda each: self._looked[each]):
-            self._arrive(number)
+        """Wait for all that travels; step the anchors, and commit. What is learned goes on as if nothing had been.
+
+        Also in an evaluation in inference mode, whose tensors could not be changed after it: momentum is made here.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for number in sorted(self._travels, key=lambda each: self._looked[each]):
+                self._arrive(number)
 
     def abandon(self) -> None:
         """As ``arrive``, while the fit is aborted: what cannot come any more is as if it had not been sent."""
@@ -177,7 +186,8 @@ class LocalSteps:
             own: this rank's parameters and buffers.
             ranks: in which nothing else is sent at the same time.
         """
-        buffers = Buffers({name: own[name].detach().clone() for name in self.buffers.common}, ranks)
+        copies = {name: own[name].detach().clone() for name in self.buffers.common}
+        buffers = Buffers(lambda: copies, ranks)
         buffers.look()
         buffers.average()
         buffers.use(0.0)

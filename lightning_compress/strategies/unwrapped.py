@@ -168,6 +168,8 @@ class UnwrappedMixin(_Base):
     def on_train_start(self) -> None:
         """Compare numbers of batches over the ranks, which are known by now."""
         super().on_train_start()
+        self._ended = False  # a LearningRateFinder's steps are a run of the loop too
+        self._cached = None
         self.meeting.compare_batches()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -264,7 +266,7 @@ class UnwrappedMixin(_Base):
         if self._ended or self._trainer.fit_loop._skip_backward:
             return {}
         if self._cached is None:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():  # what is made outlives the evaluation
                 self._cached = self.evaluated()
         return self._cached
 

@@ -343,6 +343,25 @@ def test_a_state_at_any_step_goes_on_exactly(rounds):
         assert all(outcomes), outcomes
 
 
+def test_what_comes_back_in_an_evaluation_in_inference_mode_can_be_trained_on():
+    """On Gloo Lightning only has gradients off; on NCCL, and so on GPUs, its evaluation is in inference mode."""
+    rounds = Rounds(4, 2, 3, 0.5)
+    settings = {"compressor": {"name": "topk", "density": 0.1}}
+
+    def run(collective, mode):
+        def evaluate(local):
+            with mode():
+                local.anchors()
+                local.state_dict()
+
+        return train(collective, rounds, "nesterov", settings, 12, each=evaluate, finish=True)[0]
+
+    seen = run_threads(2, lambda ranks: run(ranks, torch.inference_mode))
+    plain = run_threads(2, lambda ranks: run(ranks, torch.no_grad))
+    for own, other in zip(seen[0].parameters(), plain[0].parameters(), strict=True):
+        assert own.equal(other)
+
+
 def test_bytes_of_averaging_in_every_step_are_told():
     def run(collective):
         return train(collective, Rounds(4), "average", {"compressor": "none"}, 8)[1].fragments[0].compression.stats()

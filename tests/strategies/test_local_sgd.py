@@ -251,6 +251,71 @@ def test_a_rank_that_overflows_goes_back_to_the_anchors_with_all(pools, kind):
         assert np.array_equal(ranks[0][0][5], ranks[0][0][2])
 
 
+class Finite(Callback):
+    """Whether this rank's model is, after each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.seen.append(bool(parameters(module).isfinite().all()))
+
+
+def _recovers(fragments, delay):
+    look, options = Finite(), {"limit_val_batches": 0, "max_epochs": 5}  # an evaluation has all fragments come back
+    fit(LocalSGDStrategy(6, fragments=fragments, delay=delay), make=Overflows, callbacks=[look], **options)
+    return look.seen
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(3, 0), (2, 2)])
+def test_fragments_that_are_not_finite_do_not_spoil_each_other_for_ever(pools, fragments, delay):
+    first, second = pools[2].run(_recovers, fragments, delay)
+    assert all(first)
+    assert all(second[-12:])
+
+
+class Registers(Validated):
+    """Buffers of all kinds; a module may put a new tensor in a buffer's place."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.register_buffer("rotations", torch.polar(torch.ones(4), torch.arange(4) * 0.3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("causal", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("seen", torch.zeros(2))
+        self.evaluated = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen = self.seen + 1 + dist.get_rank()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluated.append(self.seen.tolist())
+
+
+def _registers(evaluate):
+    _, model = fit(LocalSGDStrategy(3, evaluate=evaluate), make=Registers)
+    fresh = Registers("sgd")
+    kept = [getattr(model, name).equal(getattr(fresh, name)) for name in ("rotations", "mask", "causal")]
+    return kept, model.evaluated[-1], model.seen.tolist()
+
+
+@pytest.mark.parametrize(("evaluate", "seen"), [("anchor", 9.0), ("mean", 12.0)])
+def test_buffers_that_do_not_change_stay_and_new_ones_in_their_place_are_averaged(pools, evaluate, seen):
+    assert pools[2].run(_registers, evaluate) == [([True] * 3, [seen] * 2, [12.0] * 2)] * 2
+
+
+class Grows(Net):
+    """A buffer changes its shape."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.register_buffer("cache", torch.zeros(2))
+
+    def on_train_batch_end(self, *_):
+        self.cache = torch.zeros(3)
+
+
 def test_a_scaler_that_skips_on_one_rank_does_not_shift_its_rounds(pools):
     ranks = pools[2].run(_overflows, "local_sgd", True)
     assert [attempts for _, _, attempts, _ in ranks] == [16, 16]
@@ -405,6 +470,7 @@ def _refused(what):
         "settings": lambda: fit(LocalSGDStrategy(sync_every=4 + dist.get_rank())),
         "outer": lambda: fit(LocalSGDStrategy(outer={"lr": 1.0 + dist.get_rank()})),
         "late": lambda: fit(LocalSGDStrategy(sync_every=4), make=Late),
+        "grows": lambda: fit(strategy("diloco"), make=Grows),
         "raise": lambda: fit(strategy("diloco", on_nonfinite="raise"), make=Overflows),
     }
     with pytest.raises((ValueError, FloatingPointError)) as caught:
@@ -419,6 +485,7 @@ def _refused(what):
         ("settings", "settings of local steps differ over the ranks"),
         ("outer", "settings of local steps differ over the ranks"),
         ("late", "did not require a gradient when the fit began"),
+        ("grows", "the buffer 'cache' became torch.float32 of shape (3,)"),
         ("raise", "not finite"),
     ],
 )
