@@ -8,6 +8,7 @@ the models would move. Theta grows for all ranks when they next compare what the
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -46,7 +47,8 @@ class Modulo(Averaging):
     """Chooses theta, and runs the rounds.
 
     Kept: ``theta``, as measured; ``growth``, its factor since; ``worst``, the largest difference over theta that this
-    rank saw since the ranks last compared; ``checked`` and ``failures``, chunks so far.
+    rank saw since the ranks last compared; ``given``, which theta was asked for: if a run goes on with another one,
+    what was learnt of the old one does not count; ``checked`` and ``failures``, chunks so far.
 
     Args:
         settings: of the method.
@@ -55,9 +57,15 @@ class Modulo(Averaging):
     """
 
     def __init__(self, settings: Moniqua, neighbours: Neighbours, seed: int) -> None:
-        self.numbers = {"theta": 0.0, "growth": 1.0, "worst": 0.0, "failures": 0.0, "checked": 0.0}
         self._settings, self._neighbours, self._seed = settings, neighbours, seed
         self._bound = settings.bound()
+        self._fresh = {
+            "theta": 0.0,
+            "growth": 1.0,
+            "worst": 0.0,
+            "given": float(zlib.crc32(repr(self._bound).encode())),
+        }
+        self.numbers = {**self._fresh, "failures": 0.0, "checked": 0.0}
         self._margin = self._bound.margin if isinstance(self._bound, Estimated) else Estimated.margin
         self._messages: Messages | None = None
         self._now = {"theta": 0.0, "hash_failures": 0.0, "hash_bytes": 0.0, "resent_bytes": 0.0}
@@ -68,6 +76,8 @@ class Modulo(Averaging):
 
     def average(self, vector: Tensor, numbers: dict[str, float], rate: float) -> None:
         """See ``Averaging``."""
+        if numbers["given"] != self._fresh["given"]:
+            numbers |= self._fresh
         number, share = int(numbers["round"]), self._settings.share
         weights = {peer: share * weight for peer, weight in self._neighbours.weights(number).items()}
         if isinstance(self._bound, Estimated) and (self._bound.measures(number) or not numbers["theta"]):
@@ -90,7 +100,8 @@ class Modulo(Averaging):
 
     def _measure(self, vector: Tensor, numbers: dict[str, float], weights: dict[int, float]) -> None:
         """A round of whole vectors, which tells how far neighbours are apart."""
-        theirs = self._neighbours.tell(vector, int(numbers["round"]))
+        theirs = {peer: torch.empty_like(vector) for peer in weights}  # given back: these rounds are few
+        self._neighbours.swap(dict.fromkeys(weights, vector), theirs)
         found = torch.zeros(1, dtype=torch.float64, device=vector.device)
         for each in theirs.values():
             torch.maximum(found, _largest(each, vector), out=found)
