@@ -27,6 +27,8 @@ CHUNK = 1 << 16
 """Parameters that share a hash, and are sent whole if it is wrong."""
 AGREE = 8
 """Rounds from one word of all ranks about theta to the next."""
+SHRINK = 0.9
+"""What is left of growth after as many rounds in which nothing failed: one outlier must not coarsen a run for good."""
 
 
 def averaging(compressor: Moniqua | None, neighbours: Neighbours, seed: int) -> Averaging:
@@ -110,7 +112,7 @@ class Modulo(Averaging):
         numbers |= {"theta": self._margin * largest, "growth": 1.0, "worst": 0.0}
 
     def _agree(self, numbers: dict[str, float], base: float, device: torch.device) -> None:
-        """Theta grows for all by what any rank saw."""
+        """Theta grows for all by what any rank saw, and shrinks slowly to what was asked for while nobody saw any."""
         said = torch.tensor([numbers["worst"], base, -base], dtype=torch.float64, device=device)
         worst, most, least = self._neighbours.greatest(said).tolist()
         if most != -least:
@@ -118,7 +120,8 @@ class Modulo(Averaging):
                 f"moniqua: theta is {-least:g} on one rank and {most:g} on another: their learning rates differ; use "
                 "a constant theta, or 'estimated'"
             )
-        numbers |= {"growth": max(numbers["growth"], self._margin * worst), "worst": 0.0}
+        grown = max(numbers["growth"], self._margin * worst) if worst else max(1.0, SHRINK * numbers["growth"])
+        numbers |= {"growth": grown, "worst": 0.0}
 
     def _mix(
         self, messages: Messages, vector: Tensor, weights: dict[int, float], numbers: dict[str, float], theta: float

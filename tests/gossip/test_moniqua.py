@@ -217,6 +217,26 @@ def test_the_toy_needs_slack_at_one_bit():
     assert found[1.0][0] > 1.0
 
 
+def test_one_outlier_does_not_coarsen_theta_for_good():
+    """One parameter of one rank is far off once: theta grows, and comes back."""
+    size = 4
+
+    def rank(collective):
+        averaging = Modulo(Moniqua(theta=1.0), Neighbours(collective, build_topology("ring", size)), 0)
+        numbers, x, thetas = dict(averaging.numbers), torch.zeros(9), []
+        for number in range(80 * AGREE):
+            x[0] += 1000.0 * (number == 5 and collective.rank == 1)
+            numbers["round"] = float(number)
+            averaging.average(x, numbers, 0.1)
+            thetas.append(averaging.figures()["theta"])
+        return thetas
+
+    ranks = run_threads(size, rank)
+    assert all(thetas == ranks[0] for thetas in ranks)
+    assert max(ranks[0]) == pytest.approx(2000.0)
+    assert ranks[0][-1] == 1.0
+
+
 def test_what_is_too_far_out_for_the_lattice_is_detected(by):
     """Its cells would all be the last one, which neighbours would recover without a difference."""
 
