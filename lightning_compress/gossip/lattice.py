@@ -62,16 +62,18 @@ class Lattice:
             packed: uint8 ``[ceil(n bits / 8)]``, wholly overwritten, the first code lowest in each byte.
 
         Returns:
-            The hash of the cells and their places, an int64; on an accelerator a tensor, which is not waited for.
+            The hash of the cells and their places, an int64; on an accelerator a tensor, which is not waited for. Of
+            cells further out than ``BOUND`` it is wrong, so that they go whole: all of them look alike.
         """
         if self._fast:
             given = x.numpy(), 1 / step, ROUNDINGS.index(self._rounding), _array(draws), first, self.bits
             return int(self._fast.encode(*given, packed.numpy()))
-        cells = torch.floor(_scaled(x, step) + self._shift(draws)).long()
+        scaled = _scaled(x, step)
+        cells = torch.floor(scaled + self._shift(draws)).long()
         codes = torch.zeros(-(-len(x) // 8) * 8, dtype=torch.uint8, device=x.device)
         codes[: len(x)] = cells & (2**self.bits - 1)
         pack_plane(codes, 0, self.bits, packed)
-        return _hash(cells, first)
+        return _hash(cells, first) + (scaled.abs() >= BOUND).sum()
 
     def hash(self, x: Tensor, step: float, draws: Tensor | None, first: int, packed: Tensor) -> int | Tensor:
         """The hash of the cells that a neighbour's codes stand for, seen from x; see ``encode``."""

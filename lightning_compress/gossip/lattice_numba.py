@@ -54,10 +54,13 @@ def encode(x, inverse, rounding, draws, first, bits, packed):
     packed[:] = 0
     mask = (np.int64(1) << bits) - 1
     for index in range(len(x)):
-        cell = np.int64(math.floor(_scale(x[index], inverse) + _draw(draws, index)))
+        scaled = _scale(x[index], inverse)
+        cell = np.int64(math.floor(scaled + _draw(draws, index)))
         place = index * bits
         packed[place >> 3] |= np.uint8((cell & mask) << (place & 7))
         total += _word(cell, first + index)
+        if not abs(scaled) < BOUND:
+            total += np.uint64(1)
     return np.int64(total)
 
 

@@ -8,6 +8,7 @@ the models would move. Theta grows for all ranks when they next compare what the
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +27,8 @@ CHUNK = 1 << 16
 """Parameters that share a hash, and are sent whole if it is wrong."""
 AGREE = 8
 """Rounds from one word of all ranks about theta to the next."""
+SHRINK = 0.9
+"""What is left of growth after as many rounds in which nothing failed: one outlier must not coarsen a run for good."""
 
 
 def averaging(compressor: Moniqua | None, neighbours: Neighbours, seed: int) -> Averaging:
@@ -46,7 +49,8 @@ class Modulo(Averaging):
     """Chooses theta, and runs the rounds.
 
     Kept: ``theta``, as measured; ``growth``, its factor since; ``worst``, the largest difference over theta that this
-    rank saw since the ranks last compared; ``checked`` and ``failures``, chunks so far.
+    rank saw since the ranks last compared; ``given``, which theta was asked for: if a run goes on with another one,
+    what was learnt of the old one does not count; ``checked`` and ``failures``, chunks so far.
 
     Args:
         settings: of the method.
@@ -55,9 +59,15 @@ class Modulo(Averaging):
     """
 
     def __init__(self, settings: Moniqua, neighbours: Neighbours, seed: int) -> None:
-        self.numbers = {"theta": 0.0, "growth": 1.0, "worst": 0.0, "failures": 0.0, "checked": 0.0}
         self._settings, self._neighbours, self._seed = settings, neighbours, seed
         self._bound = settings.bound()
+        self._fresh = {
+            "theta": 0.0,
+            "growth": 1.0,
+            "worst": 0.0,
+            "given": float(zlib.crc32(repr(self._bound).encode())),
+        }
+        self.numbers = {**self._fresh, "failures": 0.0, "checked": 0.0}
         self._margin = self._bound.margin if isinstance(self._bound, Estimated) else Estimated.margin
         self._messages: Messages | None = None
         self._now = {"theta": 0.0, "hash_failures": 0.0, "hash_bytes": 0.0, "resent_bytes": 0.0}
@@ -68,6 +78,8 @@ class Modulo(Averaging):
 
     def average(self, vector: Tensor, numbers: dict[str, float], rate: float) -> None:
         """See ``Averaging``."""
+        if numbers["given"] != self._fresh["given"]:
+            numbers |= self._fresh
         number, share = int(numbers["round"]), self._settings.share
         weights = {peer: share * weight for peer, weight in self._neighbours.weights(number).items()}
         if isinstance(self._bound, Estimated) and (self._bound.measures(number) or not numbers["theta"]):
@@ -90,7 +102,8 @@ class Modulo(Averaging):
 
     def _measure(self, vector: Tensor, numbers: dict[str, float], weights: dict[int, float]) -> None:
         """A round of whole vectors, which tells how far neighbours are apart."""
-        theirs = self._neighbours.tell(vector, int(numbers["round"]))
+        theirs = {peer: torch.empty_like(vector) for peer in weights}  # given back: these rounds are few
+        self._neighbours.swap(dict.fromkeys(weights, vector), theirs)
         found = torch.zeros(1, dtype=torch.float64, device=vector.device)
         for each in theirs.values():
             torch.maximum(found, _largest(each, vector), out=found)
@@ -99,7 +112,7 @@ class Modulo(Averaging):
         numbers |= {"theta": self._margin * largest, "growth": 1.0, "worst": 0.0}
 
     def _agree(self, numbers: dict[str, float], base: float, device: torch.device) -> None:
-        """Theta grows for all by what any rank saw."""
+        """Theta grows for all by what any rank saw, and shrinks slowly to what was asked for while nobody saw any."""
         said = torch.tensor([numbers["worst"], base, -base], dtype=torch.float64, device=device)
         worst, most, least = self._neighbours.greatest(said).tolist()
         if most != -least:
@@ -107,7 +120,8 @@ class Modulo(Averaging):
                 f"moniqua: theta is {-least:g} on one rank and {most:g} on another: their learning rates differ; use "
                 "a constant theta, or 'estimated'"
             )
-        numbers |= {"growth": max(numbers["growth"], self._margin * worst), "worst": 0.0}
+        grown = max(numbers["growth"], self._margin * worst) if worst else max(1.0, SHRINK * numbers["growth"])
+        numbers |= {"growth": grown, "worst": 0.0}
 
     def _mix(
         self, messages: Messages, vector: Tensor, weights: dict[int, float], numbers: dict[str, float], theta: float

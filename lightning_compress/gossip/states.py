@@ -22,9 +22,10 @@ def average_states(optimizers: Iterable[Optimizer], neighbours: Neighbours, numb
         neighbours: to talk to.
         number: of the round.
     """
+    optimizers = list(optimizers)
     found = list(_states(optimizers))
-    device = found[0].device if found else torch.device("cpu")
-    own = torch.cat([each.reshape(-1).float() for each in found]) if found else torch.zeros(0, device=device)
+    where = next(parameter for each in optimizers for group in each.param_groups for parameter in group["params"])
+    own = torch.cat([torch.zeros(0, device=where.device), *(each.reshape(-1).float() for each in found)])
     theirs = neighbours.tell_any(own, number)
     total, least, most = own.clone(), own.clone(), own.clone()
     for peer, weight in neighbours.weights(number).items():
@@ -42,7 +43,7 @@ def _states(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
-                for name in sorted(state):
+                for name in sorted(state.keys() - {"step"}):  # a number, on the CPU: of a scalar's shape
                     value = state[name]
                     if torch.is_tensor(value) and value.is_floating_point() and value.shape == parameter.shape:
                         yield value

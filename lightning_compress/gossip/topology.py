@@ -38,6 +38,7 @@ class Topology:
             raise ValueError(f"topology {self.name}: give at least one matrix")
         for matrix in self.matrices:
             _check(self.name, matrix, self.matrices[0].shape)
+        object.__setattr__(self, "matrices", tuple(map(_even, self.matrices)))
         if self.size > 1 and not _connected(sum(self.matrices[1:], self.matrices[0])):
             raise ValueError(f"topology {self.name}: ranks are not connected, and would never agree; add edges")
 
@@ -102,6 +103,12 @@ def _check(name: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
             f"topology {name}: the weight of {row} and {column} is {matrix[row, column]:g} one way and "
             f"{matrix[column, row]:g} the other; it must be symmetric, since neighbours answer each other"
         )
+
+
+def _even(matrix: Matrix) -> Matrix:
+    """The same in both directions, without edges of almost no weight: an edge that one side sees is a wait for ever."""
+    even = (matrix + matrix.T) / 2
+    return np.where(even > TOLERANCE, even, 0.0)
 
 
 def _connected(matrix: Matrix) -> bool:
@@ -180,7 +187,7 @@ def from_file(path: str | Path) -> Topology:
             given = np.load(place, allow_pickle=False)
         else:
             given = np.loadtxt(place.read_text().replace(",", " ").splitlines(), ndmin=2)
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"topology {str(path)!r} cannot be read as a matrix: {error}") from error
     return from_matrices(given, place.name)
 

@@ -22,7 +22,7 @@ from lightning_compress.gossip.choice import ALGORITHMS, build_algorithm, build_
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
-from lightning_compress.gossip.topology import Topology, build_topology
+from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.meeting import END
 from lightning_compress.strategies.sidecar import SavedState
@@ -114,14 +114,14 @@ class GossipMixin(UnwrappedMixin):
                 lazy = asked.get("lazy")
                 asked = {name: value for name, value in asked.items() if name != "lazy" or value not in (True, False)}
             made = self._algorithm.fit_topology(build_topology(asked, self.world_size), lazy)
+            if made.gap < TOLERANCE:
+                raise ValueError(
+                    f"topology {made.name}: its spectral gap is 0, and ranks would swap models and never agree; leave "
+                    "some weight on the diagonal: topology={'name': ..., 'lazy': True}"
+                )
         except ValueError as error:  # a file may be missing on one rank alone
             problem = str(error)
-        kinds = {str(each.dtype) for each in self.lightning_module.parameters() if each.dtype != torch.float32}
-        if kinds and not problem:
-            problem = (
-                f"parameters are {', '.join(sorted(kinds))}, and gossip needs float32 ones, which averages are made "
-                "of; use precision='32-true', '16-mixed' or 'bf16-mixed'"
-            )
+        problem = problem or self._kinds(trainer)
         said = b"" if made is None else b"".join(each.tobytes() for each in made.matrices)
         digest = zlib.crc32(repr((self._algorithm, self._compressor, self._sync_every, self._seed)).encode() + said)
         own = torch.tensor([bool(problem), digest, -digest], dtype=torch.int64, device=self.root_device)
@@ -133,11 +133,28 @@ class GossipMixin(UnwrappedMixin):
             raise ValueError("the ranks have other settings or another topology each; give all the same")
         self._topology = made
 
+    def _mixed(self, trainer: Any) -> list[str]:
+        """Names of the parameters that are trained, or may be later."""
+        whole = any("BaseFinetuning" in [kind.__name__ for kind in type(each).__mro__] for each in trainer.callbacks)
+        return [name for name, each in self._module_parameters() if each.requires_grad or whole]
+
+    def _kinds(self, trainer: Any) -> str:
+        """What is wrong with the dtypes of these, or nothing."""
+        named = dict(self._module_parameters())
+        kinds = {str(named[name].dtype) for name in self._mixed(trainer)} - {"torch.float32"}
+        if not kinds:
+            return ""
+        return (
+            f"parameters are {', '.join(sorted(kinds))}, and gossip needs float32 ones, which averages are made "
+            "of; use precision='32-true', '16-mixed' or 'bf16-mixed'"
+        )
+
     def begin(self, trainer: Any) -> None:
         """Make ready for the model's parameters."""
         assert self.lightning_module is not None
-        whole = any("BaseFinetuning" in [kind.__name__ for kind in type(each).__mro__] for each in trainer.callbacks)
-        self._names = [name for name, each in self.lightning_module.named_parameters() if each.requires_grad or whole]
+        if problem := self._kinds(trainer):  # a precision like 'bf16-true' has converted them by now, on every rank
+            raise ValueError(problem)
+        self._names = self._mixed(trainer)
         shapes = dict(self.lightning_module.named_parameters())
         layout = Layout.of((name, tuple(shapes[name].shape)) for name in self._names)
         device = self.root_device
@@ -217,21 +234,36 @@ class GossipMixin(UnwrappedMixin):
     def _means(self) -> dict[str, Tensor]:
         """By name; a collective call."""
         named = self.replica()
-        names = [name for name, each in named.items() if each.is_floating_point()]
+        names = [*self._names, *self._differing(named)]
         shapes = [named[name].shape for name in names]
         own = torch.cat([named[name].detach().reshape(-1).float() for name in names]).to(self.root_device)
         mean = own.clone()
         with failures.explained(f"averaging all models after {self.attempts} steps", self.global_rank):
             self._counted.all_reduce(mean)
             mean /= self.world_size
-            apart = (own - mean).double().square().sum()[None]
+            trained = slice(len(self._vector))
+            apart = (own[trained] - mean[trained]).double().square().sum()[None]
             self._counted.all_reduce(apart)
-        norm = float(mean.double().norm())
+        norm = float(mean[trained].double().norm())
         self._consensus = (float(apart) / self.world_size) ** 0.5 / norm if norm else 0.0
         parts = mean.split([shape.numel() for shape in shapes])
         return {
             name: part.view(shape).to(named[name].dtype) for name, shape, part in zip(names, shapes, parts, strict=True)
         }
+
+    def _differing(self, named: Mapping[str, Tensor]) -> list[str]:
+        """Frozen parameters and buffers that differ by rank; a mean would round, or overflow, what is constant."""
+        mixed = set(self._names)
+        names = [name for name, each in named.items() if each.is_floating_point() and name not in mixed]
+        if not names:
+            return []
+        own = torch.cat([named[name].detach().reshape(-1).float() for name in names]).to(self.root_device)
+        said = torch.cat([own, -own])
+        with failures.explained(f"averaging all models after {self.attempts} steps", self.global_rank):
+            self._counted.all_reduce_max(said)
+        most, least = said.chunk(2)
+        same = (most == -least).split([named[name].numel() for name in names])
+        return [name for name, each in zip(names, same, strict=True) if not bool(each.all())]
 
     def average_model(self) -> None:
         """All ranks have the exact mean."""

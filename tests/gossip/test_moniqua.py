@@ -217,6 +217,61 @@ def test_the_toy_needs_slack_at_one_bit():
     assert found[1.0][0] > 1.0
 
 
+def test_one_outlier_does_not_coarsen_theta_for_good():
+    """One parameter of one rank is far off once: theta grows, and comes back."""
+    size = 4
+
+    def rank(collective):
+        averaging = Modulo(Moniqua(theta=1.0), Neighbours(collective, build_topology("ring", size)), 0)
+        numbers, x, thetas = dict(averaging.numbers), torch.zeros(9), []
+        for number in range(80 * AGREE):
+            x[0] += 1000.0 * (number == 5 and collective.rank == 1)
+            numbers["round"] = float(number)
+            averaging.average(x, numbers, 0.1)
+            thetas.append(averaging.figures()["theta"])
+        return thetas
+
+    ranks = run_threads(size, rank)
+    assert all(thetas == ranks[0] for thetas in ranks)
+    assert max(ranks[0]) == pytest.approx(2000.0)
+    assert ranks[0][-1] == 1.0
+
+
+def test_what_is_too_far_out_for_the_lattice_is_detected(by):
+    """Its cells would all be the last one, which neighbours would recover without a difference."""
+
+    def rank(collective):
+        averaging = Modulo(Moniqua(theta=1e-15), Neighbours(collective, build_topology("ring", 3)), 0)
+        numbers, x = {"round": 0.0, **averaging.numbers}, torch.full((9,), 1.0 + collective.rank)
+        averaging.average(x, numbers, 0.1)
+        return float(x[0]), numbers["failures"], numbers["worst"]
+
+    assert run_threads(3, rank) == [(2.0, 2.0, pytest.approx(apart * 1e15)) for apart in (2, 1, 2)]
+
+
+def test_nothing_of_a_measurement_is_kept():
+    """Whole vectors of neighbours are not memory of the method."""
+    kept = run("dpsgd", "moniqua", 3, rounds=20)[0].neighbours._memory
+    assert {key[1] for key in kept} == {torch.uint8}
+
+
+@pytest.mark.parametrize("before", ["estimated", 0.01])
+def test_another_theta_counts_when_a_run_goes_on(before):
+    problem = Problem(3)
+    states = [
+        each.mixing.state_dict() for each in run("dpsgd", {"name": "moniqua", "theta": before}, 3, problem=problem)
+    ]
+
+    def rank(collective):
+        averaging = Modulo(Moniqua(theta=5.0), Neighbours(collective, build_topology("ring", 3)), 3)
+        numbers = states[collective.rank]["numbers"]
+        assert numbers["theta"] > 0 or numbers["growth"] > 1
+        averaging.average(torch.zeros(9), numbers, 0.1)
+        return averaging.figures()["theta"]
+
+    assert run_threads(3, rank) == [5.0] * 3
+
+
 THETAS = [
     (2.0, Constant(2.0)),
     (2, Constant(2.0)),

@@ -92,6 +92,22 @@ def test_refused_files(tmp_path):
         build_topology(tmp_path / "objects.npy", 2)
 
 
+def test_both_sides_of_an_edge_see_it():
+    """What an optimiser of matrices leaves of an edge, one way: nobody may wait for an answer to it."""
+    matrix = build_topology("ring", 4).matrices[0].copy()
+    matrix[0, 2], matrix[1, 0] = 5e-10, matrix[1, 0] + 3e-10
+    made = build_topology(matrix, 4)
+    for rank in range(4):
+        assert all(made.weights(peer, 0)[rank] == weight for peer, weight in made.weights(rank, 0).items())
+        assert len(made.weights(rank, 0)) == 2
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "empty.npy").touch()
+    with pytest.raises(ValueError, match="cannot be read as a matrix"):
+        build_topology(tmp_path / "empty.npy", 2)
+
+
 def test_another_number_of_ranks():
     with pytest.raises(ValueError, match="is of 2 ranks, and this run has 3"):
         build_topology(HALF, 3)

@@ -17,6 +17,7 @@ from lightning_compress import CommunicationMonitor, GossipStrategy, Moniqua
 from lightning_compress.codecs import QSGD, TopK
 from lightning_compress.gossip.choco import Choco
 from lightning_compress.gossip.choice import ALGORITHMS
+from lightning_compress.gossip.states import _states
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters
 from tests.helpers.training import fit as fit_digits
@@ -209,6 +210,66 @@ class Frozen(Net):
             self.head.requires_grad_(True)
 
 
+class Constants(Validated):
+    """Buffers and a layer that are the same on all ranks, one that is not, and frozen weights of another dtype."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.register_buffer("least", torch.full((2,), torch.finfo(torch.float32).min))
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.register_buffer("own", torch.full((2,), float(dist.get_rank())))
+        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+        self.body[0].requires_grad_(False)
+        self.first = self.body[0].weight.detach().clone()
+
+    def on_train_batch_end(self, *_):
+        self.own.fill_(dist.get_rank())
+
+
+def _constants():
+    trainer, model = fit(GossipStrategy(), Constants)
+    same = bool((model.first == model.body[0].weight).all())
+    rest = [each.tolist() for each in (model.least, model.mask, model.own)]
+    return same, rest, trainer.strategy.comm_stats()["consensus_distance"]
+
+
+def test_what_is_constant_stays(pools):
+    """A mean of three would round it, or overflow; infinite masks are no distance of models."""
+    least = torch.finfo(torch.float32).min
+    for same, rest, distance in pools[3].run(_constants):
+        assert same
+        assert rest == [[least] * 2, [-np.inf] * 2, [1.0] * 2]
+        assert 0 < distance < 1
+
+
+class Scaled(Net):
+    """With a parameter of no dimensions, as the step count of its optimizer."""
+
+    def __init__(self, _):
+        super().__init__("adamw")
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images):
+        return self.scale * super().forward(images)
+
+
+def _averaged_states(plain):
+    class Plain(Net):
+        def __init__(self, _):
+            super().__init__()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    trainer, model = fit(GossipStrategy(average_states=True), Plain if plain else Scaled, max_epochs=1)
+    return 0 if plain else sum(each.numel() for each in _states(trainer.optimizers)), parameters(model).numel()
+
+
+def test_step_counts_are_no_states_to_average(pools):
+    assert all(found == 2 * numel for found, numel in pools[2].run(_averaged_states, False))
+    assert pools[2].run(_averaged_states, True)[0][0] == 0  # SGD keeps nothing
+
+
 class Halves(Net):
     def __init__(self, _):
         super().__init__()
@@ -238,6 +299,11 @@ REFUSED = {
         "other settings or another topology",
     ),
     "unfrozen": (lambda: fit(GossipStrategy(), Frozen), "was frozen when the fit began"),
+    "swaps": (
+        lambda: fit(GossipStrategy(topology=[[0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0]])),
+        "spectral gap is 0",
+    ),
+    "true": (lambda: fit(GossipStrategy(), precision="bf16-true"), "parameters are torch.bfloat16"),
     "halves": (lambda: fit(GossipStrategy(), Halves), "parameters are torch.float16"),
 }
 
