@@ -123,7 +123,8 @@ class GossipMixin(UnwrappedMixin):
             problem = str(error)
         problem = problem or self._kinds(trainer)
         said = b"" if made is None else b"".join(each.tobytes() for each in made.matrices)
-        digest = zlib.crc32(repr((self._algorithm, self._compressor, self._sync_every, self._seed)).encode() + said)
+        numbers = self._sync_every, self._meet_every, self._seed, self._evaluate, self._averages_states
+        digest = zlib.crc32(repr((self._algorithm, self._compressor, *numbers)).encode() + said)
         own = torch.tensor([bool(problem), digest, -digest], dtype=torch.int64, device=self.root_device)
         TorchCollective().all_reduce_max(own)
         failed, most, least = own.tolist()
