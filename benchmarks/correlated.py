@@ -9,6 +9,8 @@ for Distributed Mean Estimation and Optimization", ICML 2022). No codec does it 
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +43,7 @@ def variance(bits: int, ranks: int, common: float, shared: bool) -> float:
 
 def main() -> None:
     """Print a table."""
+    argparse.ArgumentParser("correlated", description=__doc__).parse_args()
     shown = Table("bits", "ranks", "common", "own offsets", "shared", "ratio")
     for bits in (2, 3, 4):
         for ranks in (4, 8):

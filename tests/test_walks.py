@@ -37,6 +37,7 @@ BESIDE_A_GRADIENT = {
     "settings/settings.py",  # a property
     "settings/schedule.py",  # whether settings change in this step
     "engine/gradients.py",  # chooses the kernel that adds a gradient to the residual
+    "engine/vectors.py",  # where gradients and means are
     "exchanges/base.py",  # helpers of all exchanges
     "codecs/base.py",  # what codecs inherit
     "codecs/sparse/selection.py",  # chooses the kernel that finds the largest
@@ -54,6 +55,8 @@ BESIDE_A_COMPRESSOR = {
     "settings/rules.py",  # what other compressors there are
     "settings/schedule.py",  # whether its settings change
     "corrections/clipping.py",  # another setting
+    "settings/compensation.py",  # likewise
+    "settings/readers.py",  # checks of others
     "strategies/resume.py",  # likewise
 }
 

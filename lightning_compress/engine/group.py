@@ -288,7 +288,7 @@ class Group:
     def _exchange_vector(self, vector: Fed | Copied, given: Pass) -> None:
         """Average a vector over the ranks; what was not sent stays in it."""
         before = reduce(torch.add, vector.summands).norm() if self._meter.sampling else None
-        vector.exchange(given.plan, mix(*given.draws))
+        _average(vector, given.plan, mix(*given.draws))
         if before is not None:
             self._meter.add_error(before, vector.vector.norm())
         if self.residual is not None:
@@ -318,6 +318,20 @@ class Group:
             named = zip(self._segments, pieces, strict=True)
             self.nonfinite = [segment.name for segment, each in named if not each.isfinite().all()]
         return flag
+
+
+def _average(vector: Fed | Copied, plan: ExchangePlan, key: int) -> None:
+    """Exchange messages; the mean is in ``vector.mean``."""
+    if isinstance(vector, Copied):
+        if len(vector.summands) == 2:
+            plan.mean_of_sum(*vector.summands, vector.vector, vector.mean, key, vector.flag)
+        else:
+            plan.mean(vector.vector, vector.mean, key, vector.flag)
+    elif vector.whole is None:
+        plan.mean_pieces(vector.vector, vector.mean, key, vector.flag)
+    else:
+        plan.mean(vector.vector, vector.whole, key, vector.flag)
+        torch._foreach_copy_(vector.mean, list(vector.whole.split([each.numel() for each in vector.mean])))
 
 
 def _extremes(slices: Sequence[Tensor]) -> Tensor:

@@ -55,14 +55,6 @@ class Fed:
         """What adds up to what is averaged."""
         return (self.vector,)
 
-    def exchange(self, plan: ExchangePlan, key: int) -> None:
-        """Average over the ranks."""
-        if self.whole is None:
-            plan.mean_pieces(self.vector, self.mean, key, self.flag)
-        else:
-            plan.mean(self.vector, self.whole, key, self.flag)
-            torch._foreach_copy_(self.mean, list(self.whole.split([each.numel() for each in self.mean])))
-
     def correct(self, correction: CorrectionPlan, compressed: Sequence[slice], step: int) -> None:
         """Turn the means into what the optimizer is given."""
         correction.finish(self.mean, self.vector, compressed, step)
@@ -89,13 +81,6 @@ class Copied:
     flag: Tensor
     summands: tuple[Tensor, ...]
     scale: Tensor | None
-
-    def exchange(self, plan: ExchangePlan, key: int) -> None:
-        """Average over the ranks."""
-        if len(self.summands) == 2:
-            plan.mean_of_sum(*self.summands, self.vector, self.mean, key, self.flag)
-        else:
-            plan.mean(self.vector, self.mean, key, self.flag)
 
     def correct(self, correction: CorrectionPlan, compressed: Sequence[slice], step: int) -> None:
         """Turn the mean into what the optimizer is given."""

@@ -77,22 +77,22 @@ def read_rules(given: object) -> tuple[Rule, ...]:
     return tuple(made)
 
 
-def read_dtype(given: object) -> torch.dtype:
+def read_dtype(name: str, given: object) -> torch.dtype:
     """The dtype of a residual."""
     for dtype in (torch.float32, torch.bfloat16):
         if given in (dtype, str(dtype).removeprefix("torch.")):
             return dtype
-    raise ValueError(f"residual_dtype={given!r} must be 'float32' or 'bfloat16'")
+    raise ValueError(f"{name}={given!r} must be 'float32' or 'bfloat16'")
 
 
-def read_norm(given: object, compressor: object) -> float | None:
+def read_norm(name: str, given: object, compressor: object = None) -> float | None:
     """The norm to which a rank clips, for a compressor that does not clip by itself."""
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
-        raise ValueError(f"local_clip_norm={given!r} must be a norm above 0, or null for no clipping")
+        raise ValueError(f"{name}={given!r} must be a norm above 0, or null for no clipping")
     if getattr(compressor, "clip", None) is not None:
-        raise ValueError(f"local_clip_norm={given!r}: {compressor} clips by itself; set one of the two to null")
+        raise ValueError(f"{name}={given!r}: {compressor} clips by itself; set one of the two to null")
     return float(given)
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from lightning_compress.corrections.clipping import ClipBy, check_by
-from lightning_compress.settings.arguments import read_dtype, read_norm
 
 
 def must(fits: Callable[[Any], bool], be: str) -> Callable[[str, object], object]:
@@ -41,16 +38,6 @@ def share(name: str, given: object) -> float:
     if not isinstance(given, (int, float)) or not 0 <= given <= 1:
         raise ValueError(f"{name}={given!r} must be in [0, 1]; 1 keeps all of it")
     return float(given)
-
-
-def dtype(name: str, given: object) -> torch.dtype:
-    """The dtype of a residual."""
-    return read_dtype(given)
-
-
-def norm(name: str, given: object) -> float | None:
-    """A norm above 0, or None."""
-    return read_norm(given, None)
 
 
 def clip_by(name: str, given: ClipBy) -> ClipBy:

@@ -30,6 +30,7 @@ from lightning_compress.settings.arguments import (
     ScheduleLike,
     build_compressor,
     build_exchange,
+    read_dtype,
     read_norm,
     read_patterns,
     read_rules,
@@ -80,8 +81,8 @@ class Settings:
     seed: Annotated[int, readers.whole] = 0
     residual_decay: Annotated[float, readers.share] = 1.0
     residual_follows_lr: Annotated[bool, readers.truth] = False
-    residual_dtype: Annotated[torch.dtype, readers.dtype] = torch.float32
-    local_clip_norm: Annotated[float | None, readers.norm] = None
+    residual_dtype: Annotated[torch.dtype, read_dtype] = torch.float32
+    local_clip_norm: Annotated[float | None, read_norm] = None
     local_clip_by: Annotated[ClipBy, readers.clip_by] = "parameter"
     deterministic: Annotated[bool, readers.truth] = False
     on_nonfinite: Annotated[str, readers.one_of("pass", "skip", "raise")] = "pass"
@@ -234,7 +235,7 @@ class Settings:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
         feedback, asks = read_feedback(error_feedback)
         chosen = cls._read(options)
-        read_norm(chosen["local_clip_norm"], given)
+        read_norm("local_clip_norm", chosen["local_clip_norm"], given)
         readers.whole("min_numel", min_numel)
         made = cls(
             compressor=given,

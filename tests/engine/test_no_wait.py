@@ -15,6 +15,7 @@ META = torch.device("meta")
 PARAMETERS = [("weight", (60, 101)), ("bias", (37,)), ("other", (67, 83))]
 WAITS = {"topk_2bit", "topk_1bit", "topk_rice", "threshold", "threshold_words", "adaptive", "adaptive_int16", "wangni"}
 WAITS |= {"qsgd_elias", "atomo", "rows"}
+WAITS |= {"adam_mask", "adam_mask_moment"}  # in the first steps alone, until there is a moment
 """Methods whose messages are made on the host, as their docstrings say."""
 
 
