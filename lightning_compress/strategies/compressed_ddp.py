@@ -26,16 +26,11 @@ from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.settings import Settings
 from lightning_compress.strategies.interruptions import Interruptions
+from lightning_compress.strategies.names import VARIANTS, register
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
 
-_VARIANTS: dict[str, dict[str, object]] = {
-    "": {},
-    "_find_unused_parameters_true": {"find_unused_parameters": True},
-    "_spawn": {"start_method": "spawn"},
-    "_fork": {"start_method": "fork"},
-    "_notebook": {"start_method": "fork"},
-}
+_UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_unused_parameters": True}}
 
 if TYPE_CHECKING:
     _Base = DDPStrategy
@@ -263,11 +258,7 @@ class CompressedDDPMixin(_Base):
         """Register ``compressed_ddp``, one name per compressor, and the variants of each."""
         named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
         named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS}
-        for name, arguments in named.items():
-            for suffix, more in _VARIANTS.items():
-                if name + suffix not in strategy_registry:
-                    description = f"Compressed DDP: {arguments | more or 'defaults'}"
-                    strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+        register(strategy_registry, cls, "Compressed DDP", named, VARIANTS | _UNUSED)
 
 
 _ON_CHECKPOINTS = ("state", "strict_state")

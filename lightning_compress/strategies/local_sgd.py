@@ -31,6 +31,7 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
 from lightning_compress.strategies.meeting import END
+from lightning_compress.strategies.names import register
 from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.unwrapped import UnwrappedMixin
 
@@ -51,12 +52,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings by the registered name of the strategy."""
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "": {},
-    "_spawn": {"start_method": "spawn"},
-    "_fork": {"start_method": "fork"},
-    "_notebook": {"start_method": "fork"},
-}
 
 
 class LocalSGDMixin(UnwrappedMixin):
@@ -299,11 +294,7 @@ class LocalSGDMixin(UnwrappedMixin):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the presets, and the variants of each."""
-        for name, arguments in PRESETS.items():
-            for suffix, more in _VARIANTS.items():
-                if name + suffix not in strategy_registry:
-                    said = f"Local steps: {arguments | more}"
-                    strategy_registry.register(name + suffix, cls, description=said, **arguments, **more)
+        register(strategy_registry, cls, "Local steps", PRESETS)
 
 
 _OURS = set(inspect.signature(LocalSGDMixin.__init__).parameters)
