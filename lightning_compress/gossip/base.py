@@ -175,6 +175,34 @@ class Coded(Mixing):
         self._plan.decode(message[None], out, weight, accumulate=True)
 
 
+class Replicas(Coded):
+    """Keeps the model of the last round, and the weighted mean of what the neighbourhood knows of each other's."""
+
+    def __init__(self, start: Tensor, neighbours: Neighbours, codec: Codec, layout: Layout, seed: int) -> None:
+        super().__init__(neighbours, codec, layout, start.device, seed)
+        self.vectors |= {"model": start.clone(), "mean": start.clone()}
+
+
+class Replicating(Algorithm):
+    """An algorithm whose mixing keeps ``Replicas``, by unbiased codecs.
+
+    Attributes:
+        mixing: class of it.
+    """
+
+    fixed: ClassVar[bool] = True
+    memory: ClassVar[int] = 8
+    mixing: ClassVar[type[Replicas]]
+
+    def check_compressor(self, compressor: object) -> None:
+        """Unbiased ones."""
+        check_unbiased(self.name, compressor)
+
+    def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
+        """See ``Algorithm.begin``."""
+        return self.mixing(start, neighbours, compressor, layout, seed)
+
+
 def unbiased(codec: Codec) -> bool:
     """Whether what is decoded is on average what was encoded."""
     exact = codec.casts and codec.sum_dtype == torch.float32

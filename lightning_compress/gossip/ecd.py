@@ -7,14 +7,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_compress.codecs import Codec
-from lightning_compress.core.layout import Layout
-from lightning_compress.gossip.base import Algorithm, Coded, Mixing, check_unbiased
-from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.base import Replicas, Replicating
+
+
+class _Mixing(Replicas):
+    def run(self, vector: Tensor, rate: float) -> None:
+        model, mean, t = self.vectors["model"], self.vectors["mean"], self.round + 1
+        vector.sub_(model).add_(mean)
+        model.mul_(1 - t / 2).add_(vector, alpha=t / 2)
+        told = self.tell(model)
+        model.copy_(vector)
+        mean.mul_(1 - 2 / t)
+        for weight, message in told:
+            self.add(message, mean, weight * 2 / t)
 
 
 @dataclass(frozen=True)
-class ECD(Algorithm):
+class ECD(Replicating):
     """``x' = sum_j W_ij y_j - step; z = (1 - t/2) x + t/2 x'; y <- (1 - 2/t) y + 2/t C(z)`` in round t = 1, 2, ...
 
     The noise of an estimate ``y`` falls as 1/t, if that of the codec is bounded whatever it encodes; codecs whose error
@@ -26,29 +35,4 @@ class ECD(Algorithm):
     """
 
     name: ClassVar[str] = "ecd"
-    fixed: ClassVar[bool] = True
-    memory: ClassVar[int] = 8
-
-    def check_compressor(self, compressor: object) -> None:
-        """Unbiased ones."""
-        check_unbiased(self.name, compressor)
-
-    def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
-        """See ``Algorithm.begin``."""
-        return _Mixing(start, neighbours, compressor, layout, seed)
-
-
-class _Mixing(Coded):
-    def __init__(self, start: Tensor, neighbours: Neighbours, codec: Codec, layout: Layout, seed: int) -> None:
-        super().__init__(neighbours, codec, layout, start.device, seed)
-        self.vectors |= {"model": start.clone(), "mean": start.clone()}
-
-    def run(self, vector: Tensor, rate: float) -> None:
-        model, mean, t = self.vectors["model"], self.vectors["mean"], self.round + 1
-        vector.sub_(model).add_(mean)
-        model.mul_(1 - t / 2).add_(vector, alpha=t / 2)
-        told = self.tell(model)
-        model.copy_(vector)
-        mean.mul_(1 - 2 / t)
-        for weight, message in told:
-            self.add(message, mean, weight * 2 / t)
+    mixing: ClassVar[type[Replicas]] = _Mixing

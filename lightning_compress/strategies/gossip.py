@@ -17,24 +17,19 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
+from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.base import Algorithm, Mixing
-from lightning_compress.gossip.choice import ALGORITHMS, build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.meeting import END
+from lightning_compress.strategies.names import register
 from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.unwrapped import UnwrappedMixin
 
 Evaluate = Literal["mean", "local"]
-_VARIANTS: dict[str, dict[str, object]] = {
-    "": {},
-    "_spawn": {"start_method": "spawn"},
-    "_fork": {"start_method": "fork"},
-    "_notebook": {"start_method": "fork"},
-}
 
 
 class Traffic(NamedTuple):
@@ -311,11 +306,7 @@ class GossipMixin(UnwrappedMixin):
         named: dict[str, dict[str, object]] = {"gossip": {}, "gossip_moniqua": {"compressor": "moniqua"}}
         named |= {f"gossip_{name}": {"algorithm": name} for name in ALGORITHMS}
         named["gossip_d2_moniqua"] = {"algorithm": "d2", "compressor": "moniqua"}
-        for name, arguments in named.items():
-            for suffix, more in _VARIANTS.items():
-                if name + suffix not in strategy_registry:
-                    description = f"Gossip: {arguments | more or 'defaults'}"
-                    strategy_registry.register(name + suffix, cls, description=description, **arguments, **more)
+        register(strategy_registry, cls, "Gossip", named)
 
 
 class GossipStrategy(GossipMixin, DDPStrategy):

@@ -7,7 +7,7 @@ import torch
 from lightning_compress.codecs import EFSign, Natural, TopK
 from lightning_compress.collectives import run_threads
 from lightning_compress.core.random import mix
-from lightning_compress.gossip.choice import ALGORITHMS, build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 from tests.gossip.helpers import LAYOUT, NUMEL, RATE, Problem, models_of, run

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_compress import CommunicationMonitor, GossipStrategy, Moniqua
 from lightning_compress.codecs import QSGD, TopK
+from lightning_compress.gossip.arguments import ALGORITHMS
 from lightning_compress.gossip.choco import Choco
-from lightning_compress.gossip.choice import ALGORITHMS
 from lightning_compress.gossip.states import _states
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters
