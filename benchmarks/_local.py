@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.local.outer import Outer
-from lightning_compress.local.rounds import Rounds
 from lightning_compress.local.steps import LocalSteps
+from lightning_compress.local.timetable import Rounds
 from lightning_compress.settings.settings import Settings
 
 ROTATED = {"name": "rotated", "bits": 4}
@@ -29,6 +29,18 @@ LOCAL: dict[str, dict[str, Any]] = {
     "sparseloco 30 streaming": {"rounds": Rounds(30, 3, 5, 0.5), **_SPARSE},
 }
 """``rounds`` and ``outer`` of ``LocalSteps``; the others are settings of its compression."""
+
+
+class Alone:
+    """Steps after which nothing is ever averaged, counted in rounds as local steps are: their bound."""
+
+    every, bytes_sent = 30, 0
+
+    def after(self) -> None:
+        """An optimizer stepped."""
+
+    def close(self) -> None:
+        """Nothing is to be closed."""
 
 
 class Local:

@@ -1,57 +1,96 @@
-"""Variance of a mean of rounded vectors: offsets of each rank's own, against offsets that ranks share and shift.
+"""Variance of a mean that several ranks round: by random bits of their own, and by bits that they share.
 
     python -m benchmarks.correlated
+    python -m benchmarks.correlated --ranks 4 8 16 --steps 20
 
-Rounding ``floor(x / step + u)`` is right on average for every uniform u. With ``u = (v + rank / ranks) mod 1`` and v
-drawn alike by all ranks, at the same bits, errors cancel in part (Suresh, Sun, Ro, Yu, "Correlated Quantization
-for Distributed Mean Estimation and Optimization", ICML 2022). No codec does it yet.
+Ranks are threads. Of each method, with and without its setting ``correlated`` (see ``Rotated``), at the same bits: the
+squared error of the mean, times the ranks, over the mean square of the vectors; through the exchange that ``auto``
+takes, which from 4 ranks on encodes a sum once more, and through ``all_gather``, which does not. Vectors are normal,
+a part of them (by variance) common to all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
-import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-NUMEL, DRAWS = 256, 400
+from lightning_compress.codecs import QSGD, Codec, Natural, Rotated, TernGrad
+from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.exchanges import AllGather, Auto, Exchange
+from lightning_compress.exchanges.message import Section
+
+CPU = torch.device("cpu")
+LAYOUT = Layout.of([("matrix", (128, 128)), ("odd", (37, 101))])
+CODECS: dict[str, Rotated | QSGD | TernGrad | Natural] = {
+    "rotated 2 bits": Rotated(2),
+    "rotated 3 bits": Rotated(3),
+    "rotated 4 bits": Rotated(),
+    "qsgd 2 bits": QSGD(2),
+    "qsgd 4 bits": QSGD(),
+    "terngrad": TernGrad(),
+    "natural": Natural(),
+}
+COMMON = 0.0, 0.5, 1.0
+LINK = {"latency_s": 1e-6, "bytes_per_s": 1.25e8}
+"""On which bytes count: small vectors go the way of large ones."""
 
 
-def variance(bits: int, ranks: int, common: float, shared: bool) -> float:
-    """Of the mean, times the ranks, over the squared norm of normal vectors.
+def variance(codec: Codec, exchange: Exchange, ranks: int, common: float, steps: int) -> tuple[float, str]:
+    """Of the mean, see above; and which exchange it was.
 
     Args:
-        bits: an element, whose levels are those of ``rotated``.
+        codec: of the messages.
+        exchange: in which they travel.
         ranks: how many.
         common: share of the vectors' variance that is the same on all ranks.
-        shared: offsets are shared.
+        steps: means, over which the variance is averaged.
     """
-    random, total = np.random.default_rng(bits), 0.0
-    for _ in range(DRAWS):
-        own = random.standard_normal((ranks, NUMEL))
-        vectors = common**0.5 * random.standard_normal(NUMEL) + (1 - common) ** 0.5 * own
-        steps = np.abs(vectors).max(1, keepdims=True) / (2 ** (bits - 1) - 0.5)
-        if shared:
-            offsets = (random.random(NUMEL) + np.arange(ranks)[:, None] / ranks) % 1
-        else:
-            offsets = random.random((ranks, NUMEL))
-        rounded = (np.floor(vectors / steps - 0.5 + offsets) + 0.5) * steps
-        total += ranks * np.square((rounded - vectors).mean(0)).sum() / np.square(vectors).mean(0).sum()
-    return total / DRAWS
+    shared = common**0.5 * _normal(1000)
+
+    def program(collective: Collective) -> tuple[float, str]:
+        plan = exchange.plan([Section(codec, LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
+        parts = [shared + (1 - common) ** 0.5 * _normal(rank) for rank in range(ranks)]
+        exact, square = torch.stack(parts).double().mean(0), torch.stack(parts).double().square().sum() / ranks
+        out, total = torch.empty(LAYOUT.numel), 0.0
+        for key in range(steps):
+            plan.mean(parts[collective.rank].clone(), out, key, torch.tensor(0.0))
+            total += float((out - exact).square().sum() / square)
+        return ranks * total / steps, plan.description
+
+    return run_threads(ranks, program)[0]
+
+
+def _normal(seed: int) -> Tensor:
+    return torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed))
 
 
 def main() -> None:
     """Print a table."""
-    argparse.ArgumentParser("correlated", description=__doc__).parse_args()
-    shown = Table("bits", "ranks", "common", "own offsets", "shared", "ratio")
-    for bits in (2, 3, 4):
-        for ranks in (4, 8):
-            for common in (0.0, 0.5, 0.9):
-                own, shared = (variance(bits, ranks, common, each) for each in (False, True))
-                figures = f"{own:.4f}", f"{shared:.4f}", f"{shared / own:.2f}"
-                shown.add_row(str(bits), str(ranks), f"{common:g}", *figures)
-    Console().print(shown)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("method", "ranks", "common", "exchange", "own bits", "shared", "ratio", "ratio in all_gather")
+    for name, codec in CODECS.items():
+        correlated = replace(codec, correlated=True)
+        for ranks in arguments.ranks:
+            for common in COMMON:
+                row: list[str] = []
+                for exchange in (Auto("never", link=LINK), AllGather()):
+                    given = exchange, ranks, common, arguments.steps
+                    (own, way), (shared, _) = variance(codec, *given), variance(correlated, *given)
+                    row += [way, f"{own:.4f}", f"{shared:.4f}", f"{shared / own:.2f}"] if not row else []
+                    last = f"{shared / own:.2f}"
+                table.add_row(name, str(ranks), f"{common:g}", *row, last)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

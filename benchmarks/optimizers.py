@@ -229,11 +229,11 @@ def table(results: dict[str, dict[str, float]], runs: list[Run]) -> Table:
     return shown
 
 
-def run_stage(name: str, root: Path, results: Path, picture: Path | None) -> None:
-    """Run what is missing of a stage in this process, and show all of it."""
+def run_stage(name: str, root: Path, results: Path, picture: Path | None, seeds: list[int] | None = None) -> None:
+    """Run what is missing of a stage in this process, and show all of it; other processes may run other seeds."""
     torch.set_num_threads(1)
     stage = STAGES[name]
-    for seed in range(stage.seeds):
+    for seed in range(stage.seeds) if seeds is None else seeds:
         for setting in compensation.chosen(compensation.read(results), stage):
             done = {(row["stage"], row["setting"], row["seed"]) for row in compensation.read(results)}
             if (name, setting, str(seed)) not in done:
@@ -261,14 +261,14 @@ def main() -> None:
     parser.add_argument(
         "--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", help="0 1, if left out; of a stage, those that it has")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tune", action="store_true", help="dense only, with every learning rate in RATES")
     arguments = parser.parse_args()
     if arguments.stage:
         if arguments.csv is None or arguments.root is None:
             parser.error("--stage needs --csv and --root")
-        run_stage(arguments.stage, arguments.root, arguments.csv, arguments.picture)
+        run_stage(arguments.stage, arguments.root, arguments.csv, arguments.picture, arguments.seeds)
         return
     if arguments.json is None:
         parser.error("--json is needed, or --stage")
@@ -280,7 +280,7 @@ def main() -> None:
     methods = ["dense"] if arguments.tune else arguments.methods or [method for method in METHODS if known(method)]
     runs = [
         named({"method": method, "optimizer": optimizer, "rate": rate, "seed": seed} | same)
-        for seed in arguments.seeds
+        for seed in arguments.seeds or [0, 1]
         for optimizer in arguments.optimizers
         for method in methods
         if ONLY.get(method, optimizer) == optimizer

@@ -36,8 +36,9 @@ class WandbLogger(loggers.WandbLogger):
     """Lightning's W&B logger, for runs that must not stop for it.
 
     Without a key, or where the server does not answer or refuses the key, it says so in a line and goes on offline;
-    ``wandb sync`` uploads such a run later. It never asks a question. A connection that is lost later is W&B's own
-    concern, which goes on writing and trying; the end of a run waits two minutes for it at most.
+    ``wandb sync`` uploads such a run later. It never asks a question. Where the connection is lost later, W&B goes on
+    writing and trying; a table, which needs the server, is left out, the end of the run waits two minutes at most
+    (``WANDB_FINISH_TIMEOUT``), and a line says what to sync.
 
     Settings are logged flat, ``compressor.density``, under the names that sweeps use. Every row has the ``so_far``
     figures beside its own, so that any curve can be drawn against seconds of training or bytes sent.
@@ -55,7 +56,7 @@ class WandbLogger(loggers.WandbLogger):
     def __init__(self, *, offline: bool | None = None, **kwargs: Any) -> None:
         super().__init__(settings=_settings(), **kwargs)
         self.so_far = {}
-        self._tries = offline is None
+        self._tries, self._lost = offline is None, False
         if offline:
             self._wandb_init["mode"] = "offline"  # the base class would set it for the whole process
 
@@ -94,13 +95,27 @@ class WandbLogger(loggers.WandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log figures, and how far the run is."""
-        super().log_metrics({**self.so_far, **metrics}, step)
+        try:
+            super().log_metrics({**self.so_far, **metrics}, step)
+        except Exception as error:  # a table asks the server for its name; numbers never do
+            if self.experiment.offline:
+                raise
+            self._say_lost(f"the server answers no more ({_first_line(error)}), and {', '.join(metrics)} is left out")
 
     @rank_zero_only
     def close(self) -> None:
         """End the run, so that the next one of this process is a run of its own."""
         if self._experiment is not None or getattr(self, "_attach_id", None) is not None:
-            self.experiment.finish()
+            try:
+                self.experiment.finish()
+            except TimeoutError:
+                self._say_lost("the server did not take all of the run in time")
+
+    def _say_lost(self, reason: str) -> None:
+        """Once: what follows has the same reason."""
+        if not self._lost:
+            log.warning("W&B: %s; `wandb sync %s` uploads the rest later", reason, self.experiment.settings.sync_dir)
+        self._lost = True
 
 
 def why_offline() -> str | None:
@@ -145,9 +160,10 @@ def _settings() -> dict[str, Any]:
     """Bounds on the time that W&B may take, as far as this version knows them."""
     import wandb
 
-    bounds = {"init_timeout": 60.0, "finish_timeout": FINISH, "login_timeout": 30.0}
+    bounds = {"init_timeout": 60.0, "finish_timeout": FINISH, "finish_timeout_raises": True, "login_timeout": 30.0}
     known = wandb.Settings()
-    return {name: value for name, value in bounds.items() if hasattr(known, name)}
+    named = [name for name in bounds if f"WANDB_{name.upper()}" in os.environ]  # by the user, who knows better
+    return {name: value for name, value in bounds.items() if hasattr(known, name) and name not in named}
 
 
 def _first_line(error: BaseException) -> str:

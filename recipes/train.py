@@ -22,7 +22,15 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, SufficientFactors, ThetaRecovery
+from lightning_compress import (
+    CompressedDDPStrategy,
+    GossipStrategy,
+    LocalSGDStrategy,
+    MeProp,
+    MeSimp,
+    SufficientFactors,
+    ThetaRecovery,
+)
 from recipes.build import CONF, build, refuse_foreign_data
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
@@ -71,7 +79,7 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     trainer.callbacks[:0] = [Recorder(), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
     if cfg.get("backward"):  # beside those of the trainer, which a command line may replace
         trainer.callbacks.insert(0, build(cfg.backward))  # type: ignore[attr-defined]
-    refuse_idle(cfg, trainer)
+    refuse_idle(cfg, trainer, named())
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:
         logger.log_hyperparams(settings)
@@ -161,15 +169,22 @@ def null_for_none(cfg: DictConfig | ListConfig) -> None:
             cfg[key] = None
 
 
-def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
+def named() -> list[str]:
+    """Settings that the command line names, such as ``recipe.heads``; empty where Hydra did not start the run."""
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [each.lstrip("+").partition("=")[0] for each in given]
+
+
+def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) -> None:
     """Stop a run in which something that was composed is nobody's.
 
     Args:
         cfg: the composed config.
         trainer: built from it.
+        given: settings that the user named himself, see ``named``: the others may be a file's, for other models too.
 
     Raises:
-        ValueError: a compressor, an exchange, factors or a recovery would have no effect.
+        ValueError: a compressor, an exchange, factors, a shared choice, heads or a recovery would have no effect.
     """
     if trainer.limit_test_batches == 0:
         raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
@@ -196,6 +211,15 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer) -> None:
         raise ValueError(
             "backward=sufficient_factors has no effect: one process sends no gradients; take more, as in "
             "trainer.devices=2, or leave backward out"
+        )
+    if trainer.world_size == 1 and any(isinstance(each, MeProp | MeSimp) and each.share for each in callbacks):
+        raise ValueError(
+            "backward.share=true has no effect: one process has no others to choose with; take more, as in "
+            "trainer.devices=2, or backward.share=false"
+        )
+    if cfg.recipe.get("model") == "lstm" and "recipe.heads" in given:
+        raise ValueError(
+            "recipe.heads has no effect: the LSTM's attention has one; leave it out, or take recipe.model=transformer"
         )
     watching = any(isinstance(each, ThetaRecovery) for each in callbacks)
     if cfg.get("recovery") and not watching:

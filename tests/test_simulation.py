@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_compress import CompressedDDPStrategy
 from recipes.resnet.cifar10 import TRAIN_FILES, read_batches
 from recipes.resnet.model import ResNet
+from tests.helpers.training import quiet_trainer
 from tests.reference.codecs import efsign, onebit, topk
 from tests.reference.simulation import simulate
 
@@ -65,17 +66,8 @@ def _images(root):
 
 def _train(compressor, root):
     learner = Learner()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=CompressedDDPStrategy(compressor, exchange="all_gather"),
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    strategy = CompressedDDPStrategy(compressor, exchange="all_gather")
+    trainer = quiet_trainer(strategy, max_steps=STEPS, use_distributed_sampler=False)
     share = TensorDataset(*(each[dist.get_rank() :: dist.get_world_size()] for each in _images(root)))
     trainer.fit(learner, DataLoader(share, BATCH))
     return {name: parameter.detach().numpy() for name, parameter in learner.net.named_parameters()}, learner.groups

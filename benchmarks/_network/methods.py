@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._local import LOCAL, Local
+from benchmarks._local import LOCAL, Alone, Local
 from lightning_compress import Compression, attach
 from lightning_compress.backward import sufficient_factors
 
@@ -118,7 +118,10 @@ PAPER = {"DDP": "2.26", "qsgd": "1.31", "terngrad": "1.25", "topk": "1.47"}
 """By what factor fft's training was faster there than with these (AlexNet, 8 GPUs, InfiniBand)."""
 
 
-BESIDE_LOCAL = ["PyTorch fp16", "PyTorch PowerSGD 4", "bf16", "rotated", "powersgd 4", *LOCAL]
+ALONE = "alone"
+"""The bound of local steps: nothing is averaged, and ranks do not even meet between two steps."""
+UNWRAPPED = {ALONE, *LOCAL}
+BESIDE_LOCAL = [ALONE, "PyTorch fp16", "PyTorch PowerSGD 4", "bf16", "rotated", "powersgd 4", *LOCAL]
 """What ``--set local`` compares: local steps, and the best of what talks in every step."""
 
 
@@ -129,7 +132,7 @@ def settings(name: str) -> dict[str, Any] | None:
         ValueError: there is no such method.
     """
     known = OURS | {label: each for members in SETS.values() for label, each in members.items()}
-    if name in PYTORCH or name in FACTORS or name in LOCAL:
+    if name in PYTORCH or name in FACTORS or name in UNWRAPPED:
         return None
     found = known[name] if name in known else json.loads(name) if name.startswith("{") else None
     if found is not None:  # the method that is asked for, also where float32 would be faster
@@ -140,8 +143,10 @@ def settings(name: str) -> dict[str, Any] | None:
     )
 
 
-def local(name: str, module: nn.Module) -> Local | None:
+def local(name: str, module: nn.Module) -> Local | Alone | None:
     """The local steps of a method that leaves the model unwrapped; None: it is none."""
+    if name == ALONE:
+        return Alone()
     if name not in LOCAL:
         return None
     exchange = {"name": "auto", "fallback": "never", "link": LINK}
@@ -155,7 +160,7 @@ def make(name: str) -> Callable[[nn.Module], tuple[nn.Module, Compression | None
         ValueError: there is no such method.
     """
     given = settings(name)
-    if name in LOCAL:
+    if name in UNWRAPPED:
         return lambda module: (module, None)
     found: Callable[[nn.Module], tuple[nn.Module, Compression | None]]
     found = (PYTORCH | FACTORS)[name] if given is None else _ours(given)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._local import Local
+from benchmarks._local import Alone, Local
 from benchmarks._network import replay
 from benchmarks._network.methods import local, make, optimizer
 from benchmarks._network.models import MODELS, batch
@@ -58,10 +58,13 @@ class Measuring:
         self._turn = Turn(arguments.get("turn"))
         self._times: dict[str, list[float]] = {name: [] for name in arguments["methods"]}
         self._wire: dict[str, list[int]] = {name: [] for name in arguments["methods"]}
-        self._found: dict[str, Any] = {"formula_bytes": {}, "bits": {}, "traces": {}, "said": {}}
+        self._found: dict[str, Any] = {"formula_bytes": {}, "bits": {}, "step_bits": {}, "traces": {}, "said": {}}
 
     def run(self) -> dict[str, Any]:
-        """Medians by method: ``ms``, ``wire_bytes``; ``formula_bytes``, ``bits`` of ours; ``traces``, if asked for."""
+        """Medians by method: ``ms``, ``wire_bytes``; ``formula_bytes``, ``bits`` of ours; ``traces``, if asked for.
+
+        And ``step_bits``, of local steps: on the wire, per parameter and step.
+        """
         names, rounds = list(self._times), self._told["rounds"]
         for number in range(rounds):
             for name in names[number:] + names[:number]:
@@ -104,7 +107,7 @@ class Measuring:
         del model, module, stepper, compression, recorder
         gc.collect()
 
-    def _local_steps(self, name: str, module: torch.nn.Module, local: Local, rounds: int) -> None:
+    def _local_steps(self, name: str, module: torch.nn.Module, local: Local | Alone, rounds: int) -> None:
         """Whole rounds of local steps, after one that does not count; ranks do not meet in between."""
         stepper, inputs = optimizer(module), batch(self._told["model"], dist.get_rank())
         formula: list[float] = []  # of streaming, what travels over the end of a round is counted in the next
@@ -123,6 +126,8 @@ class Measuring:
                     formula.append(promised / local.every)
             local.close()
         self._found["formula_bytes"][name] = statistics.mean(formula)
+        count = sum(each.numel() for each in module.parameters())
+        self._found["step_bits"][name] = 8 * statistics.median(self._wire[name]) / count
         self._found["said"][name] = said
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._network.methods import PAPER
+from benchmarks._network.methods import ALONE, PAPER
 
 FREE = "no communication"
+CAPTION = "best hook: of PyTorch's. bits: of a message, per element encoded; a step: sent, per parameter of the model"
 WIDTH = 120
 """Where there is no terminal that says how wide it is."""
 
@@ -25,24 +26,27 @@ def title(cell: dict[str, Any]) -> str:
 def show(found: dict[str, Any], said: str) -> None:
     """Print a table of one cell: ``ms`` and ``wire_bytes`` by method, and whatever else there is."""
     medians, sent = found["ms"], found["wire_bytes"]
-    formula, bits, late, real = (found.get(each, {}) for each in ("formula_bytes", "bits", "late", "real"))
+    kinds = ("formula_bytes", "bits", "step_bits", "late", "real")
+    formula, bits, step_bits, late, real = (found.get(each, {}) for each in kinds)
+    free = medians.get(FREE, medians.get(ALONE))
     references = [each for name, each in medians.items() if name.startswith("PyTorch")]
     columns: dict[str, Callable[[str], str]] = {
         "method": lambda name: name,
         "ms": lambda name: f"{medians[name]:.1f}",
-        "/ no comm.": lambda name: _ratio(medians[name], medians.get(FREE)),
+        "/ no comm.": lambda name: _ratio(medians[name], free),
         "DDP / it": lambda name: _ratio(medians.get("DDP"), medians[name]),
         "best hook / it": lambda name: _ratio(min(references, default=None), medians[name]),
         "MB sent": lambda name: f"{sent[name] / 1e6:.3f}",
         "/ formula": lambda name: f"{sent[name] / formula[name]:.3f}" if formula.get(name) else "",
         "bits": lambda name: f"{bits[name]:.3f}" if name in bits else "",
+        "bits a step": lambda name: f"{step_bits[name]:.5f}" if name in step_bits else "",
         "late": lambda name: f"{100 * late[name]:.1f} %" if name in late else "",
         "real ms": lambda name: f"{real[name]:.1f}" if name in real else "",
         "error": lambda name: f"{100 * (medians[name] / real[name] - 1):+.0f} %" if name in real else "",
     }
     rows = [[cell(name) for cell in columns.values()] for name in medians]
     kept = [place for place in range(len(columns)) if any(row[place] for row in rows)]
-    table = Table(title=said, caption="best hook: of PyTorch's. bits: of a message, per element encoded")
+    table = Table(title=said, caption=CAPTION)
     for place in kept:
         if place == 0:  # of which JSON may be long
             table.add_column(list(columns)[place], max_width=50)

@@ -24,6 +24,12 @@ def _topk(density: float, **more: object) -> dict[str, object]:
 
 
 TWO_SHOT = {"name": "two_shot"}
+
+
+def _sums(bits: int) -> dict[str, object]:
+    return TWO_SHOT | {"sums": {"name": "rotated", "bits": bits}}
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
     "rotated 4": {"compressor": {"name": "rotated", "bits": 4}},
@@ -32,11 +38,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **_each("topk 10 %", _topk(0.1), *WAYS),
     **_each("topk 1 %", _topk(0.01), *WAYS),
     **_each("onebit, two_shot", "onebit", "classical", exchange={**TWO_SHOT, "sums": "same"}),
-    **_each("onebit, 4 bits of sums", "onebit", "none", "classical", "loco", exchange=TWO_SHOT | {"sums": "rotated"}),
-    **_each("onebit, 8 bits of sums", "onebit", "loco", exchange=TWO_SHOT | {"sums": {"name": "rotated", "bits": 8}}),
-    **_each("onebit, 2 bits of sums", "onebit", "loco", exchange=TWO_SHOT | {"sums": {"name": "rotated", "bits": 2}}),
+    **_each("onebit, 4 bits of sums", "onebit", "none", "classical", "loco", exchange=_sums(4)),
+    **_each("onebit, 8 bits of sums", "onebit", "loco", exchange=_sums(8)),
+    **_each("onebit, 3 bits of sums", "onebit", "none", "loco", exchange=_sums(3)),
+    **_each("onebit, 2 bits of sums", "onebit", "none", "loco", exchange=_sums(2)),
     **_each("efsign", "efsign", *WAYS),
     **_each("rotated 3", {"name": "rotated", "bits": 3}, "none", "loco"),
+    **_each("rotated 2, correlated", {"name": "rotated", "bits": 2, "correlated": True}, "none", "loco"),
+    **_each("rotated 3, correlated", {"name": "rotated", "bits": 3, "correlated": True}, "none"),
+    **_each("qsgd 2", {"name": "qsgd", "bits": 2}, "none"),
+    **_each("qsgd 2, correlated", {"name": "qsgd", "bits": 2, "correlated": True}, "none"),
     **_each("terngrad", "terngrad", "none", "classical", "loco"),
     **_each("topk 3 %", _topk(0.03), "classical", "loco"),
     **_each("topk 3 %, 2 bits", _topk(0.03, values="2bit", indices="rice"), "classical", "loco"),

@@ -58,8 +58,9 @@ class CommunicationMonitor(MonitorMixin, Callback):
 
     Per step ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio``, ``encode_ms``, ``exchange_ms``,
     ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus residual),
-    ``residual_norm``; in total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``. The figures
-    are rank 0's. Steps between are not timed. With another strategy it warns, and logs nothing.
+    ``residual_norm`` (of LoCo's errors, too); in total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
+    ``nonfinite_steps``. The figures are rank 0's. Steps between are not timed. With another strategy it warns, and logs
+    nothing.
 
     With ``GossipStrategy`` there are also ``bytes_to_<rank>``, what this rank has sent to each neighbour;
     ``bytes_of_<rank>``, what each rank had sent when all met last; ``rounds``; ``consensus_distance``, the root mean

@@ -16,6 +16,8 @@ A codec turns a vector into a message and back. It is pure and rank-local: it kn
   ``out`` is undefined, and the plan goes on working. On an accelerator, which is not waited for, indices are clamped.
 * What all ranks must draw alike (the elements of a random-k) is drawn in ``share``, which is given the same key
   on all ranks before a step's first ``encode`` or ``decode``.
+* Codecs that are ``correlated`` round by random bits that ranks have in common, each at another offset, where the
+  exchange has said so by ``correlate``; by those of ``key`` elsewhere. Either way a message is right on average.
 * Steady state allocates nothing of the vector's size: scratch belongs to the plan.
 """
 
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import Stream
 
 ALIGNMENT = 16
 """Sections of a message start at multiples of this many bytes."""
@@ -55,6 +58,7 @@ class Plan(ABC):
     message_size: int
     in_pieces: bool = False
     variable: ClassVar[bool] = False
+    _shared: Stream | None = None
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -71,6 +75,23 @@ class Plan(ABC):
 
     def share(self, key: int) -> None:  # noqa: B027  # most draw nothing in common
         """Draw what the ranks must have in common; ``key`` is the same on all of them, and another one each step."""
+
+    def correlate(self, key: int, place: int, places: int) -> None:
+        """Draw the random bits of a ``correlated`` codec, until this is called again, from a stream of several ranks.
+
+        Their offsets divide [0, 1) evenly: so errors of equal numbers cancel, but for ``1 / places`` of a step, while
+        each rank's own bits are as uniform as before.
+
+        Args:
+            key: the same on all of them, and another one each step.
+            place: of this rank, another one on each: 0 to ``places - 1``.
+            places: how many there are.
+        """
+        self._shared = Stream.shared(key, place, places)
+
+    def stream(self, key: int) -> Stream:
+        """Where ``encode``, given this key, draws the random bits by which it rounds."""
+        return self._shared or Stream(key)
 
     @abstractmethod
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
@@ -145,6 +166,7 @@ class Codec(Method, ABC):
             the decodes), or None where they may not.
         casts: a message is the elements in ``sum_dtype``, no more, as far as they are within the limit.
         block: shards are cut at multiples of this many elements.
+        correlated: errors of the ranks' messages cancel in part; see ``Plan.correlate``.
     """
 
     sparse: ClassVar[bool] = False
@@ -152,6 +174,7 @@ class Codec(Method, ABC):
     sum_dtype: ClassVar[torch.dtype | None] = None
     casts: ClassVar[bool] = False
     block: int = 1
+    correlated: bool = False
 
     @property
     def sent_share(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,28 @@ def name_key(names: tuple[str, ...]) -> int:
     return int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:8], "little")
 
 
+def permutation(key: int, count: int) -> list[int]:
+    """The numbers below ``count`` in an order that follows from the key."""
+    return sorted(range(count), key=lambda number: mix(key, number))
+
+
+class Stream(NamedTuple):
+    """A key's random bits, to each 16 of which a number is added, modulo 2^16.
+
+    Attributes:
+        key: unsigned 64-bit number.
+        offset: what is added, -32768 to 32767.
+    """
+
+    key: int
+    offset: int = 0
+
+    @classmethod
+    def shared(cls, key: int, place: int, places: int) -> Stream:
+        """Of one of several that have the key in common, and whose offsets are spread evenly."""
+        return cls(key, (place * 2**16 // places + 2**15) % 2**16 - 2**15)
+
+
 PER_WORD = 4
 """Elements that share a 64-bit word."""
 GAMMA = 0x9E3779B97F4A7C15
@@ -57,13 +80,14 @@ class RandomBits:
     def __init__(self, numel: int, device: torch.device) -> None:
         self._words = scratch("random words", -(-numel // PER_WORD), torch.int64, device)
 
-    def draw(self, key: int, first: int, numel: int) -> Tensor:
+    def draw(self, key: int, first: int, numel: int, offset: int = 0) -> Tensor:
         """16 random bits each for elements ``first`` to ``first + numel - 1`` of the key's stream.
 
         Args:
             key: unsigned 64-bit number; other keys give independent streams.
             first: a multiple of 4.
             numel: how many elements.
+            offset: see ``Stream``.
 
         Returns:
             int16 ``[numel]``, uniform over -32768 to 32767; scratch that the next draw overwrites.
@@ -71,7 +95,8 @@ class RandomBits:
         words = self._words[: -(-numel // PER_WORD)]
         start = word_state(key, first)
         (_hash_numpy if words.device.type == "cpu" else hash_torch)(words, start)
-        return words.view(torch.int16)[:numel]
+        bits = words.view(torch.int16)[:numel]
+        return bits.add_(offset) if offset else bits  # int16 wraps
 
 
 def word_state(key: int, first: int) -> int:

@@ -126,6 +126,12 @@ class LoCoPlan:
             elif new is not old:
                 new[place] = old[place]
 
+    def norm(self) -> Tensor:
+        """Of the committed errors: a float32 scalar."""
+        coded = self.state.committed
+        squares = [blocks.decode(coded[place]).square_().sum() for place in self._coded if place is not None]
+        return sum(squares, torch.zeros((), device=coded.device)).sqrt()
+
     def _base(self, step: int) -> Tensor | None:
         """The errors so far; None where they begin at 0."""
         begins = self._settings.fresh(step) and not self.state.touched

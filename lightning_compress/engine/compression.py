@@ -349,7 +349,8 @@ class Compression:
             ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio`` of the last step; ``encode_ms``,
             ``exchange_ms``, ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus
             residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
-            ``residual_norm`` now; ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
+            ``residual_norm`` now, in which errors that LoCo keeps count too; ``total_bytes_sent``,
+            ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
         return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(self._finite.count)}

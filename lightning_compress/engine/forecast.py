@@ -32,6 +32,10 @@ MOST = 1 << 28
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 """By name, in the model's order."""
 
+_OF_COMPRESSION: tuple[str, ...] = ("warmup_steps", "residual_decay", "residual_follows_lr", "residual_dtype")
+_OF_COMPRESSION += ("on_nonfinite", "on_drift", "check_drift_every")
+_OF_RULES = ("min_numel", "exclude", "rules")
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -151,8 +155,11 @@ def forecast(settings: Settings, parameters: Parameters, world: World) -> Foreca
     if collective.size == 1:
         return _off("there is one rank")
     if settings.plain:
-        reason = "compressor='none' leaves the average to DistributedDataParallel"
-        return _off("compressor='auto' expects too little of it on this link" if settings.chosen else reason, why)
+        if settings.chosen:
+            return _off("compressor='auto' expects too little of it on this link", why)
+        reason = "compressor='none' sends everything as it is"
+        idle = ", ".join(_idle(settings))
+        return _off(reason, warning=f"{reason}, so that nothing comes of {idle}; leave it out" if idle else "")
     plans = [(sections, _plan(settings, part, sections, world)) for part, sections in _sections(settings, parameters)]
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
@@ -163,8 +170,24 @@ def forecast(settings: Settings, parameters: Parameters, world: World) -> Foreca
     return _on(settings, [plan for _, plan in plans], parameters, collective.size, why)
 
 
-def _off(reason: str, why: str = "") -> Forecast:
-    return Forecast("none", "all_reduce", 1.0, f"compression is off, because {reason}", why)
+def _off(reason: str, why: str = "", warning: str = "") -> Forecast:
+    return Forecast("none", "all_reduce", 1.0, f"compression is off, because {reason}", why, warning)
+
+
+def _idle(settings: Settings) -> Iterator[str]:
+    """What was set of compression where there is none.
+
+    A warning and no error: a sweep over compressors, ``none`` among them, gives all the same settings.
+    """
+    usual = Settings.of("none")
+    if not isinstance(settings.exchange, Auto):
+        yield f"exchange={settings.exchange}"
+    if settings.feedback not in (None, "none"):
+        yield f"error_feedback={settings.feedback}"
+    for own, default, names in ((settings, usual, _OF_COMPRESSION), (settings.rules, usual.rules, _OF_RULES)):
+        for name in names:
+            if (value := getattr(own, name)) != getattr(default, name):
+                yield f"{name}={[*map(str, value)] if isinstance(value, tuple) else value}"
 
 
 def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str) -> Forecast:

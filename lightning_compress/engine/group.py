@@ -58,6 +58,7 @@ class Group:
         names: the same, in the vector's order.
         averages: the optimizer is given a mean of the ranks' gradients.
         states: what is kept from step to step: the residual, and what reducers and the correction declare.
+        errors: averages of what was not sent, where these are fed back (LoCo), or None.
         nonfinite: names of parameters whose gradients on this rank were not finite last time; on CUDA always empty,
             since reading them would wait.
     """
@@ -90,7 +91,7 @@ class Group:
         )
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in sections)
         corrected = self._make_states(sections, settings.error_feedback and (had_residual or not exact))
-        self._loco = self._plan_loco(sections)
+        self.errors = self._plan_loco(sections)
         self._fused = kernels.compiler(device) == "triton"
         embeddings = settings.rules.of_kind("embedding")
         self._unused = plan_unused(sections, self._segments, embeddings, self.states, self.residual, world, unused)
@@ -111,7 +112,7 @@ class Group:
         self._sections = composite.encoded(sections)
         halved = self.residual is not None and settings.residual_dtype != torch.float32
         special = settings.local_clip_norm is not None or halved
-        one = (self.residual is None) != (self._loco is None)
+        one = (self.residual is None) != (self.errors is None)
         self._plain = one and not special and device.type == "cpu" and not self._fused
         self._fuses = self._fused and not halved
         self._rounding = StochasticRounding(self.layout.numel, device) if halved else None
@@ -194,8 +195,8 @@ class Group:
             unused.clear(vector.vector, vector.mean)
         if self._correction:
             vector.correct(self._correction, compressed, step)
-        if self._loco and given.plan is not self._dense:
-            self._loco.keep(vector.vector, self._sent_dense(given.plan), step)
+        if self.errors and given.plan is not self._dense:
+            self.errors.keep(vector.vector, self._sent_dense(given.plan), step)
             for place in self._loco_fed if self.residual is not None else ():
                 vector.vector[place].zero_()
         if unused:
@@ -238,9 +239,9 @@ class Group:
         residual, decay = self.residual, self.settings.residual_decay
         if not self._plain or given.scale is not None or (residual and residual.touched):
             return None
-        if self._loco:
+        if self.errors:
             vector = self._take(MEAN)
-            added = self._loco.feed(given.pieces, vector, self._sent_dense(given.plan), given.step)
+            added = self.errors.feed(given.pieces, vector, self._sent_dense(given.plan), given.step)
         else:
             assert residual is not None
             vector = residual.pending
@@ -273,8 +274,8 @@ class Group:
             unused.look(gradient)
         if self._correction:
             self._correction.before(gradient, self._lossy(given.plan), given.step)
-        if self._loco:
-            self._loco.add(gradient, self._sent_dense(given.plan), given.step)
+        if self.errors:
+            self.errors.add(gradient, self._sent_dense(given.plan), given.step)
         if self.residual is None:
             return Copied(gradient, self._take(MEAN), flag, (gradient,), scale)
         again = bool(self.residual.touched)

@@ -154,8 +154,9 @@ class Groups:
         return [group.residual for group in self._groups if group.residual]
 
     def residual_norm(self) -> float:
-        """Of all residuals together, committed; waits for the device."""
+        """Of all residuals and LoCo's errors together, committed; waits for the device."""
         norms = [residual.committed.norm(dtype=torch.float32) for residual in self.residuals()]
+        norms += [group.errors.norm() for group in self._groups if group.errors]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
     def clear(self) -> None:

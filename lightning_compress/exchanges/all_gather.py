@@ -64,11 +64,13 @@ class _Plan(ExchangePlan):
         self._plan.decode_pieces(messages, outs, 1 / self._collective.size)
 
     def _gathered(self, vector: Tensor, key: int, flag: Tensor, summands: Summands = None) -> Tensor:
+        rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
-        own, message = mix(key, self._collective.rank), self._own.all[0]
+        self._plan.correlate_all(key, rank, size)
+        own, message = mix(key, rank), self._own.all[0]
         used = self._plan.encode(vector, message, own, flag, keep=False, summands=summands)
         width = agree_length(self._plan, used, self._collective, vector.device)
-        messages = rows(self._messages.all, self._collective.size, width)
+        messages = rows(self._messages.all, size, width)
         self._collective.all_gather(message[:width], messages)
         flag.copy_(self._plan.flags(messages))
         return messages

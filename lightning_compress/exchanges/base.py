@@ -37,7 +37,7 @@ def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec
     """What the user gave; a codec by name, by mapping, or as it is.
 
     Raises:
-        ValueError: it is nothing of the kind, or a codec that drops most of a sum.
+        ValueError: it is nothing of the kind, or a codec that drops most of a sum, or is ``correlated``.
     """
     if sums == "refined" or sums == "same":
         return sums
@@ -51,6 +51,11 @@ def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec
     assert isinstance(codec, Codec)
     if codec.sparse or not codec.repeatable:
         raise ValueError(f"{exchange}(sums={codec}): sums are encoded once more, in full; use rotated or qsgd")
+    if codec.correlated:
+        raise ValueError(
+            f"{exchange}(sums={codec}): a sum is encoded by one rank, with whose errors no others cancel; leave "
+            "correlated=True out there, and give it to the compressor"
+        )
     return codec
 
 

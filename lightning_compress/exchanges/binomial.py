@@ -93,6 +93,11 @@ class Binomial(Exchange):
                 f"exchange='binomial' encodes sums of what was decoded, and {codec} would rescale them once more; "
                 "use exchange='auto', 'all_reduce' or 'all_gather'"
             )
+        if codec.correlated:
+            raise ValueError(
+                f"exchange='binomial' encodes sums of few ranks at a time, whose errors do not cancel: {codec} would "
+                "round as without correlated=True; leave that out, or use exchange='auto', 'all_gather' or 'two_shot'"
+            )
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""

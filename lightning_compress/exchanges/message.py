@@ -19,7 +19,7 @@ from lightning_compress.codecs import Rotated
 from lightning_compress.codecs.base import ALIGNMENT, Codec, Method, aligned
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
-from lightning_compress.core.random import mix
+from lightning_compress.core.random import mix, permutation
 from lightning_compress.kernels import Summands
 
 LENGTHS, LENGTH = 8, 8
@@ -111,6 +111,7 @@ class MessagePlan:
         sections = [section for section in sections if section.layout.numel]
         plans = [section.codec.plan(section.layout, device, summands) for section in sections]
         self._parts = [(section.span, plan) for section, plan in zip(sections, plans, strict=True)]
+        self._correlated = [section.codec.correlated for section in sections]
         self._fed_back = [section.fed_back for section in sections]
         self.variable = any(plan.variable for plan in plans)
         self._header = aligned(LENGTHS + LENGTH * len(plans)) if self.variable else ALIGNMENT
@@ -142,6 +143,26 @@ class MessagePlan:
         """Draw what all ranks must have in common; before ``encode`` and ``decode``, with the same key on all ranks."""
         for number, (_, plan) in enumerate(self._parts):
             plan.share(_own(key, number))
+
+    @property
+    def correlated(self) -> bool:
+        """Whether ``correlate`` has an effect."""
+        return any(self._correlated)
+
+    def correlate(self, key: int, place: int, places: int) -> None:
+        """Have errors cancel those of other ranks' messages for the same mean; see ``Plan.correlate``.
+
+        For codecs that do so, before ``encode``. Never where sums of messages are encoded: these were rounded by the
+        same random bits, and a number that depends on them is not rounded right on average.
+        """
+        for number, ((_, plan), correlated) in enumerate(zip(self._parts, self._correlated, strict=True)):
+            if correlated:
+                plan.correlate(_own(key, number), place, places)
+
+    def correlate_all(self, key: int, rank: int, size: int) -> None:
+        """``correlate`` over all ranks, in an order that is drawn."""
+        if self.correlated:
+            self.correlate(key, permutation(key, size)[rank], size)
 
     def encode(
         self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True, summands: Summands = None

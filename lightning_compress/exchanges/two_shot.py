@@ -19,7 +19,7 @@ from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.buffers import Messages, chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import mix
+from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.state import Declared, States
 from lightning_compress.exchanges.base import (
     Exchange,
@@ -217,6 +217,7 @@ class _Plan(ExchangePlan):
         self._shards, self._sums = shards, sums
         self._collective, device, _ = world
         self._adagrad = adagrad
+        self._correlated = any(plan.correlated for plan in shards)
         size = self._collective.size
         self._widest, self._widest_sum = (max(plans, key=lambda plan: plan.size) for plans in (shards, sums))
         width, sum_width = self._widest.size, self._widest_sum.size
@@ -252,10 +253,13 @@ class _Plan(ExchangePlan):
         rank, size = self._collective.rank, self._collective.size
         own = self._shards[rank]
         used = 0
+        places = permutation(key, size) if self._correlated else []
         for peer, shard in enumerate(self._shards):
             for plan in {shard, self._sums[peer]}:
                 plan.share(mix(key, peer))
             if peer != rank:
+                if self._correlated:  # the others but the owner, who adds its numbers as they are
+                    shard.correlate(mix(key, peer), places[rank] - (places[rank] > places[peer]), size - 1)
                 message = self._send.all[peer, : shard.size]
                 used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, summands))
         width = self._width(self._widest, used)

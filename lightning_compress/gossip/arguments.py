@@ -67,4 +67,9 @@ def _built(given: object) -> Codec | Moniqua:
         raise ValueError(f"compressor={given} talks to all ranks in its middle; gossip takes codecs and moniqua")
     built = build("compressor", given, COMPRESSORS, (Codec, Moniqua))
     assert isinstance(built, Codec | Moniqua)
+    if isinstance(built, Codec) and built.correlated:
+        raise ValueError(
+            f"compressor={built}: gossip has no mean over all ranks in which their errors could cancel; leave "
+            "correlated=True out"
+        )
     return built

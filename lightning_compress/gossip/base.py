@@ -125,6 +125,18 @@ class Algorithm(ABC):
             )
         return topology.lazy() if lazy else topology
 
+    def check_noise(self, compressor: Any, layout: Layout, topology: Topology) -> None:  # noqa: B027  # most bear any
+        """Refuse, before a fit, a compressor that would not converge on this graph with this model.
+
+        Args:
+            compressor: one that ``check_compressor`` accepts.
+            layout: of the model's parameters.
+            topology: one of ``fit_topology``.
+
+        Raises:
+            ValueError: it would diverge.
+        """
+
     @abstractmethod
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Any, layout: Layout, seed: int) -> Mixing:
         """Make ready.
@@ -198,6 +210,17 @@ class Replicating(Algorithm):
         """Unbiased ones."""
         check_unbiased(self.name, compressor)
 
+    def check_noise(self, compressor: Codec, layout: Layout, topology: Topology) -> None:
+        """See ``Algorithm.check_noise``."""
+        noise, most = noise_of(compressor, layout), topology.bearable
+        if noise >= most:
+            raise ValueError(
+                f"algorithm {self.name} would diverge with {compressor}: on a model of these shapes the variance of "
+                f"its messages is {noise:.3g} times their square, and replicas on topology {topology.name} of "
+                f"{topology.size} ranks bear less than {most:.3g}. Take qsgd with 4 bits or more, rotated, natural or "
+                "none; or algorithm choco or deepsqueeze, which take contractive codecs"
+            )
+
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
         """See ``Algorithm.begin``."""
         return self.mixing(start, neighbours, compressor, layout, seed)
@@ -209,12 +232,26 @@ def unbiased(codec: Codec) -> bool:
     return exact or not (codec.contractive or codec.sum_dtype is not None)
 
 
+def noise_of(codec: Codec, layout: Layout) -> float:
+    """The squared error of a message, as a share of what it stands for: measured on normal numbers, as noise is."""
+    vector = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+    plan, before = codec.plan(layout, vector.device), _square(vector)
+    plan.share(0)
+    plan.encode(vector, torch.zeros(plan.message_size, dtype=torch.uint8), mix(0, 1))
+    return _square(vector) / before if before else 0.0
+
+
+def _square(vector: Tensor) -> float:
+    """Of the norm, in float64; a model in float64, and its squares, would be many times the model."""
+    return sum(float(each.double().square_().sum()) for each in vector.split(1 << 18))
+
+
 def check_unbiased(name: str, compressor: object) -> None:
     """Refuse what is not unbiased, for algorithms whose errors must average out."""
     if not isinstance(compressor, Codec) or not unbiased(compressor):
         raise ValueError(
             f"algorithm {name} needs an unbiased codec, and {compressor} is none: its errors would add up. Take qsgd, "
-            "rotated, natural, terngrad, wangni or none; or algorithm choco, which takes biased ones"
+            "rotated, natural, terngrad or none; or algorithm choco, which takes biased ones"
         )
 
 

@@ -25,9 +25,10 @@ class _Mixing(Replicas):
 class DCD(Replicating):
     """``z_i = sum_j W_ij x_j - step_i - x_i; x_i <- x_i + C(z_i)``, and the same at all who have a replica of x_i.
 
-    The noise of the codec becomes part of the model, so it must be unbiased and small: at 1 and 2 bits this
-    diverges, as the papers say. Kept are the model of the last round and the weighted mean of the neighbourhood's:
-    8 bytes a parameter.
+    The noise of the codec becomes part of the model, so it must be unbiased and small: see ``Topology.bearable``, the
+    paper's condition on alpha for noise that is each rank's own. At 1 and 2 bits this diverges, as the papers say; what
+    would is refused when a fit begins. Kept are the model of the last round and the weighted mean of the
+    neighbourhood's: 8 bytes a parameter.
 
     Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", NeurIPS 2018, arXiv
     1803.06443.

@@ -48,9 +48,10 @@ def check_averaging(name: str, compressor: object) -> None:
 class Modulo(Averaging):
     """Chooses theta, and runs the rounds.
 
-    Kept: ``theta``, as measured; ``growth``, its factor since; ``worst``, the largest difference over theta that this
-    rank saw since the ranks last compared; ``given``, which theta was asked for: if a run goes on with another one,
-    what was learnt of the old one does not count; ``checked`` and ``failures``, chunks so far.
+    Kept: ``theta``, as measured, or by the last learning rate above 0; ``growth``, its factor since; ``worst``, the
+    largest difference over theta that this rank saw since the ranks last compared; ``given``, which theta was asked
+    for: if a run goes on with another one, what was learnt of the old one does not count; ``checked`` and ``failures``,
+    chunks so far.
 
     Args:
         settings: of the method.
@@ -85,14 +86,13 @@ class Modulo(Averaging):
         if isinstance(self._bound, Estimated) and (self._bound.measures(number) or not numbers["theta"]):
             self._measure(vector, numbers, weights)
             return
-        base = numbers["theta"] or self._bound.at(number, rate)
-        if not base > 0:
-            raise ValueError(
-                f"moniqua: theta is {base:g} in round {number}, where the learning rate is {rate:g}, and must be above "
-                "0; use a constant theta, or 'estimated'"
-            )
+        base = self._bound.at(number, rate) or numbers["theta"]  # a schedule may end at 0: then by the last rate above
         if self._settings.verify and number % AGREE == 0:
             self._agree(numbers, base, vector.device)
+        if not base:  # and one that begins at 0 has none
+            self._measure(vector, numbers, weights)
+            return
+        numbers["theta"] = base
         theta = base * numbers["growth"]
         if self._messages is None:
             self._messages = Messages(self._settings, len(vector), vector.device)

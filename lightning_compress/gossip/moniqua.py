@@ -29,9 +29,10 @@ class Moniqua:
         slack: how far to move towards the neighbours, in (0, 1]: the mixing matrix is ``slack W + (1 - slack) I``. Few
             bits need less than 1, or noise grows faster than agreement. None: 1 for 8 and 4 bits, 0.3 for 2, 0.1 for 1.
         theta: by how much parameters of neighbours differ at most: a number; ``{"rounds": {0: 2.0, 1000: 0.5}}``;
-            ``{"rate": 20.0}``, times the learning rate, which must then be the same on all ranks; or "estimated", or
-            ``{"estimated": margin, "every": rounds}``: margin times the largest difference of any neighbours, measured
-            in rounds 0, 1, 2, 4, ... and every so-many, which send float32.
+            ``{"rate": 20.0}``, times the learning rate, which must then be the same on all ranks (where it is 0, times
+            the last one above 0, before which float32 is sent); or "estimated", or ``{"estimated": margin, "every":
+            rounds}``: margin times the largest difference of any neighbours, measured in rounds 0, 1, 2, 4, ... and
+            every so-many, which send float32.
         verify: send a hash of 8 bytes for 65,536 parameters, and mix only what both neighbours recovered; what they did
             not goes as float32, in both directions, and theta grows for all within 8 rounds, and shrinks again by a
             tenth in every 8 in which nothing failed. Costs a message of a byte for each hash and waiting for it.

@@ -14,7 +14,7 @@ class Theta(ABC):
 
     @abstractmethod
     def at(self, number: int, rate: float) -> float:
-        """The bound of round ``number`` at this learning rate; 0 where it is to be measured."""
+        """The bound of round ``number`` at this learning rate; 0 where it is to be measured, or the rate is 0."""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_compress.collectives import Collective
 from lightning_compress.engine.hook import Background
-from lightning_compress.local.buffers import Buffers
 from lightning_compress.local.fragment import Fragment
 from lightning_compress.local.outer import Outer
-from lightning_compress.local.rounds import Rounds, split
+from lightning_compress.local.statistics import Buffers
+from lightning_compress.local.timetable import Rounds, split
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
 
@@ -23,8 +23,8 @@ class LocalSteps:
     """One model's fragments, and the rounds in which they are averaged over the ranks.
 
     Fragments that travel while local steps go on are sent from one thread on the CPU, and on one stream on CUDA, in the
-    order of their steps. Outer step and commit happen when a fragment is back; only its use waits for its step, so that
-    what is evaluated or saved before depends on steps alone.
+    order of their steps. Outer step and commit happen when a fragment is back; only its use, or that it is left out,
+    waits for its step, so that what is evaluated or saved before depends on steps alone.
 
     Args:
         module: the model, the same on all ranks.
@@ -34,7 +34,7 @@ class LocalSteps:
         ranks: for each fragment, of process groups apart where ``rounds.delay`` is not 0.
 
     Attributes:
-        fragments: of the model, in order.
+        fragments: of the model, in order; after them, those that joined later, which travel behind the last.
         buffers: of the model.
         on_left_out: called when a round was left out, since a rank's numbers were not finite.
 
@@ -46,19 +46,63 @@ class LocalSteps:
         self, module: nn.Module, settings: Settings, rounds: Rounds, outer: Outer, ranks: Sequence[Collective]
     ) -> None:
         self.rounds = rounds
+        self._module, self._settings, self._outer, self._ranks = module, settings, outer, ranks
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         runs = split([each.numel() for _, each in trained], rounds.fragments)
-        kinds = kinds_of(module)
-        self.fragments = [
-            Fragment(dict(trained[run]), kinds, settings, outer, own) for run, own in zip(runs, ranks, strict=True)
-        ]
+        self._last = rounds.fragments - 1
+        self.fragments: list[Fragment] = []
+        for run in runs:
+            self._add([name for name, _ in trained[run]])
         self.buffers = Buffers(lambda: dict(module.named_buffers()), ranks[-1])
         self._device = trained[0][1].device
         self._carrier: _Now = _Stream(self._device) if self._device.type == "cuda" else _Thread()
         self._travels: dict[int, Callable[[], None]] = {}
         self._back: set[int] = set()
+        self._left_out: set[int] = set()
         self._looked = [0] * rounds.fragments
         self.on_left_out: Callable[[], None] = lambda: None
+
+    def _add(self, names: Sequence[str]) -> None:
+        """Make the next fragment, of these parameters."""
+        named, ranks = dict(self._module.named_parameters()), self._ranks[min(len(self.fragments), self._last)]
+        replicas = {name: named[name] for name in names}
+        self.fragments.append(Fragment(replicas, kinds_of(self._module), self._settings, self._outer, ranks))
+        self._known = {name for each in self.fragments for name in each.anchors}
+
+    def join(self, step: int) -> list[str]:
+        """Take in parameters that are trained from now on, the same on all ranks.
+
+        Args:
+            step: after which they are, and before any optimizer moves them; equal on all ranks.
+
+        Returns:
+            their names.
+
+        Raises:
+            ValueError: others are not in the model any more.
+        """
+        named = dict(self._module.named_parameters())  # modules may be added, too
+        late = [name for name, each in named.items() if each.requires_grad and name not in self._known]
+        if late and (gone := sorted(self._known - named.keys())):
+            raise ValueError(
+                f"the model has no parameter {gone[0]} any more, and {late[0]} in its place, as pruning does; local "
+                "steps average what there was when the fit began: change the model before it"
+            )
+        if late:
+            self.arrive()  # whether an evaluation had it come back before must not matter
+            self._add(late)
+            run, new = self.fragments[self._last].compression, self.fragments[-1].compression
+            new.step, new.epoch = run.step, run.epoch  # schedules count those of the run
+            self._looked.append(step)
+        return late
+
+    def begin_after(self, step: int) -> None:
+        """So many steps were made by a run that goes on from here, without its state."""
+        self._looked = [step] * len(self.fragments)
+
+    def _of(self, turns: Sequence[int]) -> list[int]:
+        """Numbers of the fragments that are sent in these turns of a round."""
+        return [number for number in range(len(self.fragments)) if min(number, self._last) in turns]
 
     def after(self, step: int, beside: Callable[[], None] = lambda: None) -> bool:
         """A local step was made, the ``step``-th from 1 on: use what is due, send what is to be sent.
@@ -70,20 +114,18 @@ class LocalSteps:
         Returns:
             whether the last fragment, and what was ``beside``, is back.
         """
-        closing = self.rounds.fragments - 1
-        due = self.rounds.due(step) if self.rounds.delay else []
+        due = self._of(self.rounds.due(step)) if self.rounds.delay else []
         for number in due:
-            if number in self._travels or number in self._back:
-                self._use(number, self.rounds.alpha)
-        sent = self.rounds.sent(step)
+            self._use(number, self.rounds.alpha)
+        sent = self._of(self.rounds.sent(step))
         for number in sent:
             self._send(number, step, beside)
             if not self.rounds.delay:
                 self._use(number, 0.0)
-        return closing in (due if self.rounds.delay else sent)
+        return self._last in (due if self.rounds.delay else sent)
 
     def _send(self, number: int, step: int, beside: Callable[[], None] = lambda: None) -> None:
-        fragment, last = self.fragments[number], number == self.rounds.fragments - 1
+        fragment, last = self.fragments[number], number == self._last
         fragment.look()
         learned, self._looked[number] = step - self._looked[number], step
         if last:
@@ -105,30 +147,34 @@ class LocalSteps:
     def _arrive(self, number: int) -> None:
         """Wait for a fragment; step its anchors, and commit."""
         if number in self._travels:
-            self._travels.pop(number)()
-            if self.fragments[number].step():
-                self._back.add(number)
-            else:
-                self._leave_out(number)
+            for other in self._of([min(number, self._last)]):  # in whose process group anchors are compared
+                self._travels.get(other, lambda: None)()
+            del self._travels[number]
+            (self._back if self.fragments[number].step() else self._left_out).add(number)
 
     def _leave_out(self, number: int) -> None:
         """A rank's numbers were not finite: all ranks go back to what they had in common.
 
-        With them go a rank's other fragments that are not finite, which would make this one so in the next step.
+        With them go a rank's other fragments that are not finite, which would make this one so in the next step. What
+        these go back to must not depend on whether an evaluation had them come back before.
         """
+        self.arrive()
         for place, fragment in enumerate(self.fragments):
             if place == number or not fragment.finite:
                 fragment.use()
-        if number == self.rounds.fragments - 1:
+        if number == self._last:
             self.buffers.use(0.0)
         self.on_left_out()
 
     def _use(self, number: int, alpha: float) -> None:
         self._arrive(number)
-        if number in self._back:
+        if number in self._left_out:
+            self._left_out.discard(number)
+            self._leave_out(number)
+        elif number in self._back:
             self._back.discard(number)
             self.fragments[number].use(alpha)
-            if number == self.rounds.fragments - 1:
+            if number == self._last:
                 self.buffers.use(alpha)
 
     def arrive(self) -> None:
@@ -151,10 +197,10 @@ class LocalSteps:
 
     def finish(self, step: int) -> None:
         """The last step was made: use what is due, and synchronise what was learned since, in a shorter round."""
-        for number in range(self.rounds.fragments):
+        for number in range(len(self.fragments)):
             self._use(number, 0.0 if self._looked[number] == step else self.rounds.alpha)
         carrier, self._carrier = self._carrier, _Now()
-        for number in range(self.rounds.fragments):
+        for number in range(len(self.fragments)):
             if self._looked[number] < step:
                 self._send(number, step)
                 self._use(number, 0.0)
@@ -186,6 +232,7 @@ class LocalSteps:
             own: this rank's parameters and buffers.
             ranks: in which nothing else is sent at the same time.
         """
+        self.arrive()
         copies = {name: own[name].detach().clone() for name in self.buffers.common}
         buffers = Buffers(lambda: copies, ranks)
         buffers.look()
@@ -199,6 +246,10 @@ class LocalSteps:
                 found[name] /= ranks.size
         return found
 
+    def finite(self, model: Mapping[str, Tensor]) -> bool:
+        """Whether the parameters that are averaged are; buffers may hold what masks."""
+        return all(bool(model[name].isfinite().all()) for each in self.fragments for name in each.anchors)
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and primitives, once all that travels is back; what is ``common`` is the same on all ranks."""
         self.arrive()
@@ -207,6 +258,7 @@ class LocalSteps:
             "common": {
                 "fragments": [each.pop("common") for each in states],
                 "back": sorted(self._back),
+                "left_out": sorted(self._left_out),
                 "looked": list(self._looked),
                 "buffers": self.buffers.common,
                 "sums": [[str(dtype), each] for dtype, each in self.buffers.sums.items()],
@@ -221,12 +273,25 @@ class LocalSteps:
             ValueError: it is of other settings, or of another model.
         """
         common = state["common"]
+        self._divide([list(each["anchors"]) for each in common["fragments"]])
         for fragment, own, compression in zip(self.fragments, common["fragments"], state["compressions"], strict=True):
             fragment.load_state_dict({"common": own, "compression": compression})
-        self._back, self._looked = set(common["back"]), list(common["looked"])
+        self._back, self._left_out = set(common["back"]), set(common.get("left_out", ()))
+        self._looked = list(common["looked"])
         self._travels.clear()
         self.buffers.common = dict(common["buffers"])
         self.buffers.sums = {getattr(torch, name.removeprefix("torch.")): each for name, each in common["sums"]}
+
+    def _divide(self, names: list[list[str]]) -> None:
+        """Have fragments of these parameters, as there were when a state was taken; others join later."""
+        if names == [list(each.anchors) for each in self.fragments]:
+            return
+        if unknown := sorted({name for each in names for name in each} - dict(self._module.named_parameters()).keys()):
+            raise ValueError(f"the state is of another model, which has {', '.join(unknown[:3])}")
+        self.close()
+        self.fragments = []
+        for each in names:
+            self._add(each)
 
     def stats(self) -> dict[str, float]:
         """``Compression.stats`` over all fragments; ``bytes_dense`` is what stock DDP sends in as many steps."""
@@ -235,7 +300,7 @@ class LocalSteps:
         found["ratio"] = found["bytes_dense"] / found["bytes_sent"] if found["bytes_sent"] else 1.0
         found["residual_norm"] = sum(stats["residual_norm"] ** 2 for stats in each) ** 0.5
         found["relative_error"] /= len(each)
-        return found | {"steps": each[-1]["steps"]}
+        return found | {"steps": each[self._last]["steps"]}
 
     def close(self) -> None:
         """Stop watching optimizers; states and figures stay readable."""

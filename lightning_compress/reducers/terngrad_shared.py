@@ -14,7 +14,7 @@ from lightning_compress.codecs.quantize.terngrad import check_clip
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import mix
+from lightning_compress.core.random import Stream, mix
 from lightning_compress.core.state import States
 from lightning_compress.reducers.base import Reducer, ReducerPlan
 
@@ -117,9 +117,10 @@ class _TernGradSharedPlan(ReducerPlan):
         self._collective.all_reduce_max(self._scales)
         scales, factors = fit(self._scales.double(), 1.0)
         with self._meter.span("encode"):
+            stream = Stream(mix(key, self._collective.rank))
             bounds = own.mul_(factors).float().clamp_(max=UNIT) if self._clips else None
             for number, place in enumerate(self._places):
-                codes = self._ternary.round(vector, number, scales, factors, bounds, mix(key, self._collective.rank))
+                codes = self._ternary.round(vector, number, scales, factors, bounds, stream)
                 pack_digits(codes, 2 * self._collective.size + 1, self._digits, self._words[place])
         self._collective.all_reduce(self._words)
         with self._meter.span("decode"):

@@ -24,6 +24,7 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.exchanges import Exchange
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.compensation import beside_adam
 from lightning_compress.settings.settings import Settings
 from lightning_compress.strategies.interruptions import Interruptions
 from lightning_compress.strategies.names import VARIANTS, register
@@ -122,10 +123,11 @@ class CompressedDDPMixin(_Base):
         adaptive = [type(each).__name__ for each in self.optimizers if "Adam" in type(each).__name__]
         coarse = [each for each in self._settings.methods if not each.safe_with_adam]
         if adaptive and self.world_size > 1 and coarse:
+            errors = beside_adam(coarse[0], self._compression.settings.compensation(coarse[0]))
             rank_zero_warn(
                 f"{coarse[0]} with {adaptive[0]} trains worse than without compression: adaptive learning rates do not "
-                "go with so coarse a method. Use compressor='rotated', which costs nothing; or 'onebit_adam', which is "
-                "Adam itself; or SGD with momentum."
+                f"go with so coarse a method. {errors} Use compressor='rotated', which costs nothing; or "
+                "'onebit_adam', which is Adam itself; or SGD with momentum."
             )
 
     def _watch_clipping(self) -> None:

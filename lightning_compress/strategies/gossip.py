@@ -24,6 +24,7 @@ from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
 from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.alike import check_alike
 from lightning_compress.strategies.meeting import END
 from lightning_compress.strategies.names import register
 from lightning_compress.strategies.sidecar import SavedState
@@ -116,17 +117,10 @@ class GossipMixin(UnwrappedMixin):
                 )
         except ValueError as error:  # a file may be missing on one rank alone
             problem = str(error)
-        problem = problem or self._kinds(trainer)
-        said = b"" if made is None else b"".join(each.tobytes() for each in made.matrices)
+        graph = None if made is None else (made.name, zlib.crc32(b"".join(each.tobytes() for each in made.matrices)))
         numbers = self._sync_every, self._meet_every, self._seed, self._evaluate, self._averages_states
-        digest = zlib.crc32(repr((self._algorithm, self._compressor, *numbers)).encode() + said)
-        own = torch.tensor([bool(problem), digest, -digest], dtype=torch.int64, device=self.root_device)
-        TorchCollective().all_reduce_max(own)
-        failed, most, least = own.tolist()
-        if failed:
-            raise ValueError(problem or "another rank refuses these settings, and says why")
-        if most != -least:
-            raise ValueError("the ranks have other settings or another topology each; give all the same")
+        described = repr((self._algorithm, self._compressor, graph, *numbers))
+        check_alike("gossip", described, self.root_device, problem or self._kinds(trainer))
         self._topology = made
 
     def _mixed(self, trainer: Any) -> list[str]:
@@ -153,6 +147,7 @@ class GossipMixin(UnwrappedMixin):
         self._names = self._mixed(trainer)
         shapes = dict(self.lightning_module.named_parameters())
         layout = Layout.of((name, tuple(shapes[name].shape)) for name in self._names)
+        self._algorithm.check_noise(self._compressor, layout, self.topology)
         device = self.root_device
         meter = Meter(device)
         self._traffic = Traffic(meter)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,11 +25,12 @@ from lightning_compress.engine.forecast import decide, forecast
 from lightning_compress.exchanges import Exchange
 from lightning_compress.local.inner import average_gradients, forget_nonfinite
 from lightning_compress.local.outer import Outer
-from lightning_compress.local.rounds import Rounds
 from lightning_compress.local.steps import LocalSteps
+from lightning_compress.local.timetable import Rounds
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
+from lightning_compress.strategies.alike import check_alike
 from lightning_compress.strategies.meeting import END
 from lightning_compress.strategies.names import register
 from lightning_compress.strategies.sidecar import SavedState
@@ -111,17 +112,9 @@ class LocalSGDMixin(UnwrappedMixin):
     def prepare(self, trainer: Any) -> None:
         """Refuse what cannot work, and settings that differ over the ranks."""
         assert self.lightning_module is not None
-        ranks = TorchCollective()
-        check_setup(self._settings, self.lightning_module, ranks, self.root_device)
+        check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
         described = repr((self._rounds, self._outer, self._averaged_steps, self._evaluate))
-        own = zlib.crc32(described.encode())
-        both = torch.tensor([own, -own], device=self.root_device)
-        ranks.all_reduce_max(both)
-        if int(both[0]) != -int(both[1]):
-            raise ValueError(
-                "the settings of local steps differ over the ranks; start all with the same script and arguments. Rank "
-                f"{ranks.rank} has {described}"
-            )
+        check_alike("local steps", described, self.root_device)
         trained = len(checks.trained_parameters(self.lightning_module))
         if self._rounds.fragments > trained:
             raise ValueError(
@@ -143,8 +136,13 @@ class LocalSGDMixin(UnwrappedMixin):
         self._forecast = forecast(settings, parameters, world)
         self._local = LocalSteps(module, settings, self._rounds, self._outer, self._transports)
         self._local.on_left_out = lambda: forget_nonfinite(self.optimizers)
-        self._trained_names = {name for each in self.local.fragments for name in each.anchors}
         self._said: Tensor | None = None
+        self._joined = 0
+        self._frozen = len(parameters) < len(list(module.parameters()))
+
+    def begin_after(self, step: int) -> None:
+        """The first round is shorter."""
+        self.local.begin_after(max(step - self._averaged_steps, 0))
 
     def on_train_start(self) -> None:
         """Say what runs."""
@@ -167,18 +165,31 @@ class LocalSGDMixin(UnwrappedMixin):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; in the first ``averaged_steps`` with the mean of the ranks' gradients."""
-        if self.attempts < self._averaged_steps and not self._trainer.fit_loop._skip_backward:
-            own = closure
 
-            def closure() -> Any:
-                result = own()
+        def before() -> Any:
+            result = closure()
+            if not self._trainer.fit_loop._skip_backward:
                 with torch.no_grad():
-                    sent, dense = average_gradients(optimizer, TorchCollective())
-                self.compression.meter.bytes_sent += sent
-                self.compression.meter.bytes_dense += dense
-                return result
+                    self._join()
+                    if self.attempts < self._averaged_steps:
+                        self._average_gradients(optimizer)
+            return result
 
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return super().optimizer_step(optimizer, before, model, **kwargs)
+
+    def _join(self) -> None:
+        """What was unfrozen is averaged from now on, before any rank moves it."""
+        if late := self.local.join(max(self.attempts - self._averaged_steps, 0)):
+            self.meeting.joined = zlib.crc32(repr(late).encode(), self.meeting.joined)
+            names = f"{', '.join(late[:3])}{', ...' * (len(late) > 3)}"
+            rank_zero_info(f"lightning_compress: {names}: trained from now on, and averaged at the end of each round")
+
+    def _average_gradients(self, optimizer: Optimizer) -> None:
+        if self.meeting.unsized or self._frozen:
+            self.meeting.agree()  # before any of them waits for gradients of one that is done, or has others
+        sent, dense = average_gradients(optimizer, TorchCollective())
+        self.compression.meter.bytes_sent += sent
+        self.compression.meter.bytes_dense += dense
 
     def after_attempt(self, step: int) -> None:
         """Do what is due in the round."""
@@ -189,7 +200,6 @@ class LocalSGDMixin(UnwrappedMixin):
             if local == 0 or step % self._rounds.sync_every == 0:
                 self.meeting.agree()
             return
-        self._check_trained(local)
         if self.meeting.unsized and self._rounds.due(local):
             self.meeting.agree()  # before any of them waits for a fragment of one that is done
         said = self.meeting.ask()  # where this rank is now, and not when a thread comes to it
@@ -201,17 +211,10 @@ class LocalSGDMixin(UnwrappedMixin):
         """What ranks have to say to each other travels with a round's last fragment."""
         there = said.to(self.root_device)
         self._transports[-1].all_reduce_max(there)
+        if (joined := int(said[3])) != self._joined:  # which is sent next
+            self.meeting.check_joined(there.cpu())
+            self._joined = joined
         self._said = there
-
-    def _check_trained(self, local: int) -> None:
-        if self._rounds.sent(local):
-            assert self.lightning_module is not None
-            trained = {name for name, each in self.lightning_module.named_parameters() if each.requires_grad}
-            if late := sorted(trained - self._trained_names):
-                raise ValueError(
-                    f"{', '.join(late[:3])} did not require a gradient when the fit began: every rank would train its "
-                    "own. Freeze them in on_fit_start, not in setup; or begin another fit when they are unfrozen"
-                )
 
     def finish(self) -> None:
         """Synchronise what was learned since the last round."""
@@ -249,6 +252,9 @@ class LocalSGDMixin(UnwrappedMixin):
             found = self.local.mean(self.replica(), TorchCollective())
             meter = self.compression.meter
             meter.bytes_sent += sum(all_reduce_bytes(each.nbytes, TorchCollective().size) for each in found.values())
+            if self._settings.on_nonfinite != "pass" and not self.local.finite(found):  # on all ranks alike
+                rank_zero_warn("a rank's numbers are not finite: what the ranks had in common last is evaluated")
+                found = self.local.anchors()
         else:
             found = self.local.anchors()
         own = self._named()

@@ -1,4 +1,4 @@
-"""Where ranks meet, every so many steps: are they at the same batch, and has a signal come to any of them?"""
+"""Where ranks meet, every so many steps: are they at the same batch, and has a signal come to any, or time run out?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Meeting:
     Attributes:
         ranks: that meet.
         signals: what a cluster asked for.
-        unsized: loaders have no length, and may end at different times.
+        unsized: loaders have no length, or are made anew in the fit, and may end at different times.
+        joined: of this rank, a checksum of what it has begun to train since the fit began.
 
     Raises:
         ExchangeError: the ranks cannot connect.
@@ -44,7 +45,7 @@ class Meeting:
         with failures.explained(_GROUP, dist.get_rank()):
             self.ranks = TorchCollective(dist.new_group(backend="gloo", timeout=timeout))
         self.signals = Signals(trainer)
-        self.unsized = False
+        self.unsized, self.joined = False, 0
 
     def compare_batches(self) -> None:
         """Compare numbers of training batches.
@@ -57,7 +58,7 @@ class Meeting:
         everyone = torch.empty(self.ranks.size, 1, dtype=own.dtype)
         self.ranks.all_gather(own, everyone)
         counts = everyone.flatten().tolist()
-        self.unsized = -1 in counts
+        self.unsized = -1 in counts or bool(self._trainer.reload_dataloaders_every_n_epochs)
         if len(set(counts)) > 1:
             said = ", ".join("unknown" if each < 0 else str(each) for each in counts)
             raise ValueError(
@@ -69,16 +70,18 @@ class Meeting:
         """What this rank has to say, int64 on the CPU: for ``heed``, after ``all_reduce_max`` over the ranks."""
         loop = self._trainer.fit_loop
         place = (where, loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready)
-        signed = [each for number in place for each in (number, -number)]
-        return torch.tensor([self.signals.end, self.signals.save, *signed], dtype=torch.int64)
+        signed = [each for number in (self.joined, *place) for each in (number, -number)]
+        told = self.signals
+        return torch.tensor([told.end, told.save, told.stop, *signed], dtype=torch.int64)
 
     def heed(self, said: Tensor) -> None:
         """Act on what all ranks said.
 
         Raises:
-            ValueError: they are not at the same batch; on all of them.
+            ValueError: they are not at the same batch, or train different parameters; on all of them.
         """
-        end, save, *signed = said.tolist()
+        self.check_joined(said)
+        end, save, stop, _, _, *signed = said.tolist()
         if any(most != -least for most, least in zip(signed[::2], signed[1::2], strict=True)):
             loop = self._trainer.fit_loop
             raise ValueError(
@@ -86,7 +89,20 @@ class Meeting:
                 f"{loop.epoch_loop.batch_progress.current.ready} of epoch {loop.epoch_progress.current.processed}, and "
                 "another rank elsewhere; give all the same number, or set limit_train_batches"
             )
-        self.signals.agreed(bool(end), bool(save))
+        self.signals.agreed(bool(end), bool(save), bool(stop))
+
+    def check_joined(self, said: Tensor) -> None:
+        """Compare what the ranks have begun to train.
+
+        Raises:
+            ValueError: it differs; on all of them.
+        """
+        _, _, _, most, least, *_ = said.tolist()
+        if most != -least:
+            raise ValueError(
+                "the ranks have begun to train different parameters since the fit began; freeze and unfreeze the same "
+                "ones before the same step on all ranks"
+            )
 
     def agree(self, where: int = STEP) -> None:
         """Meet the other ranks: SIGTERM to one is for all, and all are at the same batch.

@@ -29,6 +29,8 @@ KEY = "lightning_compress"
 """Where a checkpoint has the manifest."""
 CHOSEN = "lightning_compress_chosen"
 """Where it has what ``compressor="auto"`` became."""
+ATTEMPTS = "lightning_compress_attempts"
+"""Where it has how often each optimizer's step was tried, where ranks train models of their own."""
 FORMAT = 1
 MOST_RANKS = 1 << 20
 NAME = re.compile(r"[0-9a-f]{16}-\d{1,18}-\d{1,18}")

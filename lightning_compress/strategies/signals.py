@@ -1,15 +1,20 @@
-"""What a cluster's signals ask for: noted when they arrive, and done where the ranks meet.
+"""What a cluster's signals and clocks ask for: noted when they do, and done where the ranks meet.
 
 Lightning broadcasts a flag after every batch, and again in its handler of SIGTERM. Both wait for the other ranks; where
-ranks meet every so many steps only, or send in a thread, that would hold them up, or mix up their collectives.
+ranks meet every so many steps only, or send in a thread, that would hold them up, or mix up their collectives. So does
+its Timer, which ``Trainer(max_time=...)`` is too: it has rank 0's clock broadcast after every batch.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 from collections.abc import Callable
 from typing import Any
+
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities import rank_zero_info
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +22,9 @@ LOOP = "_broadcast_sigterm_tensor"
 """Lightning's broadcast after every batch, a method of the training epoch loop."""
 HANDLERS = ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
 """Lightning's handlers, methods of the signal connector: the job is to end; it is to be saved and started again."""
+
+CLOCK = "_check_time_remaining"
+"""Lightning's broadcast of whether time is over, a method of its Timer."""
 
 
 class Signals:
@@ -32,13 +40,14 @@ class Signals:
         taken: Lightning's rendezvous are replaced.
         end: SIGTERM arrived on this rank.
         save: so did the cluster's signal to save the run and start it again.
+        stop: a Timer's time is over on this rank.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._connector = trainer, trainer._signal_connector
         loop = trainer.fit_loop.epoch_loop
         self.taken = hasattr(loop, LOOP) and all(hasattr(self._connector, name) for name in HANDLERS)
-        self.end = self.save = False
+        self.end = self.save = self.stop = False
         self._due: Callable[[], None] | None = None
         self._replaced: list[tuple[Any, str]] = []
         if self.taken:
@@ -60,8 +69,21 @@ class Signals:
     def _note_save(self, number: int, _: Any) -> None:
         self.save = True
 
-    def agreed(self, end: bool, save: bool) -> None:
+    def watch_clocks(self) -> None:
+        """Have Timers only note that their time is over, after every batch; before the first they broadcast it."""
+        for timer in self._trainer.callbacks:
+            if isinstance(timer, Timer) and hasattr(timer, CLOCK) and timer._interval == "step":
+                self._replace(timer, CLOCK, functools.partial(self._note_time, timer))
+
+    def _note_time(self, timer: Timer, _: Any) -> None:
+        left = timer.time_remaining()
+        self.stop = self.stop or (left is not None and left <= 0)
+
+    def agreed(self, end: bool, save: bool, stop: bool = False) -> None:
         """The ranks have met, in an optimizer's step, and one of them at least was told this."""
+        if stop and not self._trainer.should_stop:
+            rank_zero_info("lightning_compress: the time limit is reached; training stops")
+            self._trainer.should_stop = True
         if end:
             self._connector.received_sigterm = True
         if save:

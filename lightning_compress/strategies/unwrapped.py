@@ -113,6 +113,9 @@ class UnwrappedMixin(_Base):
     def load_own_state(self, state: sidecar.Tree) -> None:
         """Go on from ``own_state``; the model and the optimizers were restored."""
 
+    def begin_after(self, step: int) -> None:
+        """The run goes on from a checkpoint's model alone, in which so many steps were made."""
+
     @abstractmethod
     def finish(self) -> None:
         """The last step was made: leave one model on all ranks."""
@@ -151,6 +154,11 @@ class UnwrappedMixin(_Base):
                 f"{name} cannot be combined with SyncBatchNorm, which talks in every forward pass of all ranks; set "
                 "sync_batchnorm=False: buffers are averaged where the models are"
             )
+        if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
+            raise ValueError(
+                f"{name} cannot be combined with a val_check_interval of {seconds:g} s: each rank looks at its own "
+                "clock, and they would validate at different steps; give a number of batches"
+            )
         for callback in trainer.callbacks:
             if "WeightAveraging" in [each.__name__ for each in type(callback).__mro__]:
                 raise ValueError(
@@ -171,6 +179,7 @@ class UnwrappedMixin(_Base):
         self._ended = False  # a LearningRateFinder's steps are a run of the loop too
         self._cached = None
         self.meeting.compare_batches()
+        self.meeting.signals.watch_clocks()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, or try to; then do what is due."""
@@ -288,6 +297,8 @@ class UnwrappedMixin(_Base):
     def on_validation_start(self) -> None:
         """Evaluate what the ranks have in common."""
         super().on_validation_start()
+        if self._fitting and self.meeting.unsized:  # one of them may still be training
+            self.meeting.agree(ELSEWHERE)
         self._swap_in()
 
     def on_validation_end(self) -> None:
@@ -314,17 +325,10 @@ class UnwrappedMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank has of its own beside the checkpoint, then the checkpoint, which rank 0 writes."""
         if self._trained and "optimizer_states" in checkpoint:
-            self._resume.save_tree(
-                self.checkpoint_io,
-                str(filepath),
-                checkpoint,
-                self.method,
-                self.attempts,
-                self._tree(),
-                TorchCollective(),
-                self.root_device,
-                self.gives_up,
-            )
+            checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
+            files, ranks, device = self.checkpoint_io, TorchCollective(), self.root_device
+            own = self.method, self.attempts, self._tree()
+            self._resume.save_tree(files, str(filepath), checkpoint, *own, ranks, device, self.gives_up)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _tree(self) -> sidecar.Tree:
@@ -333,7 +337,6 @@ class UnwrappedMixin(_Base):
             "common": {"attempts": self.attempts, "own": own.pop("common", None)},
             "model": {name: tensor.detach() for name, tensor in self.replica().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "attempts": [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers],
             "precision": self.precision_plugin.state_dict(),
             "own": own,
         }
@@ -350,18 +353,20 @@ class UnwrappedMixin(_Base):
             return
         ranks, device = TorchCollective(), self.root_device
         tree, problem = self._resume.restore_tree(self.checkpoint_io, checkpoint, self.method, ranks, device)
+        counts = checkpoint.get(sidecar.ATTEMPTS, (tree or {}).get("attempts", ()))  # where it was at first
+        self._counts = dict(zip(map(id, self.optimizers), counts, strict=False))
+        self.attempts = max(self._counts.values(), default=0)
         if tree is None:
             if self._resume.state != "none":
                 rank_zero_warn(problem)
+            self.begin_after(self.attempts)
             return
         named = self._named()
         with torch.no_grad():
             for name, tensor in tree["model"].items():
                 named[name].copy_(tensor)
-        for optimizer, state, count in zip(self.optimizers, tree["optimizers"], tree["attempts"], strict=True):
+        for optimizer, state in zip(self.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-            self._counts[id(optimizer)] = count
-        self.attempts = max(self._counts.values(), default=0)
         if tree["precision"]:
             self.precision_plugin.load_state_dict(tree["precision"])
         self.load_own_state(tree["own"] | {"common": tree["common"]["own"]})

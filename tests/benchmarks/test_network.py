@@ -50,6 +50,7 @@ def test_local_steps_are_whole_rounds():
     found = network.measure(2, "1gbit", "resnet20", ["no communication", name], 1, 1, warm=1)
     assert found["wire_bytes"][name] == pytest.approx(found["formula_bytes"][name], rel=0.1)
     assert found["formula_bytes"][name] == pytest.approx(4 * 0.272e6 / 16, rel=0.02)
+    assert found["step_bits"][name] == pytest.approx(8 * found["wire_bytes"][name] / 0.272e6, rel=0.02)
 
 
 @root

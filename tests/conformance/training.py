@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_compress import CompressedDDPStrategy
-from tests.helpers.training import Net, digits, loader, parameters
+from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 
 ALL = {"name": "topk", "density": 1.0}
 
@@ -21,17 +21,7 @@ def strategy_of(compressor, **settings):
 
 def trainer_of(strategy, **options):
     """A quiet Trainer for two epochs of four steps."""
-    defaults = {
-        "accelerator": "cpu",
-        "devices": dist.get_world_size(),
-        "max_epochs": 2,
-        "limit_train_batches": 4,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+    return quiet_trainer(strategy, **{"max_epochs": 2, "limit_train_batches": 4, **options})
 
 
 def train(compressor, make=Net, settings=(), resume=None, model=None, **options):

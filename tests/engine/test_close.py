@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach, kernels
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.core import blocks
 from lightning_compress.engine import checks
 from lightning_compress.settings.settings import Settings
 from tests.helpers.training import fit
@@ -37,20 +38,26 @@ def test_process_groups_are_given_back(pools, exchange):
         assert during > after
 
 
-def _after_the_fit(compressor):
-    strategy = CompressedDDPStrategy(compressor)
+def _after_the_fit(compressor, feedback=None):
+    strategy = CompressedDDPStrategy(compressor, error_feedback=feedback)
     fit(strategy, 5)
-    states = strategy.compression.state_dict()["groups"]
-    kept = [group["states"]["residual"]["numbers"] for group in states if "residual" in group["states"]]
+    states = [group["states"] for group in strategy.compression.state_dict()["groups"]]
+    kept = [each["residual"]["numbers"] for each in states if "residual" in each]
+    coded = [part for each in states if "loco" in each for part in _split(each["loco"])]
+    kept += [blocks.decode(part) for part in coded]
     return strategy.comm_stats(), float(torch.cat(kept).norm()) if kept else 0.0
 
 
-@pytest.mark.parametrize("compressor", ["topk", "onebit", "bf16"])
-def test_figures_stay_readable_after_the_fit(pools, compressor):
-    for stats, norm in pools[2].run(_after_the_fit, compressor):
+def _split(state):
+    return state["numbers"].split(state["numels"])
+
+
+@pytest.mark.parametrize("given", [["topk"], ["onebit"], ["onebit", "loco"], ["bf16"]])
+def test_figures_stay_readable_after_the_fit(pools, given):
+    for stats, norm in pools[2].run(_after_the_fit, *given):
         assert stats["steps"] == 5
         assert stats["residual_norm"] == pytest.approx(norm, rel=1e-4)
-        assert (norm > 0) == (compressor != "bf16")
+        assert (norm > 0) == (given != ["bf16"])
 
 
 def _other_kernels(differ):

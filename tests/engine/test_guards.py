@@ -4,7 +4,6 @@ import logging
 import re
 from itertools import pairwise
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.engine.group import Group
 from tests.engine.test_modes import TwoOptimizers, residuals
-from tests.helpers.training import Net, digits, parameters
+from tests.helpers.training import Net, digits, parameters, quiet_trainer
 
 BATCH, BAD = 16, 3
 
@@ -56,19 +55,8 @@ def train(make, dataset, steps, callbacks=(), **settings):
     torch.manual_seed(1)
     model = make()
     strategy = CompressedDDPStrategy("topk", bucket_cap_mb=0.02, **settings)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        max_epochs=1,
-        limit_train_batches=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        use_distributed_sampler=False,
-    )
+    options = {"max_epochs": 1, "limit_train_batches": steps, "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy, callbacks=list(callbacks), **options)
     in_order = DistributedSampler(dataset, shuffle=False)
     trainer.fit(model, DataLoader(dataset, BATCH, sampler=in_order, drop_last=True))
     return parameters(model).numpy(), strategy

@@ -217,7 +217,7 @@ def _over_sockets(exchange, codec):
     ("exchange", "size"),
     [
         (Binomial(), 3),
-        (Binomial(), 4),
+        pytest.param(Binomial(), 4, marks=pytest.mark.thorough),
         (Hierarchical("binomial", 2, "chain"), 4),
         (Hierarchical("two_shot", 3, "chain"), 4),
     ],

@@ -39,7 +39,7 @@ class Run:
 
 
 def run(algorithm, compressor, size, topology="ring", rounds=20, rate=RATE, problem=None, lazy=None, layout=LAYOUT):
-    """A ``Run`` for each rank; models ``[rounds, numel]``."""
+    """A ``Run`` for each rank; models ``[rounds, numel]``; ``rate`` may be a function of the round."""
     problem = problem or Problem(size, numel=layout.numel)
     made = build_algorithm(algorithm)
     coding = build_gossip_compressor(compressor, made)
@@ -50,9 +50,10 @@ def run(algorithm, compressor, size, topology="ring", rounds=20, rate=RATE, prob
         vector = torch.from_numpy(problem.start.copy())
         mixing = made.begin(vector.clone(), neighbours, coding, layout, seed=3)
         models = []
-        for _ in range(rounds):
-            vector -= np.float32(rate) * torch.from_numpy(problem.gradient(collective.rank, vector.numpy()))
-            mixing.mix(vector, rate)
+        for number in range(rounds):
+            now = rate(number) if callable(rate) else rate
+            vector -= np.float32(now) * torch.from_numpy(problem.gradient(collective.rank, vector.numpy()))
+            mixing.mix(vector, now)
             models.append(vector.numpy().copy())
         return Run(np.stack(models), mixing, neighbours)
 

@@ -1,13 +1,16 @@
 """Every algorithm does what its paper says."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
-from lightning_compress.codecs import EFSign, Natural, TopK
+from lightning_compress.codecs import ATOMO, CODECS, QSGD, EFSign, Natural, TopK, Wangni
 from lightning_compress.collectives import run_threads
 from lightning_compress.core.random import mix
 from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.base import noise_of, unbiased
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 from tests.gossip.helpers import LAYOUT, NUMEL, RATE, Problem, models_of, run
@@ -166,6 +169,32 @@ def test_messages_of_any_length(compressor):
     means = sum(each.mixing.vectors["mean"].double() for each in ranks)
     torch.testing.assert_close(means, total, atol=1e-4, rtol=0)  # all have the same replicas of each
     assert all(each.neighbours.bytes_sent > 0 for each in ranks)
+
+
+UNBIASED = [*(each() for each in CODECS.values() if unbiased(each())), ATOMO(6), Wangni(0.5), QSGD(2), QSGD(8)]
+DIVERGE = [ATOMO(), Wangni(), QSGD(2)]
+
+
+@pytest.mark.parametrize("codec", UNBIASED, ids=str)
+def test_noise_that_replicas_cannot_bear_is_refused_and_other_noise_dies_out(codec):
+    """By the variance on normal numbers and the graph's eigenvalues."""
+    graph = build_topology("ring", 4)
+    assert graph.bearable == pytest.approx(4 / 3)
+    refused = noise_of(codec, LAYOUT) >= graph.bearable
+    assert refused == (codec in DIVERGE)
+    models = models_of(run("dcd", codec, 4, rounds=40))
+    apart = np.abs(models - models.mean(1, keepdims=True)).max((1, 2))
+    assert (apart[-1] > 3) == refused
+    for name in ("dcd", "ecd"):
+        with (
+            pytest.raises(ValueError, match=r"would diverge with .* bear less than 1\.33") if refused else nullcontext()
+        ):
+            build_algorithm(name).check_noise(codec, LAYOUT, graph)
+
+
+def test_one_rank_bears_any_noise():
+    assert build_topology("complete", 1).bearable == np.inf
+    assert build_topology("complete", 2).bearable == pytest.approx(2.0)
 
 
 def test_divergence_is_no_reason_to_hang():

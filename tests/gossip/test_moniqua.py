@@ -13,7 +13,7 @@ from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.theta import ByRate, ByRound, Constant, Estimated, read_theta
 from lightning_compress.gossip.topology import build_topology
-from tests.gossip.helpers import Problem, models_of, run
+from tests.gossip.helpers import RATE, Problem, models_of, run
 from tests.reference import gossip as reference
 
 CPU = torch.device("cpu")
@@ -337,5 +337,19 @@ def test_learning_rates_that_differ_are_an_error_on_every_rank():
 
     run_threads(3, rank)
     assert sorted(errors) == [0, 1, 2]
-    with pytest.raises(ValueError, match="must be above 0"):
-        run("dpsgd", {"name": "moniqua", "theta": {"rate": 10.0}}, 3, rate=0.0, rounds=1)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("algorithm", ["dpsgd", "d2"])
+def test_theta_by_a_learning_rate_that_begins_and_ends_at_0(algorithm, verify):
+    """As linear and cosine schedules with a warm-up do: theta is that of the last rate above 0."""
+    size, problem, last = 4, Problem(4), 19
+    moniqua = {"name": "moniqua", "theta": {"rate": 40.0}, "verify": verify}
+    rates = lambda number: RATE * min(max(0, number - 1) / 4, (last - number) / 5)  # noqa: E731
+    ranks = run(algorithm, moniqua, size, rate=rates, rounds=last + 1, problem=problem)
+    assert [each.mixing.figures()["theta"] for each in ranks] == [pytest.approx(40.0 * rates(last - 1))] * size
+    assert all(each.mixing.numbers["failures"] == 0 for each in ranks)
+    exact = models_of(run(algorithm, None, size, rate=rates, rounds=last + 1, problem=problem))
+    models = models_of(ranks)
+    assert np.array_equal(models[1, 0], problem.start)
+    assert np.abs(models - exact).max() < 0.1

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -91,8 +92,9 @@ class Pool:
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(None)
+        last = time.monotonic() + (0 if self.broken else 2)
         for process in self._processes:
-            process.join(0 if self.broken else 10)
+            process.join(max(0, last - time.monotonic()))
             process.kill()
         self._folder.cleanup()
 

@@ -51,6 +51,13 @@ def loader(dataset, batch=16):
     return DataLoader(dataset, batch, drop_last=True)
 
 
+def quiet_trainer(strategy, **options):
+    """A Trainer over the ranks of a pool that says nothing and saves nothing, unless it is told to."""
+    defaults = {"accelerator": "cpu", "devices": dist.get_world_size(), "logger": False, "enable_checkpointing": False}
+    defaults |= {"enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
 def fit(strategy, steps=10, make=Net, callbacks=(), seed=1, loggers=False, quiet=True, **trainer):
     """Train on this rank; returns the trainer and the model."""
     torch.manual_seed(seed)
@@ -58,19 +65,8 @@ def fit(strategy, steps=10, make=Net, callbacks=(), seed=1, loggers=False, quiet
     with warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
-        fitted = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=strategy,
-            max_steps=steps,
-            max_epochs=100,
-            logger=loggers,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=list(callbacks),
-            **trainer,
-        )
+        options = {"max_steps": steps, "max_epochs": 100, "logger": loggers, "callbacks": list(callbacks), **trainer}
+        fitted = quiet_trainer(strategy, **options)
         fitted.fit(model, loader(digits()))
     return fitted, model
 

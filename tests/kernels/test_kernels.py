@@ -44,6 +44,8 @@ def _messages(given):
         vector = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(rank)) ** 3
         vector[1000:3000] = -0.0 if rank else 1e-30
         message = torch.zeros(plan.message_size, dtype=torch.uint8)
+        if given.get("correlated"):
+            plan.correlate(7, rank, 3)
         plan.send(vector.clone(), message, 7 + rank)
         again = message.clone()
         plan.encode(vector, message, 7 + rank)

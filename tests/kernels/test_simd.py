@@ -168,21 +168,22 @@ def test_raise_to(distance, rng):
 
 
 @kernel
-def _round_levels(out, at, source, index, factors, zero, offset, state):
-    simd.round_levels(out, at, source, index, factors, zero, offset, state)
+def _round_levels(out, at, source, index, factors, zero, offset, state, move):
+    simd.round_levels(out, at, source, index, factors, zero, offset, state, move)
 
 
+@pytest.mark.parametrize("move", [0, 21845, -32768])
 @pytest.mark.parametrize("state", [0, 2**64 - 3 * simd.GAMMA % 2**64, 12345678901234567])
-def test_round_levels(state, rng):
+def test_round_levels(state, move, rng):
     (out, source), (at, index) = numbers(rng, (2, 80), special=False), rng.integers(48, size=2)
     factors, offset, zero = numbers(rng, LANES + 5, special=False), FLOAT(0.5 + 0.5 / 65536), 5
     words = np.uint64(state) + np.arange(LANES // 2, dtype=np.uint64) * np.uint64(simd.GAMMA)
     for shift, factor in ((30, simd.FACTORS[0]), (27, simd.FACTORS[1]), (31, 1)):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
-    wanted, random = out.copy(), words.view(np.int16).astype(FLOAT)
+    wanted, random = out.copy(), (words.view(np.int16) + np.int16(move)).astype(FLOAT)
     levels = source[index : index + 2 * LANES] * np.tile(factors[zero:], 2) + random
     wanted[at : at + 2 * LANES] = np.floor(offset + levels * FLOAT(1 / 65536))
-    _round_levels(out, at, source, index, factors, zero, offset, np.uint64(state))
+    _round_levels(out, at, source, index, factors, zero, offset, np.uint64(state), np.int16(move))
     same(out, wanted)
 
 

@@ -11,9 +11,10 @@ from lightning_compress.codecs import SparseLoCo
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
+from lightning_compress.local.inner import forget_nonfinite
 from lightning_compress.local.outer import Outer
-from lightning_compress.local.rounds import Rounds, split
 from lightning_compress.local.steps import LocalSteps
+from lightning_compress.local.timetable import Rounds, split
 from lightning_compress.settings.settings import Settings
 from tests.reference.codecs import topk
 from tests.reference.local_steps import simulate
@@ -291,12 +292,13 @@ def test_streaming_follows_a_simulation(fragments, delay):
             assert torch.allclose(own, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize(
     "rounds", [Rounds(4), Rounds(4, 2), Rounds(4, 1, 2, 0.5), Rounds(5, 3, 4, 0.5)], ids=lambda each: str(each)[6:]
 )
-def test_a_state_at_any_step_goes_on_exactly(rounds):
-    """Also one that is taken while a fragment travels, which changes nothing of the run that goes on."""
-    settings = {"compressor": {"name": "topk", "density": 0.1}, "check_drift_every": 0}
+def test_a_state_at_any_step_goes_on_exactly(rounds, poisoned):
+    """Also one that is taken while a fragment travels, finite or not, which changes nothing of the run that goes on."""
+    settings = {"compressor": {"name": "topk", "density": 0.1}, "check_drift_every": 0, "on_nonfinite": "skip"}
 
     def run(collective):
         torch.set_num_threads(1)  # of this rank: in several, sums are not the same each time
@@ -307,6 +309,9 @@ def test_a_state_at_any_step_goes_on_exactly(rounds):
             loss(model, batch(number, collective.rank)).backward()
             optimizer.step()
             with torch.no_grad():
+                if poisoned and number == 6 and collective.rank == 1:
+                    model[0].weight[0, 0] = torch.nan
+                local.on_left_out = lambda: forget_nonfinite([optimizer])
                 local.after(number)
 
         def begun():
@@ -342,6 +347,82 @@ def test_a_state_at_any_step_goes_on_exactly(rounds):
 
     for outcomes in run_threads(2, run):
         assert all(outcomes), outcomes
+
+
+@pytest.mark.parametrize("rounds", [Rounds(4), Rounds(4, 1, 2, 0.5)], ids=lambda each: str(each)[6:])
+def test_what_is_unfrozen_later_follows_as_if_it_had_only_stood_still(rounds):
+    def run(collective, joins):
+        model, settings = make(), {"compressor": "none", "check_drift_every": 1}
+        model[0].requires_grad_(not joins)
+        local = LocalSteps(model, Settings.of(**settings), rounds, Outer.of("nesterov"), [collective])
+        optimizer = sgd(model.parameters())
+        for step in range(1, 18):
+            model[0].requires_grad_(not joins or step > 6)
+            optimizer.zero_grad()
+            loss(model, batch(step, collective.rank)).backward()
+            if step <= 6:
+                model[0].weight.grad = model[0].bias.grad = None
+            with torch.no_grad():
+                assert local.join(step - 1) == (["0.weight", "0.bias"] if joins and step == 7 else [])
+                optimizer.step()
+                local.after(step)
+        local.arrive()
+        return [each.detach() for each in model.parameters()], local.stats()["total_bytes_dense"]
+
+    later, always = run_threads(2, lambda ranks: run(ranks, True)), run_threads(2, lambda ranks: run(ranks, False))
+    for (own, dense), (wanted, whole) in zip(later, always, strict=True):
+        assert all(a.equal(b) for a, b in zip(own, wanted, strict=True))
+        frozen = 4 * sum(each.numel() for each in own[:2]) * 6  # bytes that DDP would not have sent in these steps
+        assert dense == whole - frozen
+
+
+def test_what_is_added_later_joins_and_what_takes_a_parameters_place_is_refused():
+    def run(collective):
+        model = make()
+        local = LocalSteps(model, Settings.of("none"), Rounds(2), Outer(), [collective])
+        with torch.no_grad():
+            model.append(nn.Linear(7, 3))
+            for each in model[3].parameters():
+                each.fill_(1)
+            assert local.join(0) == ["3.weight", "3.bias"]
+            assert local.join(0) == []
+            for each in model.parameters():
+                each += collective.rank
+            local.after(2)
+        nn.utils.parametrizations.weight_norm(model[0])
+        with pytest.raises(ValueError, match=r"no parameter 0\.weight any more, and 0\.parametrizations"):
+            local.join(2)
+        return model[3].weight
+
+    assert all(own.eq(1.5).all() for own in run_threads(2, run))
+
+
+def test_what_joins_while_a_fragment_travels_depends_on_steps_alone():
+    """Schedules and random bits count rounds, and an evaluation has one come back before it is used."""
+
+    def run(collective, evaluates):
+        model = make()
+        model[0].requires_grad_(False)
+        schedule = {"bits": {0: 8, 2: 2}}
+        settings = Settings.of("rotated", schedule=schedule, min_numel=0, check_drift_every=0)
+        local = LocalSteps(model, settings, Rounds(4, 1, 2, 0.5), Outer.of("nesterov"), [collective])
+        optimizer = sgd(model.parameters())
+        for step in range(1, 11):
+            model[0].requires_grad_(step > 4)
+            optimizer.zero_grad()
+            loss(model, batch(step, collective.rank)).backward()
+            with torch.no_grad():
+                if evaluates:
+                    local.anchors()
+                local.join(step - 1)
+                optimizer.step()
+                local.after(step)
+        local.arrive()
+        return [each.detach() for each in model.parameters()]
+
+    seen, plain = (run_threads(2, lambda ranks, each=each: run(ranks, each)) for each in (True, False))
+    for own, other in zip(seen, plain, strict=True):
+        assert all(a.equal(b) for a, b in zip(own, other, strict=True))
 
 
 def test_what_comes_back_in_an_evaluation_in_inference_mode_can_be_trained_on():

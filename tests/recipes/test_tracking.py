@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning_compress import CompressedDDPStrategy
 from recipes.portrait import COLUMNS, FAMILIES, curves, layers, picture
 from recipes.tracking import WandbLogger, flat, why_offline
+from tests.helpers.wandb_server import Server
 
 wandb = pytest.importorskip("wandb")
 
@@ -77,6 +79,36 @@ def test_a_refusing_server_is_no_reason_to_stop(
     assert calls == [None, "offline"]
     with pytest.raises(wandb.errors.CommError):
         WandbLogger(save_dir=str(tmp_path), offline=False).experiment  # noqa: B018
+
+
+def _asks_the_server(*_: Any) -> None:
+    """As a table does, and waits for long."""
+    raise wandb.errors.CommError("API key verification failed")
+
+
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_connection_that_is_lost_in_a_run_ends_neither_it_nor_its_log(
+    silent: bool, stranger: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger.setenv("WANDB_API_KEY", 40 * "a")
+    stranger.setattr("recipes.tracking.FINISH", 2.0)
+    with Server() as server:
+        stranger.setattr(wandb.setup().settings, "base_url", server.url)
+        logger = WandbLogger(save_dir=str(tmp_path), project="test")
+        logger.log_metrics({"loss": 3.0}, 0)
+        assert logger.experiment.settings.mode == "online"
+        server.fall_silent() if silent else server.leave()
+        for step in range(1, 100):
+            logger.log_metrics({"late": 1.0 * step}, step)
+        stranger.setattr("lightning.pytorch.loggers.WandbLogger.log_metrics", _asks_the_server)
+        logger.log_table("layers", columns=["bits"], data=[[8]])
+        start = time.monotonic()
+        logger.close()
+    assert time.monotonic() - start < 15
+    (said,) = [each.getMessage() for each in caplog.records if "W&B" in each.getMessage()]
+    assert "the server answers no more (API key verification failed), and layers is left out; `wandb sync" in said
+    (log,) = (tmp_path / "wandb").glob("run-*/*.wandb")
+    assert "late" in log.read_bytes().decode(errors="replace")
 
 
 def test_flat() -> None:

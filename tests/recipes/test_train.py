@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_idle, 
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
+from tests.helpers.wandb_server import Server
 from tests.recipes.test_sweep import gone
 
 
@@ -100,6 +102,42 @@ def test_killing_the_first_process_ends_the_others(start: str, tmp_path: Path) -
 def children(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     return [int(each) for each in listed.stdout.split()]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_run_outlives_the_server_of_its_log(silent: bool, tmp_path: Path) -> None:
+    """W&B answers when it begins, and no more once the first rows are there."""
+    overrides = [
+        "trainer=cpu_2proc",
+        "compressor=topk",
+        "logger=wandb",
+        "trainer.max_epochs=1",
+        f"hydra.run.dir={tmp_path}",
+    ]
+    command = [sys.executable, "-m", "recipes.train", *overrides, "trainer.log_every_n_steps=1"]
+    with Server() as server, (tmp_path / "out").open("w") as out:
+        account = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a", "HOME": str(tmp_path)}
+        environment = alone() | account | {"WANDB_FINISH_TIMEOUT": "2"}
+        environment.pop("WANDB_MODE", None)
+        parent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        server.wait_for("file_stream", 90)
+        ranks = children(parent.pid)
+        assert parent.poll() is None
+        if silent:
+            server.fall_silent()
+        else:
+            server.leave()
+        code = parent.wait(180)
+    said = (tmp_path / "out").read_text()
+    assert code == 0, said
+    assert ranks
+    assert gone(ranks, 5)
+    assert said.count("test accuracy") == 1
+    assert said.count("W&B: ") == 1
+    assert "`wandb sync" in said
+    (log,) = tmp_path.glob("wandb/run-*/*.wandb")
+    assert "test/acc" in log.read_bytes().decode(errors="replace")
 
 
 def test_none_is_null() -> None:
@@ -192,12 +230,31 @@ def test_what_has_no_effect_is_refused(overrides: list[str], words: str) -> None
         refuse_idle(cfg, build(cfg.trainer))
 
 
-def test_factors_of_one_process_are_refused() -> None:
-    cfg = composed("trainer=cpu", "backward=sufficient_factors")
+@pytest.mark.parametrize(
+    ("backward", "words"),
+    [
+        (["backward=sufficient_factors"], "backward=sufficient_factors has no effect: one process sends no gradients"),
+        (["backward=meprop", "backward.share=true"], "backward.share=true has no effect: one process has no others"),
+        (["backward=mesimp", "backward.share=true"], "backward.share=true has no effect: one process has no others"),
+    ],
+)
+def test_backward_passes_of_several_ranks_are_refused_on_one(backward: list[str], words: str) -> None:
+    for devices, refused in (("trainer=cpu", True), ("trainer=cpu_2proc", False)):
+        cfg = composed(devices, *backward)
+        trainer = build(cfg.trainer)
+        trainer.callbacks.insert(0, build(cfg.backward))
+        with pytest.raises(ValueError, match=re.escape(words)) if refused else nullcontext():
+            refuse_idle(cfg, trainer)
+
+
+def test_heads_are_of_the_transformer() -> None:
+    """Refused where the user named them, and not where a file of settings for both models did."""
+    cfg = composed("trainer=cpu", "experiment=nmt_lstm")
     trainer = build(cfg.trainer)
-    trainer.callbacks.insert(0, build(cfg.backward))
-    with pytest.raises(ValueError, match="backward=sufficient_factors has no effect: one process sends no gradients"):
-        refuse_idle(cfg, trainer)
+    refuse_idle(cfg, trainer, ["recipe.model", "recipe.hidden"])
+    with pytest.raises(ValueError, match=r"recipe\.heads has no effect: the LSTM's attention has one"):
+        refuse_idle(cfg, trainer, ["recipe.model", "recipe.heads"])
+    refuse_idle(composed("trainer=cpu", "recipe=nmt"), trainer, ["recipe.heads"])
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def efsign(vector: Array, block: int) -> tuple[Array, Array]:
     return sent, vector - sent
 
 
-def random16(key: int, count: int) -> list[int]:
-    """A key's stream of signed 16-bit numbers: splitmix64 in Python's integers."""
+def random16(key: int, count: int, share: float = 0.0) -> list[int]:
+    """A key's stream of signed 16-bit numbers, moved on by a share of their range: splitmix64 in Python's integers."""
     mask = 2**64 - 1
 
     def output(state: int) -> int:
@@ -104,14 +104,14 @@ def random16(key: int, count: int) -> list[int]:
 
     start = output((key + 0x9E3779B97F4A7C15) & mask)
     words = [output((start + i * 0x9E3779B97F4A7C15) & mask) for i in range(-(-count // 4))]
-    numbers = [word >> 16 * lane & 0xFFFF for word in words for lane in range(4)]
+    numbers = [((word >> 16 * lane) + int(share * 65536)) % 65536 for word in words for lane in range(4)]
     return [number - 65536 if number >= 32768 else number for number in numbers[:count]]
 
 
-def natural(vector: Array, bucket: int, key: int) -> tuple[Array, Array]:
+def natural(vector: Array, bucket: int, key: int, share: float = 0.0) -> tuple[Array, Array]:
     """Each element's lower or upper power of two, whichever a random number below 1 says."""
     sent = np.zeros_like(vector)
-    random = random16(key, len(vector))
+    random = random16(key, len(vector), share)
     for start in range(0, len(vector), bucket):
         powers = []
         for value, number in zip(vector[start : start + bucket], random[start:], strict=False):

@@ -29,10 +29,15 @@ def terngrad_limits(vector: Array, clip: float | None, ranges: list[tuple[int, i
 
 
 def terngrad_chances(
-    vector: Array, limits: list[float], scales: list[float], ranges: list[tuple[int, int]], key: int
+    vector: Array,
+    limits: list[float],
+    scales: list[float],
+    ranges: list[tuple[int, int]],
+    key: int,
+    share: float = 0.0,
 ) -> Doubles:
     """Numbers whose floor is -1, 0 or 1: the clipped gradient over its scale, plus a random number below 1."""
-    chances = (np.array(random16(key, len(vector)), np.float64) + 32768.5) / 65536
+    chances = (np.array(random16(key, len(vector), share), np.float64) + 32768.5) / 65536
     for (start, stop), limit, scale in zip(ranges, limits, scales, strict=True):
         clipped = np.clip(vector[start:stop].astype(np.float64), -limit, limit)
         chances[start:stop] += clipped / scale if scale >= 2.0**-100 else 0.0

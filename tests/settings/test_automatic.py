@@ -7,7 +7,6 @@ import socket
 import warnings
 from functools import partial
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -29,7 +28,7 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.settings import Settings
 from tests.cases import CASES
 from tests.helpers import link as pretended
-from tests.helpers.training import Net, digits, fit, loader, parameters
+from tests.helpers.training import Net, digits, fit, loader, parameters, quiet_trainer
 from tests.test_laws import CPU, DENSE, LARGE, group_plan
 
 FAST, SLOW = Link(1e-6, 1e12), Link(1e-6, 1e7)
@@ -131,7 +130,7 @@ def test_nothing_is_measured_where_that_was_forbidden(monkeypatch):
         ({"name": "topk", "density": 0.01}, 2, "topk (density 0.01) by all_gather, "),
         ("bf16", 4, "bf16 by all_reduce, 2 x fewer bytes"),
         ("onebit", 4, "onebit (block 1024) by two_shot, "),
-        ("none", 4, "compression is off, because compressor='none' leaves the average to DistributedDataParallel"),
+        ("none", 4, "compression is off, because compressor='none' sends everything as it is"),
         ("topk", 1, "compression is off, because there is one rank"),
         ("powersgd", 2, "powersgd (rank 2) by exchanges of its own, "),
         ("dgc", 2, "dgc (density 0.001) by all_gather, "),
@@ -161,6 +160,41 @@ def test_why_it_is_off():
     assert ", after 7 dense steps" in said(compressor="topk", warmup_steps=7)
     ruled = said(compressor="topk", rules=[{"match": "no*", "compressor": "onebit"}])
     assert ruled.startswith("topk (density 0.01) and 1 rule by all_gather, ")
+
+
+IDLE = {
+    "exchange": "two_shot",
+    "error_feedback": True,
+    "warmup_steps": 5,
+    "residual_decay": 0.5,
+    "residual_follows_lr": True,
+    "residual_dtype": "bfloat16",
+    "min_numel": 7,
+    "exclude": ["a.*"],
+    "rules": [{"match": "b", "compressor": "none"}],
+    "on_nonfinite": "skip",
+    "on_drift": "resync",
+    "check_drift_every": 7,
+}
+
+
+def test_what_comes_to_nothing_without_a_compressor_is_said():
+    def warned(**settings):
+        given = Settings.of(**settings)
+
+        def rank(ranks):
+            world = World(ranks, CPU, Meter(CPU))
+            return forecast(decide(given, named(), world), named(), world).warning
+
+        return run_threads(2, rank)[0]
+
+    said = warned(compressor="none", **IDLE)
+    assert "sends everything as it is, so that nothing comes of exchange=TwoShot" in said
+    assert all(f" {name}=" in said for name in IDLE)
+    assert warned(compressor="none", error_feedback=False, seed=3) == ""
+    taken = warned(compressor="none", **IDLE, deterministic=True)  # then the hook is there
+    assert "nothing comes of" not in taken
+    assert warned(compressor="auto", exchange=Auto(link=FAST), exclude=["a.*"]) == ""  # which chose none
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "none"], ids=lambda case: case.name)
@@ -237,7 +271,7 @@ def _attached():
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_float32_is_left_to_ddp(pools, size):
     for found in pools[size].run(_attached):
         active, hooks, ratio, refused, summary = found["slow"]
@@ -310,17 +344,9 @@ def lightning(folder, compressor, link, resume=None, host=None, epochs=2, **sett
     logger = CSVLogger(folder, "log", "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=strategy,
-            max_epochs=epochs,
-            limit_train_batches=3,
-            logger=logger,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
-        )
+        save = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        options = {"logger": logger, "callbacks": [save], "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = quiet_trainer(strategy, limit_train_batches=3, **options)
         trainer.fit(model, loader(digits()), ckpt_path=resume)
     socket.gethostname = real
     _measuring(pretended.SLOW)

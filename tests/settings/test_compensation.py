@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import attach
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
-from lightning_compress.settings.compensation import KINDS, TABLE, automatic, kind_of
+from lightning_compress.settings.compensation import KINDS, TABLE, automatic, beside_adam, kind_of
 from lightning_compress.settings.settings import Settings
 from tests.strategies.test_resume import Net, fit
 
@@ -39,6 +39,16 @@ def test_the_table_is_of_what_there_is():
 )
 def test_kinds(optimizers, kind):
     assert kind_of(optimizers) == kind
+
+
+def test_what_a_warning_says_of_it():
+    onebit, rotated = (COMPRESSORS[name]() for name in ("onebit", "rotated"))
+    said = [beside_adam(onebit, way) for way in ("none", "classical", LoCo())]
+    assert ["is lost" in each for each in said] == [True, False, False]
+    assert ["takes for variance" in each for each in said] == [False, True, False]
+    assert ["'auto' takes LoCo(" in each for each in said] == [True, True, False]
+    assert all(TABLE[0].measured in each for each in said)
+    assert "none is measured" in beside_adam(rotated, "none")
 
 
 @pytest.mark.parametrize("given", [None, "auto"])

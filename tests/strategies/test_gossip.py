@@ -19,7 +19,7 @@ from lightning_compress.gossip.arguments import ALGORITHMS
 from lightning_compress.gossip.choco import Choco
 from lightning_compress.gossip.states import _states
 from tests.helpers.lives import live
-from tests.helpers.training import Net, digits, loader, parameters
+from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.helpers.training import fit as fit_digits
 from tests.strategies.test_unwrapped import ByStep, Validated, Watch, fit
 
@@ -116,16 +116,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, size, method):
 def _elsewhere(folder):
     with pytest.warns(UserWarning, match="is of 3 ranks, and this run has 2") if dist.get_rank() == 0 else _nothing():
         torch.manual_seed(1)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=GossipStrategy("choco"),
-            max_steps=7,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
+        trainer = quiet_trainer(GossipStrategy("choco"), max_steps=7)
         trainer.fit(ByStep("adamw"), loader(digits()), ckpt_path=f"{folder}/step=5.ckpt")
     return trainer.global_step
 
@@ -296,8 +287,9 @@ REFUSED = {
     ),
     "others": (
         lambda: fit(GossipStrategy(topology="ring" if dist.get_rank() else "complete")),
-        "other settings or another topology",
+        "the settings of gossip differ over the ranks",
     ),
+    "atomo": (lambda: fit(GossipStrategy("dcd", compressor="atomo")), "would diverge with ATOMO(rank=3)"),
     "unfrozen": (lambda: fit(GossipStrategy(), Frozen), "was frozen when the fit began"),
     "swaps": (
         lambda: fit(GossipStrategy(topology=[[0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0]])),

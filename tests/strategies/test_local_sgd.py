@@ -12,22 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    Timer,
 )
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
 
 from lightning_compress import CommunicationMonitor, LocalSGDStrategy
 from lightning_compress.strategies.local_sgd import PRESETS
 from tests.helpers.lives import live
-from tests.helpers.training import Net, digits, loader, parameters
-from tests.strategies.test_unwrapped import ByStep, Terminated, TwoOptimizers, Validated, Watch, fit
+from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
+from tests.strategies.test_unwrapped import ByStep, Stream, Terminated, TwoOptimizers, Validated, Watch, fit
 
 TOPK = {"name": "topk", "density": 0.1}
 KINDS = {
@@ -159,28 +162,27 @@ def _elsewhere(path, kind="diloco"):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(1)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=strategy(kind),
-            max_steps=8,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
+        trainer = quiet_trainer(strategy(kind), max_steps=8)
         model = ByStep("adamw")
         trainer.fit(model, loader(digits()), ckpt_path=path)
     said = [str(each.message) for each in caught if "begin from the checkpoint's own model" in str(each.message)]
-    return said, parameters(model).numpy()
+    return said, parameters(model).numpy(), trainer.strategy
 
 
-def test_another_number_of_ranks_begins_from_the_anchors(pools, tmp_path):
-    pools[2].run(_resumes, "diloco", str(tmp_path), False)
-    (said, first), (_, second), (_, third) = pools[3].run(_elsewhere, f"{tmp_path}/step=5.ckpt")
-    assert "the checkpoint is of 2 ranks, and this run has 3" in said[0]
-    assert np.array_equal(first, second)
-    assert np.array_equal(first, third)
+def _goes_on(path, kind):
+    *found, strategy = _elsewhere(path, kind)
+    return *found, strategy.attempts, strategy.comm_stats()
+
+
+def test_another_number_of_ranks_begins_from_the_anchors_and_counts_the_runs_steps(pools, tmp_path):
+    pools[2].run(_resumes, "post_local_sgd", str(tmp_path), False)
+    ranks = pools[3].run(_goes_on, f"{tmp_path}/step=4.ckpt", "post_local_sgd")
+    assert "the checkpoint is of 2 ranks, and this run has 3" in ranks[0][0][0]
+    assert all(np.array_equal(end, ranks[0][1]) for _, end, _, _ in ranks)
+    for _, end, attempts, stats in ranks:
+        assert attempts == 8
+        assert stats["steps"] == 2  # after a step that is left of one round, and after three
+        assert stats["total_bytes_dense"] == pytest.approx(4 * 4 * end.size * 4 / 3, rel=1e-4)
 
 
 def _after(folder):
@@ -219,7 +221,7 @@ def test_an_exception_in_one_rank_stops_all_and_what_they_save_is_not_taken_for_
     assert codes == [1, 1], said
     assert "ArithmeticError: no more" in said[1]
     assert "terminate called" not in said[0] + said[1]
-    (warned, first), (_, second) = pools[2].run(_elsewhere, f"{tmp_path}/stopped.ckpt", kind)
+    (warned, first, *_), (_, second, *_) = pools[2].run(_goes_on, f"{tmp_path}/stopped.ckpt", kind)
     assert warned
     assert np.array_equal(first, second)
 
@@ -272,6 +274,23 @@ def test_fragments_that_are_not_finite_do_not_spoil_each_other_for_ever(pools, f
     first, second = pools[2].run(_recovers, fragments, delay)
     assert all(first)
     assert all(second[-12:])
+
+
+def _evaluates(folder):
+    save, watch = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1), Watch()
+    fit(strategy("mean"), make=Overflows, callbacks=[save, watch])
+    saved = torch.load(f"{folder}/step=4.ckpt", weights_only=True)["state_dict"]
+    return watch.trained, watch.evaluated, [each.isfinite().all().item() for each in saved.values()]
+
+
+def test_a_mean_that_is_not_finite_is_not_evaluated_or_saved(pools, tmp_path):
+    (first, own, saved), (second, others, _) = pools[2].run(_evaluates, str(tmp_path))
+    assert np.isfinite(first[3]).all()
+    assert np.isnan(second[3]).any()
+    assert all(saved)
+    assert np.array_equal(own[-4], first[2])  # what they had in common last
+    assert np.isfinite(own[-1]).all()
+    assert all(np.array_equal(each, other) for each, other in zip(own, others, strict=True))
 
 
 class Registers(Validated):
@@ -390,6 +409,28 @@ def test_swa_ends_on_one_model(pools):
     assert np.array_equal(first[1], second[1])
 
 
+class Clock(Timer):
+    """Rank 1's time is over after three steps, rank 0's after five."""
+
+    def time_elapsed(self, stage="train"):
+        return 10.0 * (self.steps() >= 5 - 2 * dist.get_rank())
+
+
+def _by_the_clock(kind):
+    clock = Clock(timedelta(seconds=1))
+    clock.steps = lambda: chosen.attempts
+    chosen = strategy(kind)
+    _, model = fit(chosen, callbacks=[clock], max_epochs=4)
+    return chosen.attempts, parameters(model).numpy()
+
+
+@pytest.mark.parametrize(("kind", "at"), [("diloco", 6), ("streaming", 8)])
+def test_a_timer_ends_all_ranks_where_they_meet(pools, kind, at):
+    (first, end), (second, other) = pools[2].run(_by_the_clock, kind)
+    assert first == second == at
+    assert np.array_equal(end, other)
+
+
 def _terminated(folder, ranks, kind):
     save = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
     stopped = strategy(kind)
@@ -452,16 +493,84 @@ def test_what_cannot_work_is_refused_by_name(arguments, said):
         LocalSGDStrategy(**arguments)
 
 
-class Late(Net):
+class Late(ByStep):
     """A layer is frozen before the fit, and trained later."""
+
+    ranks = (0, 1)
 
     def __init__(self, optimizer):
         super().__init__(optimizer)
         self.head[0].requires_grad_(False)
 
     def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 2:
+        if self.trainer.global_step >= 4 and dist.get_rank() in self.ranks:
             self.head[0].requires_grad_(True)
+
+
+def _unfreezes(kind, folder):
+    save, watch = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1), Watch()
+    trainer, whole = fit(strategy(kind), make=Late, callbacks=[save, watch])
+    ends = [parameters(whole).numpy(), *watch.evaluated]
+    torch.manual_seed(1)
+    assert not whole.head[0].weight.equal(Late("adamw").head[0].weight)
+    same = [parameters(whole).equal(parameters(fit(strategy(kind), make=Late)[1]))]
+    for step in (3, 5, 7):
+        _, again = fit(strategy(kind), make=Late, resume=f"{folder}/step={step}.ckpt")
+        same.append(parameters(again).equal(parameters(whole)))
+    late = sum(each.numel() for each in whole.head[0].parameters())
+    wanted = 8 * 4 * (len(parameters(whole)) - late) + 4 * 4 * late
+    return ends, same, trainer.strategy.comm_stats()["total_bytes_dense"] / wanted
+
+
+@pytest.mark.parametrize("kind", ["diloco", "streaming"])
+def test_what_is_unfrozen_in_a_fit_is_averaged_from_then_on(pools, tmp_path, kind):
+    (ends, same, dense), (others, again, _) = pools[2].run(_unfreezes, kind, str(tmp_path))
+    assert all(np.array_equal(own, other) for own, other in zip(ends, others, strict=True))
+    assert same == again == [True] * 4
+    assert dense == pytest.approx(1)
+
+
+class Unfreezes(BaseFinetuning):
+    """Lightning's own way to it."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.body, train_bn=False)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.body, optimizer)
+
+
+class Trained(Validated):
+    """Its optimizer begins with what is trained then."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], 1e-3)
+
+
+def _finetunes():
+    trainer, model = fit(strategy("local_sgd", averaged_steps=2), make=Trained, callbacks=[Unfreezes()])
+    torch.manual_seed(1)
+    moved = [not own.equal(was) for own, was in zip(model.parameters(), Trained().parameters(), strict=True)]
+    return all(moved), len(trainer.strategy.local.fragments), parameters(model).numpy()
+
+
+def test_lightnings_callbacks_for_finetuning_work(pools):
+    (moved, fragments, end), (_, _, other) = pools[2].run(_finetunes)
+    assert moved
+    assert fragments == 2
+    assert np.array_equal(end, other)
+
+
+class LateOnOne(Late):
+    """On one rank only."""
+
+    ranks = (1,)
+
+
+def streams():
+    """Rank 1 has two batches more."""
+    return DataLoader(Stream(2), batch_size=None)
 
 
 def _refused(what):
@@ -469,7 +578,11 @@ def _refused(what):
         "fragments": lambda: fit(LocalSGDStrategy(sync_every=20, fragments=20)),
         "settings": lambda: fit(LocalSGDStrategy(sync_every=4 + dist.get_rank())),
         "outer": lambda: fit(LocalSGDStrategy(outer={"lr": 1.0 + dist.get_rank()})),
-        "late": lambda: fit(LocalSGDStrategy(sync_every=4), make=Late),
+        "late": lambda: fit(LocalSGDStrategy(sync_every=3), make=LateOnOne),
+        "late streaming": lambda: fit(strategy("streaming"), make=LateOnOne),
+        "late averaged": lambda: fit(strategy("diloco", averaged_steps=9), make=LateOnOne),
+        "stream": lambda: fit(strategy("diloco"), Logged, data=streams(), limit_train_batches=1.0),
+        "averaged": lambda: fit(strategy("diloco", averaged_steps=9), data=streams(), limit_train_batches=1.0),
         "grows": lambda: fit(strategy("diloco"), make=Grows),
         "raise": lambda: fit(strategy("diloco", on_nonfinite="raise"), make=Overflows),
     }
@@ -484,7 +597,11 @@ def _refused(what):
         ("fragments", "fragments=20 must be at most 10"),
         ("settings", "settings of local steps differ over the ranks"),
         ("outer", "settings of local steps differ over the ranks"),
-        ("late", "did not require a gradient when the fit began"),
+        ("late", "begun to train different parameters"),
+        ("late streaming", "begun to train different parameters"),
+        ("late averaged", "begun to train different parameters"),
+        ("stream", "different numbers of training batches: rank"),
+        ("averaged", "different numbers of training batches: rank"),
         ("grows", "the buffer 'cache' became torch.float32 of shape (3,)"),
         ("raise", "not finite"),
     ],

@@ -5,11 +5,9 @@ import os
 import warnings
 from functools import partial
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 
@@ -18,7 +16,7 @@ from lightning_compress.codecs import Dense, OneBit, TopK
 from lightning_compress.corrections import DGC
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
-from tests.helpers.training import Net, digits, loader, parameters
+from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 
 BATCHES = 3
 
@@ -32,19 +30,8 @@ def fit(folder, compressor, resume=None, epochs=2, callbacks=None, plugins=(), m
         callbacks = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=strategy,
-            max_epochs=epochs,
-            limit_train_batches=BATCHES,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=callbacks,
-            plugins=list(plugins),
-            precision=precision,
-        )
+        options = {"callbacks": callbacks, "plugins": list(plugins), "precision": precision, "max_epochs": epochs}
+        trainer = quiet_trainer(strategy, limit_train_batches=BATCHES, enable_checkpointing=True, **options)
         trainer.fit(model, loader(digits()), ckpt_path=resume)
     said = [str(each.message) for each in caught if "begins again from zero" in str(each.message)]
     return parameters(model).numpy(), strategy, said
@@ -129,17 +116,7 @@ def saved_after(folder):
     whole, _, _ = fit(folder, OneBit())
     torch.manual_seed(1)
     strategy = CompressedDDPStrategy(OneBit(), bucket_cap_mb=0.02)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        max_epochs=1,
-        limit_train_batches=BATCHES,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(strategy, max_epochs=1, limit_train_batches=BATCHES)
     trainer.fit(Net(), loader(digits()))
     trainer.save_checkpoint(f"{folder}/after.ckpt")
     again, _, said = fit(f"{folder}/again", OneBit(), f"{folder}/after.ckpt")
@@ -300,17 +277,8 @@ def test_another_method_says_so(pools, tmp_path):
 def plain(folder, path=None):
     """Stock DDP, from and to the same checkpoints."""
     torch.manual_seed(1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=2 if path else 1,
-        limit_train_batches=BATCHES,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder, "{epoch}")],
-    )
+    options = {"callbacks": [ModelCheckpoint(folder, "{epoch}")], "enable_checkpointing": True}
+    trainer = quiet_trainer("ddp", max_epochs=2 if path else 1, limit_train_batches=BATCHES, **options)
     trainer.fit(Net(), loader(digits()), ckpt_path=path)
     return trainer.global_step
 

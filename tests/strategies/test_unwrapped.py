@@ -3,23 +3,30 @@
 import os
 import signal
 import warnings
+from datetime import timedelta
 from unittest import mock
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_compress.core.failures import ExchangeError
-from lightning_compress.strategies.signals import HANDLERS, LOOP
+from lightning_compress.strategies.sidecar import ATTEMPTS
+from lightning_compress.strategies.signals import CLOCK, HANDLERS, LOOP
 from tests.conformance.test_interrupted import _slurm as slurm_job
-from tests.helpers.training import Net, digits, loader, parameters
+from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.strategies.averaging import Averaging
 
 
@@ -27,18 +34,11 @@ def fit(strategy=None, make=Net, resume=None, data=None, **options):
     """Two epochs of four steps; every rank has its own share of the data, in one order."""
     torch.manual_seed(1)
     model = make("adamw")
-    options = {"max_epochs": 2, "logger": False, "limit_train_batches": 4, "callbacks": [], **options}
+    options = {"max_epochs": 2, "limit_train_batches": 4, "callbacks": [], **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=strategy or Averaging(),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in options["callbacks"]),
-            **options,
-        )
+        saves = any(isinstance(each, ModelCheckpoint) for each in options["callbacks"])
+        trainer = quiet_trainer(strategy or Averaging(), enable_checkpointing=saves, **options)
         trainer.fit(model, loader(digits()) if data is None else data, loader(digits(5, 96)), ckpt_path=resume)
     return trainer, model
 
@@ -167,16 +167,7 @@ def _elsewhere(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(1)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=Averaging(),
-            max_steps=6,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-        )
+        trainer = quiet_trainer(Averaging(), max_steps=6)
         trainer.fit(ByStep("adamw"), loader(digits()), ckpt_path=f"{folder}/step=4.ckpt")
     return [str(each.message) for each in caught if "begin from the checkpoint's own model" in str(each.message)]
 
@@ -185,6 +176,30 @@ def test_another_number_of_ranks_begins_from_the_checkpoints_model(pools, tmp_pa
     pools[2].run(_resumes, str(tmp_path))
     said, *_ = pools[3].run(_elsewhere, str(tmp_path))
     assert "the checkpoint is of 2 ranks, and this run has 3" in said[0]
+
+
+class Counting(Averaging):
+    """Its files say how often each optimizer's step was tried, which since then is in the checkpoint."""
+
+    def _tree(self):
+        return super()._tree() | {"attempts": [self._counts[id(optimizer)] for optimizer in self.optimizers]}
+
+
+def _resumes_an_earlier(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    _, whole = fit(Counting(), ByStep, callbacks=[save])
+    path = f"{folder}/step=4.ckpt"
+    if dist.get_rank() == 0:
+        content = torch.load(path, weights_only=False)
+        del content[ATTEMPTS]
+        torch.save(content, path)
+    dist.barrier()
+    trainer, again = fit(make=ByStep, resume=path)
+    return trainer.strategy.attempts, parameters(again).equal(parameters(whole))
+
+
+def test_what_counted_attempts_beside_the_checkpoint_goes_on_exactly(pools, tmp_path):
+    assert pools[2].run(_resumes_an_earlier, str(tmp_path)) == [(8, True)] * 2
 
 
 class Terminated(Callback):
@@ -256,7 +271,10 @@ def test_hosts_that_cannot_reach_each_other_are_told_what_to_set(pools):
 
 
 def _left_alone():
-    trainer, _ = fit(max_epochs=1)
+    timer = Timer(timedelta(hours=1))
+    trainer, _ = fit(max_epochs=1, callbacks=[timer])
+    assert hasattr(timer, CLOCK)
+    assert CLOCK not in vars(timer)
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     assert not {LOOP, *HANDLERS, "on_run_end"} & {*vars(loop), *vars(connector), *vars(trainer.fit_loop)}
     assert trainer.strategy.meeting.signals.taken
@@ -265,6 +283,13 @@ def _left_alone():
 
 def test_lightning_has_what_is_taken_and_gets_it_back(pools):
     pools[2].run(_left_alone)
+
+
+class Longer(Callback):
+    """After an epoch rank 1 has more data than before."""
+
+    def on_train_epoch_end(self, trainer, *_):
+        trainer.train_dataloader.dataset.indices = range(64 + 64 * dist.get_rank())
 
 
 class Stream(IterableDataset):
@@ -287,7 +312,16 @@ def _refused(what):
             use_distributed_sampler=False,
         ),
         "stream": lambda: fit(data=DataLoader(Stream(2), batch_size=None), limit_train_batches=1.0),
+        "longer": lambda: fit(
+            data=DataLoader(Subset(digits(), range(64)), 16),
+            limit_train_batches=1.0,
+            use_distributed_sampler=False,
+            reload_dataloaders_every_n_epochs=1,
+            callbacks=[Longer()],
+            max_epochs=3,
+        ),
         "syncbn": lambda: fit(sync_batchnorm=True),
+        "clock": lambda: fit(val_check_interval="00:00:00:10"),
         "ema": lambda: fit(callbacks=[EMAWeightAveraging()]),
     }
     with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -300,7 +334,9 @@ def _refused(what):
     [
         ("unequal", "different numbers of training batches (4, 8, by rank)"),
         ("stream", "different numbers of training batches: rank"),
+        ("longer", "different numbers of training batches: rank"),
         ("syncbn", "SyncBatchNorm"),
+        ("clock", "val_check_interval of 10 s"),
         ("ema", "EMAWeightAveraging"),
     ],
 )

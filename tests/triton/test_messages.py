@@ -23,6 +23,11 @@ def _plan(given, layout, device):
     return CODECS[settings.pop("name")](**settings).plan(layout, device)
 
 
+def _correlate(given, plans, rank):
+    for plan in plans if given.get("correlated") else ():
+        plan.correlate(5, rank, 3)
+
+
 def _numbers(numel, seed):
     """What gradients may be: heavy tails, zeros of both signs, numbers that hardly are, and a large one."""
     numbers = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) ** 3
@@ -74,6 +79,7 @@ def test_the_same_bytes_as_on_a_cpu(given, layout, device, by):
     for rank in range(3):
         gradient, residual = _numbers(layout.numel, rank), _numbers(layout.numel, rank + 3)
         expected = gradient + residual
+        _correlate(given, (slow, fast), rank)
         slow.encode(expected, sent[rank], 11 * rank)
         stays = _encode(fast, rank, (gradient, residual), got)
         assert _bits(got[rank]).equal(sent[rank])

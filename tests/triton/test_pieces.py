@@ -21,10 +21,10 @@ def _fit(norms, sent, factors, top: tl.constexpr, limit: tl.constexpr, size: tl.
     tl.store(factors + place, factor)
 
 
-@triton.jit(do_not_specialize=["start", "first"])
-def _draw(bits, start: tl.int64, first: tl.int64, rows: tl.constexpr, width: tl.constexpr):
+@triton.jit(do_not_specialize=["start", "first", "move"])
+def _draw(bits, start: tl.int64, first: tl.int64, move, rows: tl.constexpr, width: tl.constexpr):
     row = tl.arange(0, rows) * width
-    drawn = random.random_bits(start, first + row, width)
+    drawn = random.random_bits(start, first + row, move, width)
     tl.store(bits + row[:, None] + tl.arange(0, width)[None, :], drawn)
 
 
@@ -41,9 +41,9 @@ def test_factors_are_those_of_a_cpu_and_never_round_up(top, limit, device):
     assert found[1].cpu().equal(factors)
 
 
-@pytest.mark.parametrize("first", [0, 20, 2**34 + 4])
-def test_random_bits_follow_from_key_and_place(first, device):
-    expected = RandomBits(256, torch.device("cpu")).draw(2**64 - 5, first, 256)
+@pytest.mark.parametrize(("first", "move"), [(0, 0), (20, -32768), (2**34 + 4, 21845), (0, 1)])
+def test_random_bits_follow_from_key_and_place(first, move, device):
+    expected = RandomBits(256, torch.device("cpu")).draw(2**64 - 5, first, 256, move)
     bits = torch.empty(256, device=device)
-    _draw[(1,)](bits, random.signed(word_state(2**64 - 5, 0)), first, 4, 64)
+    _draw[(1,)](bits, random.signed(word_state(2**64 - 5, 0)), first, move or None, 4, 64)
     assert bits.cpu().equal(expected.float())

@@ -15,7 +15,7 @@ from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import RandomBits, word_state
+from lightning_compress.core.random import RandomBits, Stream, word_state
 from lightning_compress.kernels import Summands
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
@@ -79,14 +79,14 @@ class Quantiser:
         steps: Tensor = norms / self._top  # by a number of Python's, an accelerator would multiply with its inverse
         return steps.clamp_(max=LARGEST / self.top * (1 - 2**-22))
 
-    def encode(self, rows: Tensor, factors: Tensor, elements: slice, key: int, body: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, factors: Tensor, elements: slice, stream: Stream, body: Tensor) -> Tensor:
         """Round and pack.
 
         Args:
             rows: float32, contiguous.
             factors: from ``fit``, broadcast to ``rows``.
             elements: which numbers of the message these are; starts at a multiple of 8.
-            key: where the randomness comes from.
+            stream: where the randomness comes from.
             body: uint8 ``[size]``, in which the bytes of these numbers are overwritten.
 
         Returns:
@@ -94,7 +94,7 @@ class Quantiser:
         """
         numel = rows.numel()
         floats = torch.mul(rows, factors, out=self._floats[:numel].view(rows.shape))
-        random = self._random.draw(key, elements.start, numel).view(rows.shape)
+        random = self._random.draw(stream.key, elements.start, numel, stream.offset).view(rows.shape)
         if rows.device.type == "cpu":  # torch would allocate a cast of the random numbers
             np.add(floats.numpy(), random.numpy(), out=floats.numpy())
         else:
@@ -114,6 +114,19 @@ class Quantiser:
         codes.bitwise_xor_(self.sign).sub_(self.sign)  # extends the sign; uint8 wraps
         floats = self._floats[:numel].copy_(codes.view(torch.int8)[:numel]).view(shape)
         return floats.add_(self.shift) if self.shift else floats
+
+
+def check_correlated(method: str, correlated: object) -> None:
+    """Refuse what is no boolean.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(correlated, bool):
+        raise ValueError(
+            f"{method}(correlated={correlated!r}): it must be true (ranks round by random bits that they share, and "
+            "their errors cancel in part) or false"
+        )
 
 
 def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
@@ -148,7 +161,8 @@ class FusedLevels(FusedPlan):
 
     def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
         """See ``FusedPlan.write``."""
-        self._kernel.encode(vector, summands, message, word_state(key, 0), keep, *self._settings)
+        stream = self.stream(key)
+        self._kernel.encode(vector, summands, message, word_state(stream.key, 0), stream.offset, keep, *self._settings)
 
     def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``FusedPlan.read``."""

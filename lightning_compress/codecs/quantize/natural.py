@@ -13,10 +13,11 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.packing.buckets import bucket_shape
+from lightning_compress.codecs.quantize.levels import check_correlated
 from lightning_compress.codecs.quantize.qsgd import QSGD
 from lightning_compress.core.buffers import check, pieces, scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import RandomBits, word_state
+from lightning_compress.core.random import RandomBits, Stream, word_state
 from lightning_compress.kernels import Summands
 
 RUN = 1 << 18
@@ -44,9 +45,10 @@ class Natural(Codec):
     Args:
         bucket: elements that share a base; a multiple of 8, at least 64 (8.13 bits per element), and as large as one
             likes (a vector that is shorter is one bucket). It matters only for gradients with elements above 1.
+        correlated: ranks round by random bits that they share; see ``Rotated``.
 
     Raises:
-        ValueError: bucket is no such number.
+        ValueError: a setting is none of these.
 
     Horvath, Ho, Horvath, Sahu, Canini, Richtarik, "Natural Compression for Distributed Deep Learning", 2019, arXiv
     1905.10988.
@@ -55,8 +57,10 @@ class Natural(Codec):
     name: ClassVar[str] = "natural"
     keeps_zeros: ClassVar[bool] = True
     bucket: int = 1024
+    correlated: bool = False
 
     def __post_init__(self) -> None:
+        check_correlated("Natural", self.correlated)
         if not isinstance(self.bucket, int) or self.bucket < 64 or self.bucket % 8:
             raise ValueError(f"Natural(bucket={self.bucket!r}): bucket must be a multiple of 8, at least 64; try 1024")
 
@@ -101,7 +105,8 @@ class _FusedNatural(FusedPlan, _Powers):
 
     def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
         """See ``FusedPlan.write``."""
-        self._kernel.encode(vector, summands, message, word_state(key, 0), *self._shape, keep)
+        stream = self.stream(key)
+        self._kernel.encode(vector, summands, message, word_state(stream.key, 0), stream.offset, *self._shape, keep)
 
     def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``FusedPlan.read``."""
@@ -127,10 +132,11 @@ class _NaturalPlan(_Powers):
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         check(vector, message, self.layout.numel, self.message_size)
         message[: self._body] = 0
+        stream = self.stream(key)
         for buckets, elements in self._pieces:
             rows = vector[elements].view(buckets.stop - buckets.start, -1)
             codes = message[self._body :][elements].view(rows.shape)
-            rounded, signs = self._round(rows, key, elements.start, codes)
+            rounded, signs = self._round(rows, stream, elements.start, codes)
             base = codes.amax(dim=1, keepdim=True).clamp_(WINDOW, 2 * WINDOW).sub_(WINDOW)
             if rows.device.type == "cpu" and not base.any():
                 codes.bitwise_or_(signs)
@@ -151,14 +157,14 @@ class _NaturalPlan(_Powers):
             for message, power in zip(messages, powers[:, buckets], strict=True):
                 rows.addcmul_(self._values(message[self._body :][elements].view(rows.shape)), power)
 
-    def _round(self, rows: Tensor, key: int, first: int, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def _round(self, rows: Tensor, stream: Stream, first: int, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Round to powers of two, and write the exponents; returns float32's bits, and the signs in bytes' bit 7.
 
         A mantissa, read as a number below 2^23, is the probability of going up: adding a random number as long
         carries into the exponent. Odd multiples of 2^7 do not carry where the mantissa is 0.
         """
         numel, shape = rows.numel(), rows.shape
-        random = self._random.draw(key, first, numel).bitwise_or_(1)
+        random = self._random.draw(stream.key, first, numel, stream.offset).bitwise_or_(1)
         words, rounded = self._words[:numel].view(shape), self._rounded[:numel].view(shape)
         words.copy_(random.view(shape)).bitwise_and_(0xFFFF)
         torch.add(rows.view(torch.int32), words, alpha=1 << (MANTISSA - 16), out=rounded)

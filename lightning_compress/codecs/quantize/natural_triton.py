@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.kernels.triton.launch import OPTIONS, Summands, clear, read, read_sum, sources, width_of, write
-from lightning_compress.kernels.triton.random import random16, signed
+from lightning_compress.kernels.triton.random import moved, random16, signed
 
 LONGEST = 8192
 """Elements of a bucket, at most: one program holds it in registers."""
@@ -19,7 +19,9 @@ _MANTISSA = tl.constexpr(23)
 _WINDOW = tl.constexpr(127)
 
 
-def encode(vector: Tensor, summands: Summands, message: Tensor, state: int, bucket: int, body: int, keep: bool) -> None:
+def encode(
+    vector: Tensor, summands: Summands, message: Tensor, state: int, move: int, bucket: int, body: int, keep: bool
+) -> None:
     """Move every element's power of two, as rounded at random, into the message.
 
     Args:
@@ -27,6 +29,7 @@ def encode(vector: Tensor, summands: Summands, message: Tensor, state: int, buck
         summands: see ``Summands``.
         message: uint8, wholly overwritten.
         state: before the stream's first random word.
+        move: added to the random bits, -32768 to 32767.
         bucket: elements that share a base, at most ``LONGEST``; a multiple of 8.
         body: where the codes begin in the message.
         keep: whether what stays is asked for.
@@ -36,7 +39,7 @@ def encode(vector: Tensor, summands: Summands, message: Tensor, state: int, buck
         return
     width, rows, options = _tile(bucket)
     first, second, both = sources(vector, summands)
-    parts = message, body - count, message[body:], signed(state), len(vector), count
+    parts = message, body - count, message[body:], signed(state), move or None, len(vector), count
     shape = bucket, width // 4, rows, both, keep
     _encode[(triton.cdiv(count, rows),)](first, second, vector, *parts, *shape, **options)
 
@@ -58,23 +61,24 @@ def _tile(bucket: int) -> tuple[int, int, dict[str, Any]]:
     return width, max(1, _TILE // width), OPTIONS | {"num_warps": 4 * max(1, width // _TILE)}
 
 
-@triton.jit(do_not_specialize=["padding", "state", "numel", "count"])
+@triton.jit(do_not_specialize=["padding", "state", "move", "numel", "count"])
 def _encode(
-    first, second, vector, bases, padding, codes, state: tl.int64, numel, count,
+    first, second, vector, bases, padding, codes, state: tl.int64, move, numel, count,
     BUCKET: tl.constexpr, QUADS: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
+    given = first, second, vector, bases, codes, state, numel, count
     if BUCKET == 4 * QUADS and (number + 1).to(tl.int64) * (ROWS * BUCKET) <= numel:
-        _encode_tile(first, second, vector, bases, codes, state, numel, count, BUCKET, QUADS, ROWS, SUM, KEEP, True)
+        _encode_tile(*given, move, BUCKET, QUADS, ROWS, SUM, KEEP, True)
     else:
-        _encode_tile(first, second, vector, bases, codes, state, numel, count, BUCKET, QUADS, ROWS, SUM, KEEP, False)
+        _encode_tile(*given, move, BUCKET, QUADS, ROWS, SUM, KEEP, False)
     if number == 0:
         clear(bases + count, padding)
 
 
 @triton.jit
 def _encode_tile(
-    first, second, vector, bases, codes, state, numel, count,
+    first, second, vector, bases, codes, state, numel, count, move,
     BUCKET: tl.constexpr, QUADS: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +87,7 @@ def _encode_tile(
     numbers = read_sum(first + start, second + start, index, inside, SUM, WHOLE)
     word = start // 4 + ((tl.arange(0, ROWS) * (BUCKET // 4))[:, None] + tl.arange(0, QUADS)[None, :])
     # odd multiples of 2^7 do not carry into the exponent of what is a power of two already
-    noise = (random16(state, word) | 1) << (_MANTISSA - 16)
+    noise = (moved(random16(state, word), move).to(tl.int32) & 0xFFFF | 1) << (_MANTISSA - 16)
     top = (numbers.to(tl.int32, bitcast=True) + noise) >> _MANTISSA
     code = tl.minimum(top & 0xFF, 2 * _WINDOW)  # 2^128 is no float32
     base = tl.maximum(tl.max(tl.max(code, axis=2), axis=1), _WINDOW) - _WINDOW

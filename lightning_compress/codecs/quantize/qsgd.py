@@ -15,11 +15,11 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.packing.buckets import Buckets, Norm, bucket_shape
-from lightning_compress.codecs.quantize.levels import BITS, LARGEST, FusedLevels, Quantiser, more_bits
+from lightning_compress.codecs.quantize.levels import BITS, LARGEST, FusedLevels, Quantiser, check_correlated, more_bits
 from lightning_compress.codecs.quantize.qsgd_elias import EliasPlan
 from lightning_compress.core.buffers import check, scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import word_state
+from lightning_compress.core.random import Stream, word_state
 
 Coding = Literal["packed", "elias"]
 LONGEST = 4096
@@ -59,6 +59,7 @@ class QSGD(Codec):
             likes (a vector that is shorter is one bucket).
         norm: "max", the largest magnitude, or "l2".
         coding: "packed", or "elias", which pays where few elements are not 0: 2 bits, and the L2 norm.
+        correlated: ranks round by random bits that they share; see ``Rotated``.
 
     Raises:
         ValueError: a setting is none of these.
@@ -73,8 +74,10 @@ class QSGD(Codec):
     bucket: int = 512
     norm: Norm = "max"
     coding: Coding = "packed"
+    correlated: bool = False
 
     def __post_init__(self) -> None:
+        check_correlated("QSGD", self.correlated)
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"QSGD(bits={self.bits!r}): bits must be an integer from 2 to 8; try 4")
         if not isinstance(self.bucket, int) or self.bucket < 64 or self.bucket % 8:
@@ -153,9 +156,10 @@ class _QSGDPlan(Plan):
 
     def _encode(self, vector: Tensor, message: Tensor, key: int, keep: bool) -> None:
         check(vector, message, self.layout.numel, self.message_size)
+        stream = self.stream(key)
         for buckets, elements, way in self._ways:
             rows = vector[elements].view(buckets.stop - buckets.start, -1)
-            way.encode(rows, message[self._body :], elements, self._norms[buckets], key, keep)
+            way.encode(rows, message[self._body :], elements, self._norms[buckets], stream, keep)
         message[: self._header] = self._norms.view(torch.uint8)
         message[self._header : self._body] = 0
 
@@ -174,11 +178,11 @@ class _Slow:
     def __init__(self, buckets: Buckets, quantiser: Quantiser) -> None:
         self._buckets, self._quantiser = buckets, quantiser
 
-    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, key: int, keep: bool) -> None:
+    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, stream: Stream, keep: bool) -> None:
         """Write codes and norms; take what they stand for out of the rows, or leave those as they are."""
         own, factors = self._quantiser.fit(self._buckets.norms(rows))
         norms.copy_(own)
-        levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, key, body)
+        levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, stream, body)
         if keep:
             rows.sub_(levels.mul_(self._quantiser.steps(own).unsqueeze(1)))  # rounded twice, whatever the processor
 
@@ -197,11 +201,11 @@ class _Fast:
         self._kernel, self._quantiser = kernel, quantiser
         self._nibbles = quantiser.sign == 8
 
-    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, key: int, keep: bool) -> None:
+    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, stream: Stream, keep: bool) -> None:
         """See ``_Slow``."""
         codes = self._room(body[None], elements)[0]
-        state = np.uint64(word_state(key, elements.start))
-        given = rows.view(-1).numpy(), rows.shape[1], self._quantiser.top, LARGEST, state
+        random = np.uint64(word_state(stream.key, elements.start)), np.int16(stream.offset)
+        given = rows.view(-1).numpy(), rows.shape[1], self._quantiser.top, LARGEST, *random
         self._kernel.encode(*given, codes.numpy(), self._nibbles, norms.numpy(), keep)
         if not self._nibbles:
             self._quantiser.planes.write(codes, elements, body)

@@ -77,12 +77,13 @@ class EliasPlan(VariablePlan):
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See ``Plan.encode``."""
         check_variable(vector, message, self.layout.numel, self.message_size, whole=True)
+        stream = self.stream(key)
         self._words[:] = 0
         end, full = 0, False
         for buckets, elements in self._buckets.pieces:
             rows = vector[elements].view(buckets.stop - buckets.start, -1)
             norms, factors = self._quantiser.fit(self._buckets.norms(rows))
-            levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, key, self._packed)
+            levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, stream, self._packed)
             codes, sizes, counts = self._code(levels.to("cpu", torch.int16).numpy())
             self._lengths[buckets] = counts
             fitting = 0 if full else int(np.searchsorted(np.cumsum(counts), self._bits - end, side="right"))

@@ -17,7 +17,7 @@ _NOTHING = np.float32(0)
 
 
 @kernel
-def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
+def encode(vector, width, top, limit, start, move, codes, nibbles, norms, keep):
     """Write codes of whole buckets.
 
     Args:
@@ -26,6 +26,7 @@ def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
         top: the largest level.
         limit: larger norms are sent as 0.
         start: uint64, the state before the first random word.
+        move: int16, added to the random numbers.
         codes: uint8, one for each element, written.
         nibbles: write two codes into a byte, so that ``codes`` has half the length.
         norms: float32 ``[buckets]``, written: the largest magnitudes.
@@ -43,7 +44,7 @@ def encode(vector, width, top, limit, start, codes, nibbles, norms, keep):
             end = min(begin + _TILE, first + width)
             for index in range(begin, end, 2 * LANES):
                 state = start + np.uint64(index // 4) * _GAMMA
-                simd.round_levels(levels, index - begin, vector, index, factors, 0, offset, state)
+                simd.round_levels(levels, index - begin, vector, index, factors, 0, offset, state, move)
             if nibbles:
                 to_nibbles(levels, codes[begin // 2 : end // 2])
             else:

@@ -33,7 +33,7 @@ _EACH = 32
 
 
 def encode(
-    vector: Tensor, summands: Summands, message: Tensor, state: int, keep: bool,
+    vector: Tensor, summands: Summands, message: Tensor, state: int, move: int, keep: bool,
     bucket: int, squares: bool, bits: int, body: int,
 ) -> None:  # fmt: skip
     """Write every bucket's norm, and a code for each element.
@@ -43,6 +43,7 @@ def encode(
         summands: see ``Summands``.
         message: uint8, wholly overwritten.
         state: before the first random word, 0 to 2^64 - 1.
+        move: added to the random bits, -32768 to 32767.
         keep: write the vector; else it is unused.
         bucket: elements that share a norm, at most ``LONGEST``; a multiple of 8.
         squares: the norm is the root of the squares' sum, not the largest magnitude.
@@ -58,7 +59,7 @@ def encode(
     parts = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(len(vector), bits)
     shape = bucket, width, rows, bits, squares, both, keep
     grid = (triton.cdiv(count, rows),)
-    _encode[grid](first, second, vector, *parts, len(vector), count, signed(state), *shape, **options)
+    _encode[grid](first, second, vector, *parts, len(vector), count, signed(state), move or None, *shape, **options)
 
 
 def decode(
@@ -82,26 +83,26 @@ def _tile(bucket: int) -> tuple[int, int, dict[str, Any]]:
     return width, rows, OPTIONS | {"num_warps": max(1, rows * width // (32 * _EACH))}
 
 
-@triton.jit(do_not_specialize=["padding", "count", "start"])
+@triton.jit(do_not_specialize=["padding", "count", "start", "move"])
 def _encode(
     first, second, vector, header, gap, padding, body, middle, last, numel: tl.int64, count,
-    start: tl.int64,
+    start: tl.int64, move,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, SQUARES: tl.constexpr,
     SUM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     sources = first, second, vector, header, body, middle, last, numel, count, start
     if BLOCK == WIDTH and (number + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
-        _encode_tile(*sources, BLOCK, WIDTH, ROWS, BITS, SQUARES, SUM, KEEP, True)
+        _encode_tile(*sources, move, BLOCK, WIDTH, ROWS, BITS, SQUARES, SUM, KEEP, True)
     else:
-        _encode_tile(*sources, BLOCK, WIDTH, ROWS, BITS, SQUARES, SUM, KEEP, False)
+        _encode_tile(*sources, move, BLOCK, WIDTH, ROWS, BITS, SQUARES, SUM, KEEP, False)
     if number == 0:
         clear(gap, padding)
 
 
 @triton.jit
 def _encode_tile(
-    first, second, vector, header, body, middle, last, numel, count, start,
+    first, second, vector, header, body, middle, last, numel, count, start, move,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr, SQUARES: tl.constexpr,
     SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +117,7 @@ def _encode_tile(
         norm = tl.max(tl.abs(numbers), axis=1)
     norm, factor = fit(norm, top, LARGEST)
     tl.store(header + number, norm, mask=number < count)
-    level = round_levels(numbers * factor[:, None], random_bits(start, number * BLOCK, WIDTH), 0.0)
+    level = round_levels(numbers * factor[:, None], random_bits(start, number * BLOCK, move, WIDTH), 0.0)
     codes = level.to(tl.int32)
     if not WHOLE:
         codes = tl.where(inside, codes, 0)

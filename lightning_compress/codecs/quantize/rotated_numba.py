@@ -36,7 +36,7 @@ def _halves(upper, lower):
 
 
 @kernel
-def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile, keep):
+def encode(vector, signs, top, shift, limit, start, move, codes, nibbles, norms, tile, keep):
     """Write codes of blocks.
 
     Args:
@@ -46,6 +46,7 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
         shift: what is added to a code's level.
         limit: larger norms are sent as 0.
         start: uint64, the state before the first random word.
+        move: int16, added to the random numbers.
         codes: uint8 ``[rows * blocks]``, written.
         nibbles: write two codes into a byte, so that ``codes`` has half the length.
         norms: float32 ``[blocks]``, written.
@@ -72,11 +73,11 @@ def encode(vector, signs, top, shift, limit, start, codes, nibbles, norms, tile,
             norms[block + column], factors[column] = fit(largest[column], top, limit)
             largest[column] = step(norms[block + column], top)
         if columns < TILE:
-            _round_rest(tile, factors, offset, start, codes, nibbles, first, columns)
+            _round_rest(tile, factors, offset, start, move, codes, nibbles, first, columns)
         else:
             for row in range(0, count, 2):
                 state = start + np.uint64((first + row * TILE) // 4) * _GAMMA
-                simd.round_levels(tile, row * TILE, tile, row * TILE, factors, 0, offset, state)
+                simd.round_levels(tile, row * TILE, tile, row * TILE, factors, 0, offset, state, move)
                 for each in (row, row + 1):  # of the next run
                     simd.fetch(vector, first + (count + each) * TILE)
             last = first + count * TILE
@@ -101,7 +102,7 @@ def _load(tile, signs, vector, first, columns):
 
 
 @kernel
-def _round_rest(tile, factors, offset, start, codes, nibbles, first, columns):
+def _round_rest(tile, factors, offset, start, move, codes, nibbles, first, columns):
     """``round_levels``, and codes, of the last run."""
     word = np.uint64(0)
     for element in range(len(tile) // TILE * columns):
@@ -112,7 +113,7 @@ def _round_rest(tile, factors, offset, start, codes, nibbles, first, columns):
             word = (word ^ (word >> np.uint64(30))) * np.uint64(simd.FACTORS[0])
             word = (word ^ (word >> np.uint64(27))) * np.uint64(simd.FACTORS[1])
             word = word ^ (word >> np.uint64(31))
-        random = np.int16(word & np.uint64(0xFFFF))
+        random = np.int16(np.int64(word & np.uint64(0xFFFF)) + move)
         word >>= np.uint64(16)
         tile[at] = np.floor(offset + (tile[at] * factors[column] + np.float32(random)) * np.float32(1 / 65536))
         code = np.uint8(np.int32(tile[at]))

@@ -63,7 +63,7 @@ _WARPS_TO_ENCODE, _WARPS_TO_DECODE = 8, 16
 
 
 def encode(
-    vector: Tensor, summands: Summands, message: Tensor, state: int, keep: bool,
+    vector: Tensor, summands: Summands, message: Tensor, state: int, move: int, keep: bool,
     signs: Tensor, rest: Tensor, bits: int, body: int,
 ) -> None:  # fmt: skip
     """Write every block's largest coefficient, and a code for each coefficient.
@@ -73,6 +73,7 @@ def encode(
         summands: see ``Summands``.
         message: uint8, wholly overwritten.
         state: before the first random word, 0 to 2^64 - 1.
+        move: added to the random bits, -32768 to 32767.
         keep: write the vector; else it is unused.
         signs: float32 ``[block]``, 1 or -1; a block has at most ``LONGEST`` elements, a power of two, 8 or more.
         rest: float32 ``[RUN * block]``; scratch.
@@ -84,7 +85,7 @@ def encode(
     first, second, both = sources(vector, summands)
     header = float_view(message, 0, count)
     parts = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
-    given = first, second, vector, signs, rest, *parts, len(vector), count, signed(state)
+    given = first, second, vector, signs, rest, *parts, len(vector), count, signed(state), move or None
     for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
         _encode[grid](*given, *shape, block, bits, both, keep, whole, **options)
 
@@ -116,10 +117,10 @@ def _options(warps: int, most: int) -> dict[str, Any]:
     return OPTIONS | {"num_warps": min(most, max(1, warps))}
 
 
-@triton.jit(do_not_specialize=["padding", "count", "start", "begin"])
+@triton.jit(do_not_specialize=["padding", "count", "start", "move", "begin"])
 def _encode(
     first, second, vector, signs, rest, header, gap, padding, body, middle, last, numel: tl.int64, count,
-    start: tl.int64, begin,
+    start: tl.int64, move, begin,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +133,7 @@ def _encode(
     norm, factor = fit(tl.max(tl.abs(coefficients), axis=0), top, _LIMIT)
     tl.store(header + block, norm, mask=block < count)
     scaled = _from_matrix(coefficients * factor[None, :], columns, rest, WHOLE)
-    level = round_levels(scaled, random_bits(start, rows, COLUMNS), 0.5)
+    level = round_levels(scaled, random_bits(start, rows, move, COLUMNS), 0.5)
     write_codes(level.to(tl.int32), body, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, BITS, WHOLE)
     if KEEP:
         sent = transform(_to_matrix(level + 0.5, columns, rest, WHOLE) * step_of(norm, top)[None, :])

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_compress.codecs.quantize.levels import UNIT
 from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import RandomBits
+from lightning_compress.core.random import RandomBits, Stream
 
 RUN = 5 << 15
 """Elements that are rounded at a time: they fit a CPU's caches, and fill bytes by 4, by 5 and by 8."""
@@ -69,7 +69,7 @@ class Ternary:
         return torch.where((variances > 0) & (self._numels >= FEW), clipped, largest)
 
     def round(
-        self, vector: Tensor, piece: int, scales: Tensor, factors: Tensor, bounds: Tensor | None, key: int
+        self, vector: Tensor, piece: int, scales: Tensor, factors: Tensor, bounds: Tensor | None, stream: Stream
     ) -> Tensor:
         """Take ``scale * b`` off every element, with b of -1, 0 or 1 and the element's (bounded) size on average.
 
@@ -79,7 +79,7 @@ class Ternary:
             scales: float32 ``[count]``.
             factors: float32 ``[count]``, what brings the scales to ``UNIT``, rounded down.
             bounds: float32 ``[count]``, elements times their factors are clipped there; None where none is larger.
-            key: where the randomness comes from.
+            stream: where the randomness comes from.
 
         Returns:
             uint8 ``b + 1`` of the piece's elements; in scratch, followed by zeros up to a multiple of 5 and of 8.
@@ -92,7 +92,7 @@ class Ternary:
             if bounds is not None:
                 torch.minimum(scaled, bounds[number], out=scaled)
                 torch.maximum(scaled, -bounds[number], out=scaled)
-        random = self._random.draw(key, elements.start, numel)
+        random = self._random.draw(stream.key, elements.start, numel, stream.offset)
         if floats.device.type == "cpu":  # torch would allocate a cast of the random numbers
             np.add(floats.numpy(), random.numpy(), out=floats.numpy())
         else:

@@ -14,7 +14,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan, aligned
 from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.packing.planes import code_bytes, pack_plane, unpack_plane
-from lightning_compress.codecs.quantize.levels import LARGEST, UNIT, fit
+from lightning_compress.codecs.quantize.levels import LARGEST, UNIT, check_correlated, fit
 from lightning_compress.codecs.quantize.qsgd import QSGD
 from lightning_compress.codecs.quantize.ternary import FEW, RUN, Ternary, pack_digits, unpack_digits
 from lightning_compress.core.buffers import check
@@ -48,6 +48,7 @@ class TernGrad(Codec):
     Args:
         clip: c; standard deviations, above 0; 2.5 is the paper's, None does not clip.
         packing: "2bit", 4 elements a byte, or "base3", 5 elements a byte, which takes about as long.
+        correlated: ranks round by random bits that they share; see ``Rotated``.
 
     Raises:
         ValueError: a setting is none of these.
@@ -60,9 +61,11 @@ class TernGrad(Codec):
     keeps_zeros: ClassVar[bool] = True
     clip: float | None = 2.5
     packing: Packing = "2bit"
+    correlated: bool = False
 
     def __post_init__(self) -> None:
         check_clip("TernGrad", self.clip)
+        check_correlated("TernGrad", self.correlated)
         if self.packing not in get_args(Packing):
             raise ValueError(f"TernGrad(packing={self.packing!r}): packing must be one of '2bit', 'base3'")
 
@@ -124,7 +127,8 @@ class _FusedTernGrad(FusedPlan, _Signs):
 
     def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
         """See ``FusedPlan.write``."""
-        self._ternary.encode(vector, summands, message, word_state(key, 0), keep)
+        stream = self.stream(key)
+        self._ternary.encode(vector, summands, message, word_state(stream.key, 0), stream.offset, keep)
 
     def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``FusedPlan.read``."""
@@ -142,11 +146,12 @@ class _TernGradPlan(_Signs):
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         check(vector, message, self.layout.numel, self.message_size)
+        stream = self.stream(key)
         scales, factors = fit(self._ternary.measure(vector), 1.0)
         message[: self._header] = scales.view(torch.uint8)
         message[self._header : self._body] = 0
         for number, piece in enumerate(self._ternary.pieces):
-            codes = self._ternary.round(vector, number, scales, factors, self._bounds, key)
+            codes = self._ternary.round(vector, number, scales, factors, self._bounds, stream)
             if self._base3:
                 pack_digits(codes, 3, DIGITS, message[self._place(piece)])
             else:

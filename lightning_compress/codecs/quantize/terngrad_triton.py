@@ -25,7 +25,7 @@ from lightning_compress.kernels.triton.launch import (
     sources,
     write,
 )
-from lightning_compress.kernels.triton.random import random16, signed, words
+from lightning_compress.kernels.triton.random import moved, random16, signed, words
 
 ROWS = tl.constexpr(512)
 """Of four elements, which a program has in registers at a time."""
@@ -65,7 +65,7 @@ def own(values, edges, start, index, owner, last, WHOLE: tl.constexpr):
 
 @triton.jit
 def round_tile(
-    first, second, vector, scales, factors, edges, owner, last, start, stop, state,
+    first, second, vector, scales, factors, edges, owner, last, start, stop, state, move,
     CLIP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Round the elements from ``start`` on: -1, 0 and 1 as 0, 1 and 2, int32 ``[ROWS, 4]``; beyond ``stop`` they are 0.
@@ -83,7 +83,7 @@ def round_tile(
         random = random16(state, start // 4 + tl.arange(0, ROWS))
     else:  # a byte's digits need not begin at a word's
         random = (words(state, (start + index) // 4) >> ((start + index) % 4 * 16).to(tl.uint64)).to(tl.int32)
-    levels = round_levels(scaled, random.to(tl.int16).to(tl.float32), 0.0)
+    levels = round_levels(scaled, moved(random, move).to(tl.float32), 0.0)
     if KEEP:
         left = numbers - levels * own(scales, edges, start, index, owner, last, WHOLE)
         write(vector + start, index, left, inside, WHOLE)
@@ -135,7 +135,7 @@ class Ternary:
         self._options = OPTIONS | {"num_warps": 8 if base3 else 4}
         self._encode, self._decode = (_encode_digits, _decode_digits) if base3 else (_encode_fields, _decode_fields)
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, state: int, keep: bool) -> None:
+    def encode(self, vector: Tensor, summands: Summands, message: Tensor, state: int, move: int, keep: bool) -> None:
         """Move every element's sign, at random, into the message.
 
         Args:
@@ -143,6 +143,7 @@ class Ternary:
             summands: see ``Summands``.
             message: uint8, wholly overwritten.
             state: before the stream's first random word.
+            move: added to the random bits, -32768 to 32767.
             keep: whether what stays is asked for.
         """
         scales = float_view(message, 0, self._count)
@@ -151,7 +152,7 @@ class Ternary:
         gap = message[4 * self._count :], self._body - 4 * self._count
         tables = scales, self._segments.factors, self._segments.edges, self._spans
         self._encode[(self._programs,)](
-            first, second, vector, *tables, *gap, message[self._body :], signed(state), self._numel,
+            first, second, vector, *tables, *gap, message[self._body :], signed(state), move or None, self._numel,
             self._clip, both, keep, **self._options,
         )  # fmt: skip
 
@@ -182,9 +183,9 @@ def _digits(numel: int) -> tuple[Indices, Indices]:
     return run + starts, run + stops
 
 
-@triton.jit(do_not_specialize=["padding", "state", "numel"])
+@triton.jit(do_not_specialize=["padding", "state", "move", "numel"])
 def _encode_fields(
-    first, second, vector, scales, factors, edges, spans, gap, padding, body, state: tl.int64, numel,
+    first, second, vector, scales, factors, edges, spans, gap, padding, body, state: tl.int64, move, numel,
     CLIP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -193,18 +194,18 @@ def _encode_fields(
     values = first, second, vector, scales, factors, edges
     body += start // 4
     if (owner == last) & (start + TILE <= numel):
-        codes = round_tile(*values, owner, last, start, numel, state, CLIP, SUM, KEEP, True)
+        codes = round_tile(*values, owner, last, start, numel, state, move, CLIP, SUM, KEEP, True)
         write(body, _field_bytes(), _pack(codes), True, True)
     else:
-        codes = round_tile(*values, owner, last, start, numel, state, CLIP, SUM, KEEP, False)
+        codes = round_tile(*values, owner, last, start, numel, state, move, CLIP, SUM, KEEP, False)
         write(body, _field_bytes(), _pack(codes), 4 * _field_bytes() < up_to(numel, start), False)
     if number == 0:
         clear(gap, padding)
 
 
-@triton.jit(do_not_specialize=["padding", "state", "numel"])
+@triton.jit(do_not_specialize=["padding", "state", "move", "numel"])
 def _encode_digits(
-    first, second, vector, scales, factors, edges, spans, gap, padding, body, state: tl.int64, numel,
+    first, second, vector, scales, factors, edges, spans, gap, padding, body, state: tl.int64, move, numel,
     CLIP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -217,11 +218,11 @@ def _encode_digits(
         start = run * RUN + byte
         if (owner == last) & (length == RUN):
             start += digit * _SIZE
-            codes = round_tile(*values, owner, last, start, numel, state, CLIP, SUM, KEEP, True)
+            codes = round_tile(*values, owner, last, start, numel, state, move, CLIP, SUM, KEEP, True)
         else:
             start += digit * size
             stop = run * RUN + tl.minimum(digit * size + size, length)
-            codes = round_tile(*values, owner, last, start, stop, state, CLIP, SUM, KEEP, False)
+            codes = round_tile(*values, owner, last, start, stop, state, move, CLIP, SUM, KEEP, False)
         packed = packed * 3 + codes
     body += run * _SIZE + byte
     if length == RUN:

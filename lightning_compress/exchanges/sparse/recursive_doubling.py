@@ -233,6 +233,7 @@ class DoublingPlan(ExchangePlan):
         """See ``ExchangePlan.mean``."""
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
+        self._plan.correlate_all(key, rank, size)
         self._plan.encode(vector, self._own[0], mix(key, rank), flag)
         self._plan.decode(self._own, out, 1.0, accumulate=False)
         room = self._compact.take(out)

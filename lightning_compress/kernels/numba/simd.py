@@ -261,14 +261,17 @@ def _random(row: _Operation) -> Any:
 
 @intrinsic
 def round_levels(
-    typing: Any, out: Any, at: Any, source: Any, index: Any, factors: Any, first: Any, offset: Any, state: Any
+    typing: Any, out: Any, at: Any, source: Any, index: Any, factors: Any, first: Any, offset: Any, state: Any, by: Any
 ) -> Any:
-    """``out = floor(offset + (source * factors + random) / 65536)`` for two rows, from the word after ``state`` on."""
+    """``out = floor(offset + (source * factors + random) / 65536)`` for two rows, from the word after ``state`` on.
+
+    Random are those bits plus ``by``, as int16.
+    """
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
         make = row.builder
-        factors, random = row.load(4), _random(row)
+        factors, random = row.load(4), make.add(_random(row), row.spread(8, _SHORTS))
         for number, half in enumerate((_FIRST, _SECOND)):
             own = make.sitofp(make.shuffle_vector(random, random, half), _FLOATS)
             level = make.fadd(make.fmul(row.load(2, ahead=number), factors), own)
@@ -276,7 +279,7 @@ def round_levels(
             row.store(row.call("floor", level), 0, ahead=number)
         return row.done()
 
-    return types.void(out, at, source, index, factors, first, types.float32, types.uint64), generate
+    return types.void(out, at, source, index, factors, first, types.float32, types.uint64, types.int16), generate
 
 
 @intrinsic

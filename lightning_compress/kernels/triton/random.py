@@ -26,12 +26,21 @@ def hash_words(state):
 
 
 @triton.jit
-def random_bits(start, first, WIDTH: tl.constexpr):
+def moved(bits, move):
+    """Sixteen random bits each, int32, plus ``move``, int32 or None, modulo 2^16: -32768 to 32767."""
+    if move is not None:
+        bits = (bits & 0xFFFF) + move
+    return bits.to(tl.int16)
+
+
+@triton.jit
+def random_bits(start, first, move, WIDTH: tl.constexpr):
     """16 bits for each element of rows that begin with the elements ``first``, int64 multiples of 4.
 
     Args:
         start: int64, the state before the stream's first word.
         first: of the rows.
+        move: added to the bits, int32 or None; see ``moved``.
         WIDTH: of the rows.
 
     Returns:
@@ -41,7 +50,10 @@ def random_bits(start, first, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH // 4).to(tl.uint64) * _GAMMA
     shift = (tl.arange(0, 4) * 16).to(tl.uint64)
     bits = hash_words(row[:, None] + column[None, :])[:, :, None] >> shift[None, None, :]
-    return tl.reshape(bits.to(tl.uint16).to(tl.int16, bitcast=True).to(tl.float32), [first.shape[0], WIDTH])
+    numbers = bits.to(tl.uint16).to(tl.int16, bitcast=True)
+    if move is not None:
+        numbers = moved(numbers.to(tl.int32), move)
+    return tl.reshape(numbers.to(tl.float32), [first.shape[0], WIDTH])
 
 
 @triton.jit

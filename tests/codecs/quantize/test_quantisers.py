@@ -17,9 +17,11 @@ from tests.reference import codecs as reference
 modest = settings(deadline=None, derandomize=True, max_examples=25)
 
 
-def check_levels(levels: np.ndarray, numbers: np.ndarray, shift: float, key: int, doubt: float) -> None:
+def check_levels(
+    levels: np.ndarray, numbers: np.ndarray, shift: float, key: int, doubt: float, share: float = 0.0
+) -> None:
     """Every level is the one that the random number picks; near the border between two, either."""
-    chances = (np.array(reference.random16(key, len(numbers))) + 32768.5) / 65536
+    chances = (np.array(reference.random16(key, len(numbers), share)) + 32768.5) / 65536
     exact = numbers - shift + chances
     wrong = levels != np.floor(exact)
     assert (np.abs(exact - np.round(exact))[wrong] <= doubt).all()
