@@ -110,6 +110,7 @@ def stop(fault: Fault) -> None:
     """Be stopped, as by a debugger or a machine that sleeps."""
     fault.note()
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.05)  # another thread may take the signal, a moment later
 
 
 def fail(fault: Fault) -> None:

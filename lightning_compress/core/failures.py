@@ -37,10 +37,26 @@ def explained(what: str, rank: int) -> Iterator[None]:
         raise ExchangeError(f"rank {rank}, {what}: {cause(error)} [{type(error).__name__}: {error}]") from error
 
 
+@contextmanager
+def of_transport(what: str, rank: int) -> Iterator[None]:
+    """The same for errors of the transport alone; what else is raised inside passes through."""
+    try:
+        yield
+    except Exception as error:
+        if not _of_transport(error):
+            raise
+        with explained(what, rank):
+            raise
+
+
+def _of_transport(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or bool(_TRANSPORT.search(str(error)))
+
+
 def cause(error: Exception) -> str:
     """The probable cause of an error inside a collective, or around it."""
     text = str(error)
-    if not isinstance(error, dist.DistError) and not _TRANSPORT.search(text):
+    if not _of_transport(error):
         return "this rank's own error"
     if _LATE.search(text):
         found = _MILLISECONDS.search(text)

@@ -6,7 +6,7 @@ import gc
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.core import failures
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
@@ -30,16 +29,12 @@ from lightning_compress.strategies.interruptions import Interruptions
 from lightning_compress.strategies.names import VARIANTS, register
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
+from lightning_compress.strategies.waiting import WaitingMixin
 
 _UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_unused_parameters": True}}
 
-if TYPE_CHECKING:
-    _Base = DDPStrategy
-else:
-    _Base = object
 
-
-class CompressedDDPMixin(_Base):
+class CompressedDDPMixin(WaitingMixin):
     """Turns a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
 
     def __init__(
@@ -188,7 +183,7 @@ class CompressedDDPMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
         if self._compression is not None:
-            ranks, alone = TorchCollective(), self._gives_up()
+            ranks, alone = TorchCollective(), self.gives_up
             self._resume.save(self.checkpoint_io, str(filepath), checkpoint, self._compression, ranks, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -212,16 +207,6 @@ class CompressedDDPMixin(_Base):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             self._resume.remove(str(filepath))
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for the other ranks; not after an error, so that this process ends and the others get an error too."""
-        if not self._gives_up():
-            with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
-                super().barrier(name)
-
-    def _gives_up(self) -> bool:
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is not None and bool(trainer.interrupted)
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.

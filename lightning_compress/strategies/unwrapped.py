@@ -9,27 +9,21 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.core import failures
 from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.meeting import ELSEWHERE, Meeting
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
-
-if TYPE_CHECKING:
-    _Base = DDPStrategy
-else:
-    _Base = object
+from lightning_compress.strategies.waiting import WaitingMixin
 
 _REFUSED = {
     "ddp_comm_hook": "there is no DistributedDataParallel whose hook it could be; name a compressor",
@@ -39,7 +33,7 @@ _REFUSED = {
 }
 
 
-class UnwrappedMixin(_Base):
+class UnwrappedMixin(WaitingMixin):
     """Turns a ``DDPStrategy`` into one that leaves the model unwrapped.
 
     A subclass says what happens after each attempt of an optimizer step (``after_attempt``), which model is evaluated
@@ -232,33 +226,10 @@ class UnwrappedMixin(_Base):
 
     # where the ranks meet
 
-    @property
-    def gives_up(self) -> bool:
-        """The fit is being aborted, and other ranks may be gone: do not wait for them."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is not None and bool(trainer.interrupted)
-
-    def _meet(self) -> None:
-        """Lightning is about to talk over all ranks, which it may do on some only if loaders end at different times."""
+    def meet(self) -> None:
+        """Lightning talks on all ranks at the same batch, also if their loaders end at different times."""
         if self._fitting and self.meeting.unsized and self._trainer.training and not self.gives_up:
             self.meeting.agree(ELSEWHERE)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for the other ranks; not after an error, so that this process ends and the others get an error too."""
-        if not self.gives_up:
-            self._meet()
-            with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
-                super().barrier(name)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Lightning's, where the ranks are at the same batch."""
-        self._meet()
-        return super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Lightning's, where the ranks are at the same batch."""
-        self._meet()
-        return super().reduce(tensor, group, reduce_op)
 
     # the model that is evaluated
 

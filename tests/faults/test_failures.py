@@ -1,10 +1,13 @@
 """What is said of an error inside a collective."""
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_compress import CompressedDDPStrategy
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.core.failures import ExchangeError, cause, explained
 from tests.helpers.training import fit
@@ -43,6 +46,26 @@ def test_what_passes_through(error):
     with pytest.raises(type(error)) as raised, explained("step 7", 2):
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize("kind", [CompressedDDPStrategy, LocalSGDStrategy, GossipStrategy])
+@pytest.mark.parametrize("call", ["broadcast", "reduce", "all_gather", "reduce_boolean_decision"])
+def test_what_lightning_waits_for_is_explained_too(monkeypatch, kind, call):
+    """ModelCheckpoint asks whether a file exists, loggers for their version: outside of any exchange."""
+
+    def late(*_, **__):
+        raise error
+
+    for name in ("broadcast", "reduce", "all_gather"):
+        monkeypatch.setattr(DDPStrategy, name, late)
+    strategy = kind(accelerator=CPUAccelerator(), parallel_devices=[torch.device("cpu")])
+    for error in (RuntimeError(LATE), KeyError("what a user's own object says")):
+        with pytest.raises(ExchangeError if isinstance(error, RuntimeError) else KeyError) as raised:
+            getattr(strategy, call)(torch.ones(()))
+    assert raised.value is error
+    error = RuntimeError(PEER)
+    with pytest.raises(ExchangeError, match=r"^rank 0, .*Lightning.*: a rank died"):
+        getattr(strategy, call)(torch.ones(()))
 
 
 def save_on_one(path, state, alone):

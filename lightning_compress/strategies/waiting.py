@@ -1,0 +1,55 @@
+"""Where Lightning itself talks over all ranks: errors of the transport say what the ranks were doing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_compress.core import failures
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+
+class WaitingMixin(_Base):
+    """Turns a ``DDPStrategy`` into one that explains why it waited in vain; errors of other kinds pass through.
+
+    Raises:
+        ExchangeError: from ``barrier``, ``broadcast``, ``reduce`` and ``all_gather``, where a rank is gone or silent.
+    """
+
+    @property
+    def gives_up(self) -> bool:
+        """The fit is being aborted, and other ranks may be gone: do not wait for them."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
+
+    def meet(self) -> None:
+        """Lightning is about to talk over all ranks; a subclass may want them at the same batch first."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other ranks; not after an error, so that this process ends and the others get an error too."""
+        if not self.gives_up:
+            self.meet()
+            with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
+                super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Lightning's."""
+        self.meet()
+        with failures.of_transport(f"hearing from rank {src} in Lightning's broadcast", self.global_rank):
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Lightning's: of metrics, and of what the ranks decide together."""
+        self.meet()
+        with failures.of_transport("reducing a number over all ranks for Lightning", self.global_rank):
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Lightning's."""
+        with failures.of_transport("gathering a tensor of all ranks for Lightning", self.global_rank):
+            return super().all_gather(tensor, group, sync_grads)
