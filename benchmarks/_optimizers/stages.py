@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks._local import ROTATED
+
 LOCO = {"name": "loco", "beta": 0.05}
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"error_feedback": False},
@@ -23,6 +25,12 @@ def _topk(density: float, **more: object) -> dict[str, object]:
     return {"name": "topk", "density": density, **more}
 
 
+def _local(every: int, name: str, compressor: object) -> dict[str, dict[str, Any]]:
+    """What each rank's own optimizer changed in so many steps is averaged; what encoding leaves is fed back."""
+    return {f"local {every}, {name}": {"compressor": compressor, "every": every}}
+
+
+DENSE = {"compressor": "none"}
 TWO_SHOT = {"name": "two_shot"}
 
 
@@ -31,8 +39,8 @@ def _sums(bits: int) -> dict[str, object]:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "dense": {"compressor": "none"},
-    "rotated 4": {"compressor": {"name": "rotated", "bits": 4}},
+    "dense": DENSE,
+    "rotated 4": {"compressor": ROTATED},
     **_each("onebit", "onebit", *WAYS),
     **_each("rotated 2", {"name": "rotated", "bits": 2}, *WAYS),
     **_each("topk 10 %", _topk(0.1), *WAYS),
@@ -74,6 +82,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         for name, quantiser in (("onebit", "onebit"), ("topk 3 %", _topk(0.03)))
     },
     "powersgd": {"compressor": {"name": "powersgd", "rank": 4}},
+    **_local(1, "onebit", "onebit"),
+    **_local(2, "onebit", "onebit"),
+    **_local(4, "onebit", "onebit"),
+    **_local(4, "rotated 4", ROTATED),
+    **_local(8, "rotated 4", ROTATED),
+    **_local(16, "rotated 4", ROTATED),
 }
 """Arguments of ``Settings.of``, by the name of the row."""
 

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._language import CharLSTM, CharTransformer, excerpts, read_text
-from benchmarks._optimizers.stages import RATES, SETTINGS, Stage
+from benchmarks._optimizers.stages import DENSE, RATES, SETTINGS, Stage
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.engine.compression import Compression
+from lightning_compress.local.outer import Outer
+from lightning_compress.local.steps import LocalSteps
+from lightning_compress.local.timetable import Rounds
 from lightning_compress.settings.settings import Settings
 
 BATCH, LENGTH, LAST = 16, 64, 20
@@ -44,6 +47,60 @@ def run(name: str, stage: Stage, seed: int, root: Path) -> dict[str, float]:
     return {"held_out": held_out_loss(trained, text.held_out), **ranks[0], "seconds": time.perf_counter() - start}
 
 
+class _Gradients:
+    """The ranks' gradients are averaged in every step."""
+
+    def __init__(self, model: nn.Module, settings: Settings, collective: Collective) -> None:
+        self._parameters = list(model.parameters())
+        self._compression = Compression(model, settings, collective, accumulates=False)
+        self._compression.active = True
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know what is committed when."""
+        self._compression.stepped_by([optimizer])
+
+    def before(self) -> None:
+        """Backward is over."""
+        self._compression.reduce(self._parameters, [each.grad for each in self._parameters if each.grad is not None])
+
+    def after(self, step: int) -> None:
+        """The optimizer stepped."""
+
+    def finish(self, steps: int) -> dict[str, float]:
+        """End; of float32's bytes, which share was sent in the last step, and in the run."""
+        stats = self._compression.stats()
+        self._compression.close()
+        last = stats["bytes_sent"] / stats["bytes_dense"]
+        return {"last": last, "run": stats["total_bytes_sent"] / stats["total_bytes_dense"]}
+
+
+class _Changes:
+    """What the ranks' own optimizers change is averaged, after every so many steps: `LocalSteps`."""
+
+    def __init__(self, model: nn.Module, settings: Settings, collective: Collective, every: int) -> None:
+        self._steps = LocalSteps(model, settings, Rounds(every), Outer.of("average"), [collective])
+
+    def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is each rank's own."""
+
+    def before(self) -> None:
+        """Nothing is averaged."""
+
+    @torch.no_grad()
+    def after(self, step: int) -> None:
+        """Average, if it is time."""
+        self._steps.after(step)
+
+    @torch.no_grad()
+    def finish(self, steps: int) -> dict[str, float]:
+        """Likewise; all rounds cost the same."""
+        self._steps.finish(steps)
+        meters = [each.compression.meter for each in self._steps.fragments]
+        self._steps.close()
+        run = sum(each.bytes_sent for each in meters) / sum(each.bytes_dense for each in meters)
+        return {"last": run, "run": run}
+
+
 def _train(
     model: nn.Module,
     setting: dict[str, Any],
@@ -54,39 +111,45 @@ def _train(
     generator: torch.Generator,
 ) -> dict[str, Any]:
     """A rank's part of it; the learning rate falls linearly to 0."""
-    parameters = list(model.parameters())
-    dense = setting["compressor"] == "none"
-    given: dict[str, Any] = {"exchange": {"name": "auto", "link": LINK}, "seed": seed, "check_drift_every": 0} | setting
-    compression = Compression(model, Settings.of(**given), collective, accumulates=False)
-    compression.active = True
-    own = "onebit_adam" in str(setting["compressor"])  # which is Adam itself
-    rate = RATES[stage.model, stage.optimizer]
-    if stage.optimizer == "sgd" or own:
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            parameters, rate, momentum=0.0 if own else 0.9, weight_decay=0.01 if own else 0.0
-        )
-    else:
-        optimizer = torch.optim.AdamW(parameters, rate)
-    compression.stepped_by([optimizer])
+    settings, every = settings_of(setting, seed)
+    averaging = _Changes(model, settings, collective, every) if every else _Gradients(model, settings, collective)
+    optimizer = _optimizer(model, setting, stage)
+    averaging.stepped_by(optimizer)
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, stage.steps)
     losses = []
-    for _ in range(stage.steps):
+    for step in range(1, stage.steps + 1):
         optimizer.zero_grad()
         loss = model(excerpts(text, BATCH, LENGTH, generator))
         loss.backward()
-        compression.reduce(parameters, [each.grad for each in parameters if each.grad is not None])
+        averaging.before()
         optimizer.step()
+        averaging.after(step)
         falling.step()
         losses.append(float(loss.detach()))
-    stats = compression.stats()
-    compression.close()
+    sent = averaging.finish(stage.steps)
     return {
         "model": model,
         "training": sum(losses[-LAST:]) / LAST,
-        "message_bits": message_bits(compression.settings, model),
-        "bits": 32.0 if dense else 32 * stats["bytes_sent"] / stats["bytes_dense"],
-        "run_bits": 32.0 if dense else 32 * stats["total_bytes_sent"] / stats["total_bytes_dense"],
+        "message_bits": message_bits(settings, model) / (every or 1),
+        "bits": 32.0 if setting == DENSE else 32 * sent["last"],
+        "run_bits": 32.0 if setting == DENSE else 32 * sent["run"],
     }
+
+
+def settings_of(setting: dict[str, Any], seed: int) -> tuple[Settings, int]:
+    """Of the compression; and after how many steps changes are averaged, 0: gradients are."""
+    given: dict[str, Any] = {"exchange": {"name": "auto", "link": LINK}, "seed": seed, "check_drift_every": 0} | setting
+    every = given.pop("every", 0)
+    return Settings.of(**given), every
+
+
+def _optimizer(model: nn.Module, setting: dict[str, Any], stage: Stage) -> torch.optim.Optimizer:
+    rate = RATES[stage.model, stage.optimizer]
+    if "onebit_adam" in str(setting["compressor"]):  # which is Adam itself
+        return torch.optim.SGD(model.parameters(), rate, weight_decay=0.01)
+    if stage.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), rate)
 
 
 def message_bits(settings: Settings, model: nn.Module) -> float:

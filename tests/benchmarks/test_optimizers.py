@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import optimizers
 from benchmarks._optimizers import stages, table, training
-from lightning_compress.settings.settings import Settings
 from tests.benchmarks.test_error import write_text
 
 
@@ -48,7 +47,9 @@ def test_methods_that_there_are_not_are_passed_over(monkeypatch):
 def test_stages_are_compared(tmp_path, monkeypatch, capsys):
     write_text(tmp_path)
     results = tmp_path / "results.csv"
-    small = {name: stages.SETTINGS[name] for name in ("dense", "onebit, loco", "adam_mask 2 %, residual")}
+    small = {
+        name: stages.SETTINGS[name] for name in ("dense", "onebit, loco", "adam_mask 2 %, residual", "local 2, onebit")
+    }
     for module in (training, table):
         monkeypatch.setattr(module, "SETTINGS", small)
     monkeypatch.setitem(stages.STAGES, "screening", stages.Stage(ranks=2, steps=2, seeds=1))
@@ -62,6 +63,9 @@ def test_stages_are_compared(tmp_path, monkeypatch, capsys):
     by_name = {row["setting"]: row for row in rows if row["stage"] == "screening"}
     assert float(by_name["dense"]["bits"]) == 32
     assert 1 < float(by_name["onebit, loco"]["message_bits"]) < 1.1 < float(by_name["onebit, loco"]["bits"]) < 2
+    local = {name: float(by_name["local 2, onebit"][name]) for name in ("message_bits", "bits", "run_bits")}
+    assert 0.5 < local["message_bits"] < 0.55 < local["bits"] == local["run_bits"] < 1
+    assert float(by_name["local 2, onebit"]["held_out"]) != float(by_name["dense"]["held_out"])
     assert (tmp_path / "loss.png").stat().st_size > 1000
     monkeypatch.setattr(training, "run", None)  # nothing is left to do
     optimizers.run_stage("screening", tmp_path, results, None)
@@ -76,4 +80,4 @@ def test_the_front_has_what_no_other_beats():
 
 @pytest.mark.parametrize("name", stages.SETTINGS)
 def test_every_setting_is_one(name):
-    Settings.of(**stages.SETTINGS[name])
+    training.settings_of(stages.SETTINGS[name], 0)
