@@ -5,6 +5,7 @@
     python -m benchmarks.optimizers --root data --json optimizers.json --tune --seeds 0
     python -m benchmarks.optimizers --json mlp.json --model mlp --ranks 8 --optimizers adamw --exchange two_shot
     python -m benchmarks.optimizers --root data --stage screening --csv compensation.csv --picture compensation.png
+    python -m benchmarks.optimizers --csv compensation.csv --markdown
 
 A stage compares what makes up for errors (``_optimizers/stages.py``): its ranks are threads, a row of the CSV file is a
 run, and runs that are there are not repeated.
@@ -253,6 +254,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=STAGES, help="compare what makes up for errors")
     parser.add_argument("--csv", type=Path, help="its results so far; a row is added after every run")
     parser.add_argument("--picture", type=Path, help="loss against bits, as PNG")
+    parser.add_argument("--markdown", action="store_true", help="print the runs in --csv, all stages side by side")
     parser.add_argument("--json", type=Path, help="results so far; written after every run")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that there are, if left out")
     parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
@@ -265,6 +267,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tune", action="store_true", help="dense only, with every learning rate in RATES")
     arguments = parser.parse_args()
+    if arguments.markdown:
+        if arguments.csv is None:
+            parser.error("--markdown needs --csv")
+        print(compensation.markdown(compensation.read(arguments.csv)))
+        return
     if arguments.stage:
         if arguments.csv is None or arguments.root is None:
             parser.error("--stage needs --csv and --root")

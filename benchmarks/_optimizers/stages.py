@@ -85,6 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **_local(1, "onebit", "onebit"),
     **_local(2, "onebit", "onebit"),
     **_local(4, "onebit", "onebit"),
+    **_local(2, "rotated 4", ROTATED),
     **_local(4, "rotated 4", ROTATED),
     **_local(8, "rotated 4", ROTATED),
     **_local(16, "rotated 4", ROTATED),
@@ -107,6 +108,11 @@ class Stage:
     seeds: int = 2
     best: int | None = None
     after: str = ""
+
+    @property
+    def title(self) -> str:
+        """What is run."""
+        return f"{self.model}, {self.optimizer}, {self.ranks} ranks, {self.steps} steps"
 
 
 STAGES = {

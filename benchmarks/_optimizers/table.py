@@ -72,9 +72,8 @@ def pareto(points: dict[str, tuple[float, float]]) -> set[str]:
 
 def table(rows: Sequence[Row], stage: str) -> Table:
     """Of a stage, from few bits to many; those of the Pareto front have a star."""
-    made, losses = STAGES[stage], over_dense(rows, stage)
-    what = f"{made.model}, {made.optimizer}, {made.ranks} ranks, {made.steps} steps"
-    shown = Table("setting", "message", "bits", "of the run", "/ dense, by seed", "mean", "", title=f"{stage}: {what}")
+    losses, title = over_dense(rows, stage), f"{stage}: {STAGES[stage].title}"
+    shown = Table("setting", "message", "bits", "of the run", "/ dense, by seed", "mean", "", title=title)
     points = {name: (bits(rows, stage, name), statistics.mean(each)) for name, each in losses.items()}
     front = pareto(points)
     for name, (few, mean) in sorted(points.items(), key=lambda item: item[1]):
@@ -83,6 +82,19 @@ def table(rows: Sequence[Row], stage: str) -> Table:
         message = bits(rows, stage, name, "message_bits")
         shown.add_row(name, f"{message:.2f}", f"{few:.2f}", f"{whole:.2f}", seeds, f"{mean:.3f}", "*" * (name in front))
     return shown
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """All stages side by side, from few bits to many: percent of loss over dense, by seed."""
+    losses = {stage: found for stage in STAGES if (found := over_dense(rows, stage))}
+    first = {name: stage for stage in reversed(losses) for name in losses[stage] if name != "dense"}
+    heads = ["", "bits of a message", "on the wire", *(f"{STAGES[stage].title}, %" for stage in losses)]
+    lines = [heads, ["---"] * len(heads)]
+    for name in sorted(first, key=lambda name: bits(rows, first[name], name)):
+        message, wire = (bits(rows, first[name], name, field) for field in ("message_bits", "bits"))
+        cells = [", ".join(f"{100 * (each - 1):+.1f}" for each in found.get(name, [])) for found in losses.values()]
+        lines.append([name, "" if message == 32 else f"{message:.2f}", f"{wire:.2f}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def picture(rows: Sequence[Row], stage: str, path: Path) -> None:

@@ -71,6 +71,13 @@ def test_stages_are_compared(tmp_path, monkeypatch, capsys):
     optimizers.run_stage("screening", tmp_path, results, None)
     assert len(table.read(results)) == len(rows)
     assert "1.000" in capsys.readouterr().out
+    page = table.markdown(rows).splitlines()
+    assert page[1].count("---") == page[0].count("|") - 1 == 5
+    assert [line.split(" | ")[0] for line in page[2:]] == [
+        "| local 2, onebit",
+        "| adam_mask 2 %, residual",
+        "| onebit, loco",
+    ]
 
 
 def test_the_front_has_what_no_other_beats():
