@@ -122,7 +122,8 @@ class CompressedDDPMixin(WaitingMixin):
             rank_zero_warn(
                 f"{coarse[0]} with {adaptive[0]} trains worse than without compression: adaptive learning rates do not "
                 f"go with so coarse a method. {errors} Use compressor='rotated', which costs nothing; or "
-                "'onebit_adam', which is Adam itself; or SGD with momentum."
+                "LocalSGDStrategy(sync_every=8, compressor='rotated'), which sends half a bit a parameter and step, of "
+                "what Adam changed; or 'onebit_adam', which is Adam itself; or SGD with momentum."
             )
 
     def _watch_clipping(self) -> None:
