@@ -15,10 +15,11 @@ else:
 
 
 class WaitingMixin(_Base):
-    """Turns a ``DDPStrategy`` into one that explains why it waited in vain; errors of other kinds pass through.
+    """Turns a ``DDPStrategy`` into one that explains why it waited in vain.
 
     Raises:
-        ExchangeError: from ``barrier``, ``broadcast``, ``reduce`` and ``all_gather``, where a rank is gone or silent.
+        ExchangeError: from ``barrier``, ``broadcast``, ``reduce`` and ``all_gather``, where a rank is gone or silent;
+            what else goes wrong in the last three, as with an object that cannot be pickled, is raised as it is.
     """
 
     @property
