@@ -66,6 +66,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "onebit 64, loco": {"compressor": {"name": "onebit", "block": 64}, "error_feedback": LOCO},
     "onebit, loco, warm-up": {"compressor": "onebit", "error_feedback": LOCO, "warmup_steps": 30},
     "onebit, none, warm-up": {"compressor": "onebit", "error_feedback": False, "warmup_steps": 30},
+    "onebit, 3 bits of sums, loco, warm-up": {
+        "compressor": "onebit",
+        "error_feedback": LOCO,
+        "exchange": _sums(3),
+        "warmup_steps": 30,
+    },
     "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 60}},
     **{
         f"adam_mask {100 * density:g} %, {rest}": {
