@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_compress.collectives import TorchCollective
+from lightning_compress.collectives import Collective, TorchCollective
 from lightning_compress.local.outer import Outer
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
@@ -16,11 +16,11 @@ from lightning_compress.settings.settings import Settings
 
 ROTATED = {"name": "rotated", "bits": 4}
 _SPARSE = {"outer": {"lr": 1.0}, "compressor": "sparseloco", "residual_decay": 0.95}
-_AVERAGE = {"outer": "average", "compressor": "none"}
+AVERAGE = {"outer": "average", "compressor": "none"}
 _NESTEROV = {"outer": "nesterov", "compressor": "none"}
 LOCAL: dict[str, dict[str, Any]] = {
-    "local_sgd 16": {"rounds": Rounds(16), **_AVERAGE},
-    "local_sgd 16 streaming": {"rounds": Rounds(16, 3, 5, 0.5), **_AVERAGE},
+    "local_sgd 16": {"rounds": Rounds(16), **AVERAGE},
+    "local_sgd 16 streaming": {"rounds": Rounds(16, 3, 5, 0.5), **AVERAGE},
     "diloco 30": {"rounds": Rounds(30), **_NESTEROV},
     "diloco 30 streaming": {"rounds": Rounds(30, 3, 5, 0.5), **_NESTEROV},
     "diloco 30 rotated 4": {"rounds": Rounds(30), **_NESTEROV, "compressor": ROTATED},
@@ -49,18 +49,23 @@ class Local:
     Args:
         model: the same on all ranks.
         given: of ``LOCAL``.
+        ranks: where they are threads, and rounds have no delay; None: those of torch.distributed.
         **more: settings of the compression.
 
     Attributes:
+        settings: of the compression.
         every: local steps in a round.
     """
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], **more: Any) -> None:
+    def __init__(
+        self, model: nn.Module, given: Mapping[str, Any], ranks: Collective | None = None, **more: Any
+    ) -> None:
         settings = {**given, **more}
         rounds, outer = settings.pop("rounds"), Outer.of(settings.pop("outer"))
-        self.every = rounds.sync_every
-        self._ranks = [TorchCollective().apart() for _ in range(rounds.fragments)]
-        self._steps, self._step = LocalSteps(model, Settings.of(**settings), rounds, outer, self._ranks), 0
+        self.settings, self.every = Settings.of(**settings), rounds.sync_every
+        self._apart = [] if ranks else [TorchCollective().apart() for _ in range(rounds.fragments)]
+        over = [ranks] * rounds.fragments if ranks else self._apart
+        self._steps, self._step = LocalSteps(model, self.settings, rounds, outer, over), 0
 
     @torch.no_grad()
     def after(self) -> None:
@@ -87,5 +92,5 @@ class Local:
         """Wait for what travels, and end."""
         self._steps.arrive()
         self._steps.close()
-        for each in self._ranks:
+        for each in self._apart:
             each.close()

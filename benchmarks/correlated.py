@@ -79,17 +79,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     table = Table("method", "ranks", "common", "exchange", "own bits", "shared", "ratio", "ratio in all_gather")
+    auto = Auto("never", link=LINK)
     for name, codec in CODECS.items():
         correlated = replace(codec, correlated=True)
         for ranks in arguments.ranks:
             for common in COMMON:
-                row: list[str] = []
-                for exchange in (Auto("never", link=LINK), AllGather()):
-                    given = exchange, ranks, common, arguments.steps
-                    (own, way), (shared, _) = variance(codec, *given), variance(correlated, *given)
-                    row += [way, f"{own:.4f}", f"{shared:.4f}", f"{shared / own:.2f}"] if not row else []
-                    last = f"{shared / own:.2f}"
-                table.add_row(name, str(ranks), f"{common:g}", *row, last)
+                given = ranks, common, arguments.steps
+                (own, way), (shared, _) = (variance(each, auto, *given) for each in (codec, correlated))
+                (alone, _), (together, _) = (variance(each, AllGather(), *given) for each in (codec, correlated))
+                figures = f"{own:.4f}", f"{shared:.4f}", f"{shared / own:.2f}", f"{together / alone:.2f}"
+                table.add_row(name, str(ranks), f"{common:g}", way, *figures)
     Console(width=110).print(table)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks._local import ROTATED
+from benchmarks._local import AVERAGE, ROTATED
+from lightning_compress.local.timetable import Rounds
 
 LOCO = {"name": "loco", "beta": 0.05}
 WAYS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ def _topk(density: float, **more: object) -> dict[str, object]:
 
 def _local(every: int, name: str, compressor: object) -> dict[str, dict[str, Any]]:
     """What each rank's own optimizer changed in so many steps is averaged; what encoding leaves is fed back."""
-    return {f"local {every}, {name}": {"compressor": compressor, "every": every}}
+    return {f"local {every}, {name}": {**AVERAGE, "compressor": compressor, "rounds": Rounds(every)}}
 
 
 DENSE = {"compressor": "none"}
@@ -96,7 +97,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **_local(8, "rotated 4", ROTATED),
     **_local(16, "rotated 4", ROTATED),
 }
-"""Arguments of ``Settings.of``, by the name of the row."""
+"""Arguments of ``Settings.of``, or with ``rounds`` those of ``Local``, by the name of the row."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._language import CharLSTM, CharTransformer, excerpts, read_text
+from benchmarks._local import Local
 from benchmarks._optimizers.stages import DENSE, RATES, SETTINGS, Stage
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.engine.compression import Compression
-from lightning_compress.local.outer import Outer
-from lightning_compress.local.steps import LocalSteps
-from lightning_compress.local.timetable import Rounds
 from lightning_compress.settings.settings import Settings
 
 BATCH, LENGTH, LAST = 16, 64, 20
@@ -50,9 +48,11 @@ def run(name: str, stage: Stage, seed: int, root: Path) -> dict[str, float]:
 class _Gradients:
     """The ranks' gradients are averaged in every step."""
 
-    def __init__(self, model: nn.Module, settings: Settings, collective: Collective) -> None:
-        self._parameters = list(model.parameters())
-        self._compression = Compression(model, settings, collective, accumulates=False)
+    every = 1
+
+    def __init__(self, model: nn.Module, given: dict[str, Any], collective: Collective) -> None:
+        self.settings, self._parameters = Settings.of(**given), list(model.parameters())
+        self._compression = Compression(model, self.settings, collective, accumulates=False)
         self._compression.active = True
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
@@ -63,22 +63,18 @@ class _Gradients:
         """Backward is over."""
         self._compression.reduce(self._parameters, [each.grad for each in self._parameters if each.grad is not None])
 
-    def after(self, step: int) -> None:
+    def after(self) -> None:
         """The optimizer stepped."""
 
-    def finish(self, steps: int) -> dict[str, float]:
-        """End; of float32's bytes, which share was sent in the last step, and in the run."""
+    def end(self) -> tuple[float, float]:
+        """Of float32's bytes, which share was sent in the last step, and in the run."""
         stats = self._compression.stats()
         self._compression.close()
-        last = stats["bytes_sent"] / stats["bytes_dense"]
-        return {"last": last, "run": stats["total_bytes_sent"] / stats["total_bytes_dense"]}
+        return stats["bytes_sent"] / stats["bytes_dense"], stats["total_bytes_sent"] / stats["total_bytes_dense"]
 
 
-class _Changes:
-    """What the ranks' own optimizers change is averaged, after every so many steps: `LocalSteps`."""
-
-    def __init__(self, model: nn.Module, settings: Settings, collective: Collective, every: int) -> None:
-        self._steps = LocalSteps(model, settings, Rounds(every), Outer.of("average"), [collective])
+class _Changes(Local):
+    """What the ranks' own optimizers change is averaged, after every so many steps."""
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """It is each rank's own."""
@@ -86,19 +82,12 @@ class _Changes:
     def before(self) -> None:
         """Nothing is averaged."""
 
-    @torch.no_grad()
-    def after(self, step: int) -> None:
-        """Average, if it is time."""
-        self._steps.after(step)
-
-    @torch.no_grad()
-    def finish(self, steps: int) -> dict[str, float]:
+    def end(self) -> tuple[float, float]:
         """Likewise; all rounds cost the same."""
-        self._steps.finish(steps)
-        meters = [each.compression.meter for each in self._steps.fragments]
-        self._steps.close()
-        run = sum(each.bytes_sent for each in meters) / sum(each.bytes_dense for each in meters)
-        return {"last": run, "run": run}
+        self.finish()
+        share = self.bytes_sent / self.bytes_dense
+        self.close()
+        return share, share
 
 
 def _train(
@@ -111,36 +100,34 @@ def _train(
     generator: torch.Generator,
 ) -> dict[str, Any]:
     """A rank's part of it; the learning rate falls linearly to 0."""
-    settings, every = settings_of(setting, seed)
-    averaging = _Changes(model, settings, collective, every) if every else _Gradients(model, settings, collective)
+    given = given_of(setting, seed)
+    averaging = (_Changes if "rounds" in given else _Gradients)(model, given, collective)
     optimizer = _optimizer(model, setting, stage)
     averaging.stepped_by(optimizer)
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, stage.steps)
     losses = []
-    for step in range(1, stage.steps + 1):
+    for _ in range(stage.steps):
         optimizer.zero_grad()
         loss = model(excerpts(text, BATCH, LENGTH, generator))
         loss.backward()
         averaging.before()
         optimizer.step()
-        averaging.after(step)
+        averaging.after()
         falling.step()
         losses.append(float(loss.detach()))
-    sent = averaging.finish(stage.steps)
+    last, run = averaging.end()
     return {
         "model": model,
         "training": sum(losses[-LAST:]) / LAST,
-        "message_bits": message_bits(settings, model) / (every or 1),
-        "bits": 32.0 if setting == DENSE else 32 * sent["last"],
-        "run_bits": 32.0 if setting == DENSE else 32 * sent["run"],
+        "message_bits": message_bits(averaging.settings, model) / averaging.every,
+        "bits": 32.0 if setting == DENSE else 32 * last,
+        "run_bits": 32.0 if setting == DENSE else 32 * run,
     }
 
 
-def settings_of(setting: dict[str, Any], seed: int) -> tuple[Settings, int]:
-    """Of the compression; and after how many steps changes are averaged, 0: gradients are."""
-    given: dict[str, Any] = {"exchange": {"name": "auto", "link": LINK}, "seed": seed, "check_drift_every": 0} | setting
-    every = given.pop("every", 0)
-    return Settings.of(**given), every
+def given_of(setting: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A setting, with what all of them have in common."""
+    return {"exchange": {"name": "auto", "link": LINK}, "seed": seed, "check_drift_every": 0} | setting
 
 
 def _optimizer(model: nn.Module, setting: dict[str, Any], stage: Stage) -> torch.optim.Optimizer:

@@ -60,11 +60,14 @@ def kind_of(optimizers: Iterable[object]) -> Optimizer | None:
 
 def automatic(method: Method, optimizer: Optimizer | None) -> Compensation:
     """What ``error_feedback="auto"`` takes for a method."""
-    name = getattr(method, "name", type(method).__name__)
-    for row in TABLE:
-        if (row.method, row.optimizer) == (name, optimizer):
-            return row.compensation
+    if row := _measured(method, optimizer):
+        return row.compensation
     return "classical" if method.contractive else "none"
+
+
+def _measured(method: Method, optimizer: Optimizer | None) -> Row | None:
+    name = getattr(method, "name", type(method).__name__)
+    return next((row for row in TABLE if (row.method, row.optimizer) == (name, optimizer)), None)
 
 
 def beside_adam(method: Method, way: Compensation) -> str:
@@ -75,8 +78,7 @@ def beside_adam(method: Method, way: Compensation) -> str:
         said = "What is not sent is added to the next gradient in full (error feedback), which Adam takes for variance"
     else:
         said = "What is not sent is lost (no error feedback)"
-    name = getattr(method, "name", type(method).__name__)
-    row = next((each for each in TABLE if (each.method, each.optimizer) == (name, "adam")), None)
+    row = _measured(method, "adam")
     if row is None:
         return f"{said}; error_feedback=true, false and 'loco' can be tried, none is measured to be best here."
     other = "" if way == row.compensation else f"; error_feedback='auto' takes {row.compensation}"
