@@ -98,7 +98,7 @@ JOBS = {
         partial(TranslationModule, 60, width=32, hidden=64, layers=2, heads=2, dropout=0.0, warmup_steps=0),
         nmt_batch,
         nmt_loss,
-        partial(Adam, lr=5e-5, betas=(0.9, 0.98), eps=1e-7),  # a quarter of the rate, as below
+        partial(Adam, lr=1.3e-4, betas=(0.9, 0.98), eps=1e-7),  # two thirds of the rate, as below
         None,
     ),
     "lstm_speech": Job(
@@ -173,4 +173,4 @@ def test_recipes_follow_the_simulation(pools: Any, recipe: str, method: str) -> 
         moved = np.abs(value.numpy() - start[name].detach().numpy()).max()
         difference = np.abs(real[name] - value.numpy()).max()
         assert difference <= 1e-4, f"{name}: {difference}, where training moved it by {moved}"
-        assert moved > 3e-4
+        assert moved > 1e-3
