@@ -55,7 +55,7 @@ class CharLSTM(nn.Module):
 class CharTransformer(nn.Module):
     """A decoder of two layers with layer norm before each part: 430,000 parameters."""
 
-    def __init__(self, vocabulary: int, width: int = 128, heads: int = 4, layers: int = 2, longest: int = 128) -> None:
+    def __init__(self, vocabulary: int, width: int = 128, heads: int = 4, layers: int = 2, longest: int = 64) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)

@@ -21,7 +21,8 @@ from lightning_compress.settings.settings import Settings
 BATCH, LENGTH, LAST = 16, 64, 20
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
 """1 Gbit/s: for which ``auto`` chooses, so that a run is the same wherever it is repeated."""
-MODELS: dict[str, type[nn.Module]] = {"lstm": CharLSTM, "transformer": CharTransformer}
+MODELS: dict[str, tuple[type[nn.Module], int]] = {"lstm": (CharLSTM, 128), "transformer": (CharTransformer, LENGTH)}
+"""With the length of excerpts of held-out text; a Transformer knows no places beyond those of training."""
 
 
 def run(name: str, stage: Stage, seed: int, root: Path) -> dict[str, float]:
@@ -33,7 +34,8 @@ def run(name: str, stage: Stage, seed: int, root: Path) -> dict[str, float]:
     """
     start, text = time.perf_counter(), read_text(root)
     torch.manual_seed(seed)
-    model = MODELS[stage.model](text.vocabulary)
+    kind, length = MODELS[stage.model]
+    model = kind(text.vocabulary)
 
     def train(collective: Collective) -> dict[str, Any]:
         torch.set_num_threads(1)
@@ -42,7 +44,8 @@ def run(name: str, stage: Stage, seed: int, root: Path) -> dict[str, float]:
 
     ranks = run_threads(stage.ranks, train, timeout=3600)
     trained = ranks[0].pop("model")
-    return {"held_out": held_out_loss(trained, text.held_out), **ranks[0], "seconds": time.perf_counter() - start}
+    loss = held_out_loss(trained, text.held_out, length)
+    return {"held_out": loss, **ranks[0], "seconds": time.perf_counter() - start}
 
 
 class _Gradients:
@@ -149,8 +152,7 @@ def message_bits(settings: Settings, model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, text: Tensor) -> float:
-    """Mean loss on half of the held-out text, cut into excerpts of 128 characters."""
-    length = 128
+def held_out_loss(model: nn.Module, text: Tensor, length: int) -> float:
+    """Mean loss on half of the held-out text, cut into excerpts of so many characters."""
     rows = text[: len(text) // (length + 1) * (length + 1)].view(-1, length + 1)[::2]
     return float(model(rows))

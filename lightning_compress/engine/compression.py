@@ -222,7 +222,7 @@ class Compression:
         before = self.settings, self.next_settings, self._scheduled
         try:
             running, kinds = state["running"], self.settings.rules.kinds
-            self._scheduled = dict(running["scheduled"])
+            self._scheduled = dict(running["scheduled"]) if self.settings.follows(running) else {}
             self.settings = self.next_settings = self.settings.resumed(running).bound(kinds)
             if self.active or not self.settings.plain:
                 with self._workspace.used():

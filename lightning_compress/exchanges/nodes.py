@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section, codecs_of
 
@@ -85,25 +85,33 @@ def plan_parts(
     inside, between = collective.part(nodes), collective.part(list(zip(*nodes, strict=True)))
     parts = [[section.shard(index, inside.size) for section in sections] for index in range(inside.size)]
     outer.measure(codecs_of(sections), between, collective, device)
-    plan = outer.plan(side_by_side(parts[inside.rank]), world.among(between))
-    return _PartsPlan(parts, plan, inside, device)
+    own, apart = parts[inside.rank], world.among(between)
+    widest = max(parts, key=_numel)
+    plan = outer.plan(side_by_side(own), apart)
+    # All ranks compare it with other ways by the same figures, whichever part is theirs.
+    cost = plan.cost if own is widest else outer.plan(side_by_side(widest), apart._replace(device=META)).cost
+    return _PartsPlan(parts, plan, cost, inside, device)
 
 
 def side_by_side(sections: Sequence[Section]) -> list[Section]:
     """The same in a vector that has nothing else."""
     moved, start = [], 0
     for section in sections:
-        moved.append(Section(section.codec, section.layout, start))
+        moved.append(replace(section, start=start))
         start += section.layout.numel
     return moved
 
 
+def _numel(part: Sequence[Section]) -> int:
+    return sum(each.layout.numel for each in part)
+
+
 class _PartsPlan(ExchangePlan):
     def __init__(
-        self, parts: list[list[Section]], outer: ExchangePlan, inside: Collective, device: torch.device
+        self, parts: list[list[Section]], outer: ExchangePlan, cost: Cost, inside: Collective, device: torch.device
     ) -> None:
         self._spans = [[each.span for each in part] for part in parts]
-        self._numels = [sum(each.layout.numel for each in part) for part in parts]
+        self._numels = [_numel(part) for part in parts]
         self._outer = outer
         self._inside = inside
         width = max(self._numels) + 1  # with the flag
@@ -112,8 +120,9 @@ class _PartsPlan(ExchangePlan):
         sent = 2 * (inside.size - 1) * 4 * width
         rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
         inner = Cost(bytes_sent=sent, rounds=rounds, inner_bytes=sent, inner_rounds=rounds)
-        cost = outer.cost.scaled(1 / inside.size) + inner
-        self.cost = replace(cost, copies=4.0)  # into rows, their sum, what is left, out of rows
+        self.cost = replace(
+            cost.scaled(1 / inside.size) + inner, copies=4.0
+        )  # into rows, their sum, what is left, out of rows
         self.sum_ranks = outer.sum_ranks
 
     @cached_property

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from lightning_compress.codecs import CODECS, Codec, Method
-from lightning_compress.core.registry import Names, build
+from lightning_compress.core.registry import Names, build, rebuild
 from lightning_compress.corrections import CORRECTED, Corrected
 from lightning_compress.exchanges import EXCHANGES, Exchange
 from lightning_compress.reducers import REDUCERS, Reducer
@@ -38,6 +38,27 @@ def build_compressor(compressor: CompressorLike) -> Compressor | Automatic:
     """
     built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected, Automatic))
     assert isinstance(built, Method | Corrected | Automatic)
+    return built
+
+
+def rebuild_compressor(described: object, given: Iterable[object]) -> Compressor:
+    """The compressor of an earlier run; one from outside is of a class that this run was given, or refused.
+
+    Args:
+        described: from a file.
+        given: what this run was given.
+
+    Raises:
+        ValueError: it is no compressor, or none that this run knows.
+    """
+    if not isinstance(described, Mapping):
+        raise ValueError(f"the state has no mapping of the compressor, but {type(described).__name__}")
+    try:
+        built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
+    except RecursionError as error:
+        raise ValueError("the state's compressor has too many others inside") from error
+    if not isinstance(built, Method | Corrected):
+        raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
     return built
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_compress.codecs import Codec, Dense, Method
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.registry import describe, rebuild
+from lightning_compress.core.registry import describe
 from lightning_compress.corrections import Corrected, Correction
 from lightning_compress.corrections.clipping import ClipBy
 from lightning_compress.corrections.loco import LoCo
@@ -34,6 +34,7 @@ from lightning_compress.settings.arguments import (
     read_norm,
     read_patterns,
     read_rules,
+    rebuild_compressor,
 )
 from lightning_compress.settings.automatic import Automatic, Chosen, check_automatic
 from lightning_compress.settings.compensation import (
@@ -65,6 +66,7 @@ class Settings:
         optimizer: its kind, where it is known.
         decided: what an earlier run did, by method, which goes on.
         chosen: what ``compressor="auto"`` became, which ``compressor`` is then; else None.
+        named: the compressor that the user gave, whatever it was changed to since.
     """
 
     compressor: Compressor | Automatic
@@ -89,6 +91,7 @@ class Settings:
     on_drift: Annotated[str, readers.one_of("error", "resync")] = "error"
     check_drift_every: Annotated[int, readers.count("a number of steps, or 0 for never")] = 100
     chosen: Chosen | None = None
+    named: Compressor | Automatic | None = None
 
     @property
     def method(self) -> Method:
@@ -246,6 +249,7 @@ class Settings:
             feedback=feedback,
             asks=asks,
             schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
+            named=given,
             **chosen,
         )
         check_feedback(feedback, given, correction, made._shapes_residual)
@@ -333,53 +337,53 @@ class Settings:
         """What may have changed since the run began, as primitives."""
         return {
             "compressor": describe(self.compressor, COMPRESSORS),
+            "named": describe(self.named, COMPRESSORS),
             "error_feedback": self.error_feedback,
             "compensations": {name_of(each): described(self.compensation(each)) for each in self.rules.methods},
             "measured": self.exchange.measured(),
             "chosen": self.chosen and self.chosen.as_primitives(),
         }
 
+    def follows(self, running: Mapping[str, object]) -> bool:
+        """Whether the compressor of an earlier run goes on: the user named the same, or ``auto`` chose it here.
+
+        Raises:
+            ValueError: it is not what ``running`` gave.
+        """
+        compressor, before, named = running["compressor"], running.get("chosen"), running.get("named")
+        if not isinstance(before, Mapping | None):
+            raise ValueError(f"the state has no mapping of what was chosen, but {type(before).__name__}")
+        if compressor is None or (before is None) != (self.chosen is None):
+            return False
+        if before is not None and self.chosen is not None:
+            return self.chosen.was_here(before) or compressor != before.get("compressor")
+        return named is None or self._rebuilt(named) == self.named  # None: of a version that did not keep it
+
     def resumed(self, running: Mapping[str, object]) -> Settings:
         """The same with what ``running`` gave in an earlier run.
 
-        A named compressor runs as named; one that ``auto`` chose is kept on the same cluster. A compressor that was
-        changed in the middle of the run goes on, too.
+        What the user names otherwise than then runs as named. A compressor that was changed in the middle of the run,
+        or that ``auto`` chose on the same cluster, goes on.
 
         Raises:
-            ValueError: see ``retuned``.
+            ValueError: see ``retuned`` and ``follows``.
         """
-        compressor, feedback, before = running["compressor"], bool(running["error_feedback"]), running.get("chosen")
-        if not isinstance(before, Mapping | None):
-            raise ValueError(f"the state has no mapping of what was chosen, but {type(before).__name__}")
-        goes_on = (before is None) == (self.chosen is None)
-        if goes_on and before is not None and self.chosen is not None:
-            goes_on = self.chosen.was_here(before) or compressor != before.get("compressor")
-        settings = self if compressor is None or not goes_on else self.retuned(self._rebuilt(compressor), {})
+        settings = self.retuned(self._rebuilt(running["compressor"]), {}) if self.follows(running) else self
         measured = running.get("measured")
         if not isinstance(measured, Mapping | None):
             raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
         exchange = settings.exchange.given(measured or {})
-        return dataclasses.replace(settings._compensated(running, feedback), exchange=exchange)
+        return dataclasses.replace(settings._compensated(running), exchange=exchange)
 
-    def _compensated(self, running: Mapping[str, object], feedback: bool) -> Settings:
+    def _compensated(self, running: Mapping[str, object]) -> Settings:
         """The same that makes up for errors as an earlier run did, unless the user named another way."""
-        named = "classical" if feedback and self.feedback == "none" else self.feedback
-        made = dataclasses.replace(self, decided=decided_before(running, self.rules.methods), feedback=named)
-        keeps = feedback or any(made.feeds_back(each) for each in made.rules.methods)
+        made = dataclasses.replace(self, decided=decided_before(running, self.rules.methods))
+        keeps = bool(running["error_feedback"])  # what is left of it is sent with the next gradient, at least
+        keeps = keeps or any(made.feeds_back(each) for each in made.rules.methods)
         return dataclasses.replace(made, error_feedback=keeps)
 
     def _rebuilt(self, described: object) -> Compressor:
-        """The compressor of an earlier run; one from outside is of a class that this run was given, or refused."""
-        if not isinstance(described, Mapping):
-            raise ValueError(f"the state has no mapping of the compressor, but {type(described).__name__}")
-        given = [self.compressor, *self.rules.methods, *self._scheduled]
-        try:
-            built = rebuild("compressor", described, COMPRESSORS, (Codec, Reducer, Corrected), given)
-        except RecursionError as error:
-            raise ValueError("the state's compressor has too many others inside") from error
-        if not isinstance(built, Method | Corrected):
-            raise ValueError(f"the state is of {type(built).__name__}, which is no compressor")
-        return built
+        return rebuild_compressor(described, [self.compressor, *self.rules.methods, *self._scheduled])
 
     def digest(self) -> bytes:
         """32 bytes that are equal where the settings are."""

@@ -42,8 +42,8 @@ GIVEN = {
 
 
 def running(compressor, **settings):
-    """What a checkpoint has of it; only what a file can hold."""
-    said = Settings.of(compressor, **settings).running()
+    """What a checkpoint has of a run that came to it, whatever it was given; only what a file can hold."""
+    said = Settings.of(compressor, **settings).running() | {"named": None}
     return json.loads(json.dumps(said))
 
 

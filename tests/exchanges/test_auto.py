@@ -173,6 +173,22 @@ def test_nodes_are_looked_at_where_there_are_some():
     assert chosen(8, Auto(link=link, node_size=8), OneBit(), numel=1 << 20) == "two_shot"  # one node only
 
 
+@pytest.mark.parametrize(("ranks", "node"), [(4, 2), (8, 4), (9, 3)])
+@pytest.mark.parametrize("shape", [(100, 30), (64, 33)])
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.01)], ids=repr)
+def test_ranks_whose_parts_of_a_node_differ_in_size_choose_alike(codec, shape, ranks, node):
+    """At a bandwidth where two ways cost nearly the same, a block more or less would decide."""
+    sections = [Section(codec, Layout.of([("p", shape)]), 0)]
+
+    def rank(collective):
+        links = [Link(1e-4, 10 ** (5.5 + 0.05 * number)) for number in range(50)]
+        meta = World(collective, torch.device("meta"), Meter(CPU))
+        return [Auto(link=link, node_size=node).plan(sections, meta).description for link in links]
+
+    found = run_threads(ranks, rank)
+    assert all(each == found[0] for each in found)
+
+
 def test_nodes_are_measured(world):
     calls = world(SLOW, COPIES)
     auto = [Auto(node_size=2) for _ in range(4)]

@@ -89,3 +89,19 @@ def test_auto_knows_what_encoding_sums_costs():
 
     assert chosen(usual) == "two_shot"
     assert chosen([2e-7, 1e-7, 0.0]) == "all_gather"
+
+
+@pytest.mark.parametrize(
+    "exchange", [TwoShot(), Hierarchical("two_shot", 2), Hierarchical("two_shot", 2, "chain")], ids=repr
+)
+def test_sums_of_a_biased_method_are_precise_between_nodes_too(exchange):
+    """Where no residual makes up for it (LoCo, or none): 4 bits, and not one."""
+    section = Section(OneBit(), Layout.of([("matrix", (256, 256))]), 0, precise=True)
+
+    def mean(collective):
+        vector = torch.randn(section.stop, generator=torch.Generator().manual_seed(collective.rank))
+        plan, out = exchange.plan([section], World(collective, CPU, Meter(CPU))), torch.empty(section.stop)
+        plan.mean(vector, out, 5, torch.tensor(0.0))
+        return out
+
+    assert len(run_threads(8, mean)[0][:64].unique()) > 4
