@@ -129,7 +129,8 @@ STAGES = {
     "ranks": Stage(ranks=8, steps=1500, seeds=3, best=1, after="long"),
     "sgd": Stage(optimizer="sgd"),
 }
-RATES = {("lstm", "adamw"): 1e-2, ("lstm", "sgd"): 1.0, ("transformer", "adamw"): 3e-3}
-"""The dense run's best: see ``benchmarks/optimizers.py``."""
+RATES = {("lstm", "adamw"): 1e-2, ("lstm", "sgd"): 1.0, ("transformer", "adamw"): 1e-2}
+"""The dense run's best: see ``benchmarks/optimizers.py``. Of the Transformer, 4 ranks, seed 0, held-out loss at 1e-3,
+3e-3 and 1e-2: 2.054, 1.583, 1.404 after 300 steps; the last two 1.071 and 1.038 after 1,500."""
 LIMITS = (2.1, 1.1, 0.7)
 """Bits an element up to which the best of a stage goes on, in equal shares, besides the best of all."""

@@ -33,7 +33,7 @@ class Stall:
         if self.target is not None and sign * (value - self.target) >= 0:
             self.waited = 0
             return False
-        if math.isnan(self.best) or gain > self.min_delta:
+        if not math.isnan(value) and (math.isnan(self.best) or gain > self.min_delta):
             self.best, self.waited = value, 0
             return False
         self.waited += 1
@@ -54,7 +54,8 @@ def looser(settings: Settings, name: str, values: Sequence[float] = ()) -> float
     """
     now = getattr(settings.compressor, name)
     if values:
-        candidates = [value for value in values if (value < now if values[-1] < values[0] else value > now)]
+        falls = values[-1] < (values[0] if len(values) > 1 else now)
+        candidates = [value for value in values if (value < now if falls else value > now)]
     elif name == "theta":
         candidates = [max(0.0, 1 - 2 * (1 - now))]
     elif name == "density":

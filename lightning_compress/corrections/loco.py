@@ -30,11 +30,13 @@ class LoCo:
 
     The error is kept in 8 bits: codes with a power of two for 64 of them (``core/blocks.py``), rounded to the nearest.
     State: ``loco``, with its second buffer 2.03 bytes a parameter. Sums at owners travel in 4 bits or more, whatever
-    the codec, since this feedback would not bring back what their encoding leaves (``Section.precise``).
+    the codec, since this feedback would not bring back what their encoding leaves (``Section.precise``), unless the
+    exchange is told ``sums="same"``.
 
     Args:
         beta: share of the last error in the average, in (0, 1]; smaller is smoother and forgets later.
-        reset_every: optimizer steps after which the error begins at 0 again, or None for never.
+        reset_every: steps of the run after which all errors begin at 0 again, whichever optimizer took them; or None
+            for never.
 
     Raises:
         ValueError: a setting is out of range.

@@ -333,6 +333,12 @@ class Compression:
         if not self.next_settings.averages:
             self._passes.watch()
 
+    def follow(self, before: Compression) -> None:
+        """Go on from where another one of this run is, with what it was retuned to, and without any residual."""
+        self.step, self.epoch, kinds = before.step, before.epoch, self.settings.rules.kinds
+        self.settings = self.next_settings = before.next_settings.bound(kinds)
+        self._scheduled = before._scheduled
+
     def reset(self) -> None:
         """Begin again: no residuals, no steps."""
         for state in self.groups.states():

@@ -22,7 +22,7 @@ from lightning_compress.exchanges.message import Section, codecs_of
 from lightning_compress.exchanges.nodes import Cluster
 from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
 from lightning_compress.settings.automatic import Automatic, Chosen
-from lightning_compress.settings.compensation import automatic
+from lightning_compress.settings.compensation import automatic, name_of
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings
 
@@ -32,8 +32,8 @@ MOST = 1 << 28
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 """By name, in the model's order."""
 
-_OF_COMPRESSION: tuple[str, ...] = ("warmup_steps", "residual_decay", "residual_follows_lr", "residual_dtype")
-_OF_COMPRESSION += ("on_nonfinite", "on_drift", "check_drift_every")
+_OF_RESIDUAL = ("residual_decay", "residual_follows_lr", "residual_dtype")
+_OF_COMPRESSION = ("warmup_steps", *_OF_RESIDUAL, "on_nonfinite", "on_drift", "check_drift_every")
 _OF_RULES = ("min_numel", "exclude", "rules")
 
 
@@ -93,9 +93,11 @@ def decide(settings: Settings, parameters: Parameters, world: World, kept: objec
     # half precision is sent as it is, and a cast to as many bits would save nothing
     half = all(parameter.element_size() == 2 for _, parameter in parameters)
     options = [each for each in options if not (half and isinstance(each, BF16))]
-    seconds = [
-        _seconds(settings, BF16() if half and isinstance(each, Dense) else each, parameters, world) for each in options
-    ]
+    pricing = settings.exchange
+    if not isinstance(pricing, Auto):  # one for all, which measures once
+        pricing = Auto(node_size=getattr(pricing, "node_size", None))
+    priced = [BF16() if half and isinstance(each, Dense) else each for each in options]
+    seconds = [_seconds(settings, each, parameters, world, pricing) for each in priced]
     own = torch.tensor(settings.compressor.pick(seconds), device=device)
     collective.all_reduce(own if collective.rank == 0 else own.zero_())  # rank 0's, on every rank
     figures = ", ".join(f"{label(each)} {1e3 * took:.3g} ms" for each, took in zip(options, seconds, strict=True))
@@ -128,10 +130,9 @@ def _earlier(settings: Settings, kept: object, cluster: Cluster, world: World) -
     return found if number and most == -least else None
 
 
-def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: World) -> float:
+def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: World, pricing: Auto) -> float:
     """What a step's exchanges are predicted to take with this codec."""
     exchange, rules = settings.exchange, dataclasses.replace(settings.rules, method=codec)
-    pricing = exchange if isinstance(exchange, Auto) else Auto(node_size=getattr(exchange, "node_size", None))
     way = None if isinstance(exchange, Auto) else exchange
     if isinstance(codec, Dense) and not exchange.optimizes:
         way = AllReduce()
@@ -179,15 +180,20 @@ def _idle(settings: Settings) -> Iterator[str]:
 
     A warning and no error: a sweep over compressors, ``none`` among them, gives all the same settings.
     """
-    usual = Settings.of("none")
     if not isinstance(settings.exchange, Auto):
         yield f"exchange={settings.exchange}"
     if settings.feedback not in (None, "none"):
         yield f"error_feedback={settings.feedback}"
-    for own, default, names in ((settings, usual, _OF_COMPRESSION), (settings.rules, usual.rules, _OF_RULES)):
-        for name in names:
-            if (value := getattr(own, name)) != getattr(default, name):
-                yield f"{name}={[*map(str, value)] if isinstance(value, tuple) else value}"
+    usual = Settings.of("none")
+    yield from _set(settings, usual, _OF_COMPRESSION)
+    yield from _set(settings.rules, usual.rules, _OF_RULES)
+
+
+def _set(own: object, usual: object, names: Sequence[str]) -> Iterator[str]:
+    """Those that are not as usual, with their values."""
+    for name in names:
+        if (value := getattr(own, name)) != getattr(usual, name):
+            yield f"{name}={[*map(str, value)] if isinstance(value, tuple) else value}"
 
 
 def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str) -> Forecast:
@@ -204,9 +210,15 @@ def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameter
     less = f"{_number(ratio)} x fewer bytes" if ratio >= 1 else f"{_number(1 / ratio)} x as many bytes as float32"
     less += " between nodes" if inner else ""
     later = f", after {settings.dense_steps} dense steps" if settings.dense_steps else ""
-    warning = ""
+    warning = "".join(
+        f"The rule {each} has no effect: what it takes is excluded, has one dimension or fewer than "
+        f"min_numel={settings.rules.min_numel} elements, and stays float32. "
+        for each in settings.rules.idle([(name, tuple(each.shape)) for name, each in parameters])
+    )
+    if not settings.error_feedback and (idle := ", ".join(_set(settings, Settings.of("none"), _OF_RESIDUAL))):
+        warning += f"{name} keeps no residual here, so that nothing comes of {idle}; leave it out. "
     if ratio < 1:
-        warning = (
+        warning += (
             f"{name} by {way} sends {sent:,} bytes a rank and step, where float32 would send {dense:,}. What is named "
             "runs all the same: name a coarser setting, or compressor='auto', which takes float32 where that is "
             "faster, or exchange={'name': 'auto', 'fallback': 'dense'}"
@@ -220,7 +232,10 @@ def _compensation(settings: Settings) -> str:
     if way == automatic(settings.method, None):
         return ""
     said = f", error_feedback {way if isinstance(way, str) else label(way)}"
-    return f"{said} since the optimizer is {settings.optimizer}" if settings.feedback is None else said
+    if settings.feedback is not None:
+        return said
+    before = name_of(settings.method) in dict(settings.decided)
+    return f"{said} as the run began" if before else f"{said} since the optimizer is {settings.optimizer}"
 
 
 def label(compressor: object) -> str:

@@ -16,11 +16,9 @@ FeedbackLike = bool | str | Mapping[str, object] | LoCo | None
 Optimizer = Literal["adam", "sgd"]
 _NAMES = {"loco": LoCo}
 
-KINDS: dict[str, Optimizer] = {
-    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "FusedAdam", "DeepSpeedCPUAdam"), "adam"),
-    "SGD": "sgd",
-}
-"""Optimizers by the name of their class, of which something was measured."""
+KINDS: dict[str, Optimizer] = {"Adam": "adam", "SGD": "sgd"}
+"""Optimizers of which something was measured, by a part of the name of their class or of one that it is derived from:
+``AdamW``, ``PagedAdam8bit``, a subclass of either."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,13 @@ TABLE = (
 
 def kind_of(optimizers: Iterable[object]) -> Optimizer | None:
     """The kind of all of them; "adam" if one is; None where nothing was measured."""
-    kinds = {KINDS.get(type(each).__name__) for each in optimizers}
+    kinds = {_kind(each) for each in optimizers}
     return "adam" if "adam" in kinds else kinds.pop() if len(kinds) == 1 else None
+
+
+def _kind(optimizer: object) -> Optimizer | None:
+    names = [each.__name__ for each in type(optimizer).__mro__]
+    return next((kind for name in names for part, kind in KINDS.items() if part in name), None)
 
 
 def automatic(method: Method, optimizer: Optimizer | None) -> Compensation:

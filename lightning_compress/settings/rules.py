@@ -137,6 +137,15 @@ class Rules:
                 order += indices
         return tuple(order), tuple(sections)
 
+    def idle(self, parameters: Sequence[tuple[str, Shape]]) -> list[Rule]:
+        """Rules whose parameters all stay as they are, since they are small, 1-D or excluded.
+
+        Args:
+            parameters: name and shape.
+        """
+        used = [self.method_of(*each) for each in parameters]
+        return [rule for rule in self.rules if rule.method not in used]
+
     def check(self, names: Sequence[str]) -> None:
         """Refuse patterns and rules that match nothing.
 

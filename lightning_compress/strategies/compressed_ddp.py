@@ -23,7 +23,7 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.exchanges import Exchange
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.compensation import beside_adam
+from lightning_compress.settings.compensation import beside_adam, kind_of
 from lightning_compress.settings.settings import Settings
 from lightning_compress.strategies.interruptions import Interruptions
 from lightning_compress.strategies.names import VARIANTS, register
@@ -115,7 +115,7 @@ class CompressedDDPMixin(WaitingMixin):
         self._compression.stepped_by(self.optimizers)
         for optimizer in self.optimizers:
             self._compression.take_over(optimizer)
-        adaptive = [type(each).__name__ for each in self.optimizers if "Adam" in type(each).__name__]
+        adaptive = [type(each).__name__ for each in self.optimizers if kind_of([each]) == "adam"]
         coarse = [each for each in self._settings.methods if not each.safe_with_adam]
         if adaptive and self.world_size > 1 and coarse:
             errors = beside_adam(coarse[0], self._compression.settings.compensation(coarse[0]))
@@ -152,7 +152,7 @@ class CompressedDDPMixin(WaitingMixin):
         self.model = self.lightning_module
         gc.collect()  # the old wrapper takes its hooks from the parameters that stayed
         self.configure_ddp()
-        self.compression.step, self.compression.epoch = before.step, before.epoch
+        self.compression.follow(before)
         self._check_optimizers()
 
     def _loss_scale(self) -> torch.Tensor | None:

@@ -22,6 +22,8 @@ from tests.helpers.training import Net, fit, parameters
     [
         ({"name": "fft", "theta": 0.99}, "theta", (), [0.98, 0.96, 0.92, 0.84, 0.68, 0.36, 0.0]),
         ({"name": "fft", "theta": 0.99}, "theta", (0.9, 0.5, 0.0), [0.9, 0.5, 0.0]),
+        ({"name": "fft", "theta": 0.99}, "theta", (0.5,), [0.5]),
+        ({"name": "topk", "density": 0.2}, "density", (0.5,), [0.5]),
         ({"name": "topk", "density": 0.2}, "density", (), [0.4, 0.8, 1.0]),
         ({"name": "topk", "density": 0.2}, "density", (0.1, 0.3, 0.9), [0.3, 0.9]),
         ({"name": "qsgd", "bits": 2}, "bits", (), [4, 8]),
@@ -43,6 +45,7 @@ def test_looser_until_nothing_is_left(compressor, name, values, course):
         ("min", 0.0, [3, 2, 2, 1, 1, 1, 1, 0], [False] * 5 + [True, False, False]),
         ("max", 0.1, [0.5, 0.55, 0.58, 0.7, 0.1, 0.1, 0.1, 0.1], [0, 0, 1, 0, 0, 1, 0, 1]),
         ("min", 0.0, [1, float("nan"), float("nan"), 0.5], [0, 0, 1, 0]),
+        ("min", 0.0, [float("nan"), float("nan"), 1.0, 1.0], [0, 1, 0, 0]),
     ],
 )
 def test_a_metric_stalls(mode, min_delta, metrics, calls):

@@ -70,6 +70,17 @@ def test_what_was_tuned_goes_on():
     assert sent == pytest.approx(_fresh(MANY), rel=0.05)
 
 
+def test_what_was_tuned_goes_on_for_a_model_that_is_wrapped_anew():
+    def rank(collective):
+        first, second = (Compression(nn.Linear(64, 64), Settings.of(FEW), collective) for _ in range(2))
+        first.active = second.active = True
+        first.retune(density=0.2)
+        second.follow(first)
+        return second.settings.compressor.density
+
+    assert run_threads(2, rank) == [0.2, 0.2]
+
+
 def test_no_more_error_feedback_where_none_is_named():
     """What the earlier run has left travels once, and what encoding leaves now is not kept."""
     _, kept = _again({"given": FEW}, {"given": FEW})

@@ -115,6 +115,13 @@ def test_of_those_that_the_exchange_carries(exchange, codec):
     assert decided(4, exchange) == codec
 
 
+def test_the_link_is_measured_once_for_all_of_them(monkeypatch):
+    measured = []
+    monkeypatch.setattr(probe, "time_link", lambda ranks, device: measured.append(ranks.rank) or SLOW)
+    decided(4, "two_shot")
+    assert sorted(measured) == [0, 1, 2, 3]
+
+
 def test_nothing_is_measured_where_that_was_forbidden(monkeypatch):
     monkeypatch.setattr(probe, "time_link", None)
     assert decided(4, deterministic=True) == BITS4
@@ -195,6 +202,26 @@ def test_what_comes_to_nothing_without_a_compressor_is_said():
     taken = warned(compressor="none", **IDLE, deterministic=True)  # then the hook is there
     assert "nothing comes of" not in taken
     assert warned(compressor="auto", exchange=Auto(link=FAST), exclude=["a.*"]) == ""  # which chose none
+
+
+def test_settings_of_a_residual_that_is_not_kept_are_said():
+    def warned(**settings):
+        given = Settings.of(**settings)
+        return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
+
+    for given in ({"compressor": "rotated"}, {"compressor": "onebit", "error_feedback": False}):
+        said = warned(**given, residual_decay=0.5, residual_dtype="bfloat16")
+        assert "nothing comes of residual_decay=0.5, residual_dtype=torch.bfloat16; leave it out" in said
+    assert warned(compressor="onebit", residual_decay=0.5) == ""
+
+
+def test_a_rule_for_what_stays_float32_is_said():
+    def warned(match):
+        given = Settings.of("topk", rules=[{"match": match, "compressor": "efsign"}])
+        return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
+
+    assert "The rule {'match': ['bias']} has no effect" in warned("bias")
+    assert warned("weight") == ""
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "none"], ids=lambda case: case.name)

@@ -33,9 +33,29 @@ def test_the_table_is_of_what_there_is():
         assert automatic(method, row.optimizer) == row.compensation
 
 
+class Own(torch.optim.AdamW):
+    """A subclass."""
+
+
+class PagedAdamW8bit(torch.optim.Optimizer):
+    """As bitsandbytes calls it."""
+
+    def __init__(self):
+        super().__init__(WEIGHT, {})
+
+
 @pytest.mark.parametrize(
     ("optimizers", "kind"),
-    [([ADAM], "adam"), ([SGD], "sgd"), ([SGD, ADAM], "adam"), ([], None), ([torch.optim.RMSprop(WEIGHT)], None)],
+    [
+        ([Own(WEIGHT)], "adam"),
+        ([PagedAdamW8bit()], "adam"),
+        ([torch.optim.Adagrad(WEIGHT)], None),
+        ([ADAM], "adam"),
+        ([SGD], "sgd"),
+        ([SGD, ADAM], "adam"),
+        ([], None),
+        ([torch.optim.RMSprop(WEIGHT)], None),
+    ],
 )
 def test_kinds(optimizers, kind):
     assert kind_of(optimizers) == kind
