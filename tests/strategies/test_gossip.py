@@ -215,6 +215,7 @@ class Constants(Validated):
 
     def on_train_batch_end(self, *_):
         self.own.fill_(dist.get_rank())
+        self.register_buffer("late", torch.ones(1 + dist.get_rank()), persistent=False)  # as caches are
 
 
 def _constants():
@@ -261,6 +262,17 @@ def test_step_counts_are_no_states_to_average(pools):
     assert pools[2].run(_averaged_states, True)[0][0] == 0  # SGD keeps nothing
 
 
+class Grows(Net):
+    """With a cache as long as the longest input of its rank."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+
+    def on_train_batch_end(self, *_):
+        self.cache = torch.ones(4 + dist.get_rank())
+
+
 class Halves(Net):
     def __init__(self, _):
         super().__init__()
@@ -290,6 +302,7 @@ REFUSED = {
         "the settings of gossip differ over the ranks",
     ),
     "atomo": (lambda: fit(GossipStrategy("dcd", compressor="atomo")), "would diverge with ATOMO(rank=3)"),
+    "grows": (lambda: fit(GossipStrategy(), Grows), "cannot be averaged: 'cache' is torch.float32 of shape ("),
     "unfrozen": (lambda: fit(GossipStrategy(), Frozen), "was frozen when the fit began"),
     "swaps": (
         lambda: fit(GossipStrategy(topology=[[0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0]])),
