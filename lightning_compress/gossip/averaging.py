@@ -22,13 +22,14 @@ class Averaging(ABC):
     numbers: Mapping[str, float]
 
     @abstractmethod
-    def average(self, vector: Tensor, numbers: dict[str, float], rate: float) -> None:
+    def average(self, vector: Tensor, numbers: dict[str, float], rate: float, moved: Tensor | None = None) -> None:
         """``vector += sum_j W_ij (vector_j - vector)``, in place.
 
         Args:
             vector: see ``Mixing.mix``.
             numbers: what is kept, changed in place; ``round`` is that of this round.
             rate: see ``Mixing.mix``.
+            moved: float32 ``[numel]``; what is added to the vector is added to it too, before the vector rounds it.
         """
 
     def figures(self) -> dict[str, float]:
@@ -43,15 +44,17 @@ class Exact(Averaging):
         self.numbers = {}
         self._neighbours = neighbours
 
-    def average(self, vector: Tensor, numbers: dict[str, float], rate: float) -> None:
+    def average(self, vector: Tensor, numbers: dict[str, float], rate: float, moved: Tensor | None = None) -> None:
         """See ``Averaging``."""
         number = int(numbers["round"])
         weights = self._neighbours.weights(number)
-        add_differences(vector, self._neighbours.tell(vector, number), weights)
+        add_differences(vector, self._neighbours.tell(vector, number), weights, moved)
 
 
-def add_differences(vector: Tensor, theirs: dict[int, Tensor], weights: dict[int, float]) -> None:
-    """Move towards neighbours' vectors.
+def add_differences(
+    vector: Tensor, theirs: dict[int, Tensor], weights: dict[int, float], moved: Tensor | None = None
+) -> None:
+    """Move towards neighbours' vectors; ``moved``: see ``Averaging.average``.
 
     Differences are added, and not vectors: what an edge moves on one side, it moves back on the other, bit for bit.
     """
@@ -61,3 +64,5 @@ def add_differences(vector: Tensor, theirs: dict[int, Tensor], weights: dict[int
         for peer, weight in weights.items():
             total.add_(theirs[peer][piece] - own, alpha=weight)
         own.add_(total)
+        if moved is not None:
+            moved[piece].add_(total)

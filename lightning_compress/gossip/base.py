@@ -24,6 +24,8 @@ from lightning_compress.core.random import mix
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import Topology
 
+GRID = 2.0**-24
+"""Of which weights of messages are multiples: then float32 holds them, and their sums, without rounding."""
 LARGEST = 1e30
 """Numbers that are not finite are sent as such: a model that diverges is no reason to stop in the middle of a round."""
 
@@ -167,11 +169,12 @@ class Coded(Mixing):
         self._message = torch.zeros(self._plan.message_size, dtype=torch.uint8, device=device)
         self._seed = seed
 
-    def tell(self, vector: Tensor) -> list[tuple[float, Tensor]]:
+    def tell(self, vector: Tensor, share: float = 1.0) -> list[tuple[float, Tensor]]:
         """Encode and exchange; the vector holds afterwards what the message does not.
 
         Returns:
-            weights with messages: this rank's own first, then its neighbours' in the order of the ranks.
+            messages with their weights in ``share * sum_j W_ij (C_j - C_i)``: this rank's own first, then its
+            neighbours' in the order of the ranks. As float32 too, over all ranks a message's weights sum to 0.
         """
         number, rank = self.round, self.neighbours.rank
         torch.nan_to_num(vector, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST, out=vector)
@@ -180,7 +183,8 @@ class Coded(Mixing):
         own, weights = self._message[: self._plan.used], self.neighbours.weights(number)
         tell = self.neighbours.tell_any if self._plan.variable else self.neighbours.tell
         theirs = tell(own, number)
-        return [(1 - sum(weights.values()), own), *((weights[peer], theirs[peer]) for peer in weights)]
+        even = {peer: round(share * weight / GRID) * GRID for peer, weight in weights.items()}
+        return [(-sum(even.values()), own), *((even[peer], theirs[peer]) for peer in weights)]
 
     def add(self, message: Tensor, out: Tensor, weight: float) -> None:
         """Add what a message stands for, times a weight."""
@@ -188,11 +192,34 @@ class Coded(Mixing):
 
 
 class Replicas(Coded):
-    """Keeps the model of the last round, and the weighted mean of what the neighbourhood knows of each other's."""
+    """Keeps what neighbours know of this rank's model, and how far their weighted mean of it is ``apart`` from that.
+
+    A distance is kept, and not the mean itself: rounding is then relative to it. What is lost of a mean as large as
+    the model would move the mean of the models in every round from then on.
+
+    Attributes:
+        known: what the first of them is called.
+    """
+
+    known: ClassVar[str] = "model"
 
     def __init__(self, start: Tensor, neighbours: Neighbours, codec: Codec, layout: Layout, seed: int) -> None:
         super().__init__(neighbours, codec, layout, start.device, seed)
-        self.vectors |= {"model": start.clone(), "mean": start.clone()}
+        self.vectors |= {self.known: start.clone(), "apart": torch.zeros_like(start)}
+
+    def exchange(self, change: Tensor) -> None:
+        """Have all replicas changed by what a message has of ``change``, which holds the rest afterwards."""
+        told = self.tell(change)
+        self.add(told[0][1], self.vectors[self.known], 1.0)
+        for weight, message in told:
+            self.add(message, self.vectors["apart"], weight)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Mixing``; earlier checkpoints have the weighted mean itself."""
+        vectors = dict(state["vectors"])
+        if "mean" in vectors and self.known in vectors:
+            vectors["apart"] = vectors.pop("mean") - vectors[self.known]
+        super().load_state_dict({**state, "vectors": vectors})
 
 
 class Replicating(Algorithm):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout
-from lightning_compress.gossip.base import Algorithm, Coded, Mixing, check_contractive, check_share
+from lightning_compress.gossip.base import Algorithm, Mixing, Replicas, check_contractive, check_share
 from lightning_compress.gossip.neighbours import Neighbours
 
 
@@ -18,8 +18,8 @@ class Choco(Algorithm):
     """``q_i = Q(x_i - known_i); known_j += q_j; x_i <- x_i + gamma * sum_j W_ij (known_j - known_i)``.
 
     All that neighbours know of each other are the sums of what was sent; what was not sent stays in the difference, so
-    that any contractive codec goes. Kept are ``known_i`` and its weighted mean over the neighbourhood: 8 bytes a
-    parameter. Both begin with the common model (the paper's: with 0).
+    that any contractive codec goes. Kept are ``known_i``, which begins with the common model (the paper's: with 0), and
+    ``sum_j W_ij (known_j - known_i)``: 8 bytes a parameter.
 
     Args:
         gamma: how far to move, in (0, 1]. The coarser the codec, the smaller: 0.4 to 0.5 for signs; too large diverges.
@@ -48,18 +48,15 @@ class Choco(Algorithm):
         return _Mixing(start, neighbours, compressor, layout, seed, self.gamma)
 
 
-class _Mixing(Coded):
+class _Mixing(Replicas):
+    known = "known"
+
     def __init__(
         self, start: Tensor, neighbours: Neighbours, codec: Codec, layout: Layout, seed: int, gamma: float
     ) -> None:
-        super().__init__(neighbours, codec, layout, start.device, seed)
+        super().__init__(start, neighbours, codec, layout, seed)
         self._gamma = gamma
-        self.vectors |= {"known": start.clone(), "mean": start.clone()}
 
     def run(self, vector: Tensor, rate: float) -> None:
-        known, mean = self.vectors["known"], self.vectors["mean"]
-        told = self.tell(vector - known)
-        self.add(told[0][1], known, 1.0)
-        for weight, message in told:
-            self.add(message, mean, weight)
-        vector.add_(mean, alpha=self._gamma).sub_(known, alpha=self._gamma)
+        self.exchange(vector - self.vectors["known"])
+        vector.add_(self.vectors["apart"], alpha=self._gamma)

@@ -24,7 +24,8 @@ class D2(Algorithm):
     A step is what the optimizer does (the paper's: learning rate times gradient), so that momentum and changing rates
     go too. Since ``x_k - step_k`` is what the optimizer leaves, one vector is kept and not the paper's two: by how much
     the last round's mean moved this rank, ``c_k = x_k - (x_(k-1) - step_(k-1))``; what is averaged is the optimizer's
-    result plus ``c_k``. Its mean over the ranks is 0, so the mean of the models is not touched.
+    result plus ``c_k``. Its mean over the ranks is 0, so the mean of the models is not touched; what is added to
+    ``c_k`` is what the edges move, and no difference of models, whose rounding would add up in it.
 
     Tang, Lian, Yan, Zhang, Liu, "D2: Decentralized Training over Decentralized Data", ICML 2018, arXiv 1803.07068.
     """
@@ -64,10 +65,9 @@ class _Mixing(Mixing):
         self.vectors["moved"] = torch.zeros_like(start)
 
     def run(self, vector: Tensor, rate: float) -> None:
-        moved, own = self.vectors["moved"], vector.clone()
+        moved = self.vectors["moved"]
         vector.add_(moved)
-        self._averaging.average(vector, self.numbers, rate)
-        torch.sub(vector, own, out=moved)
+        self._averaging.average(vector, self.numbers, rate, moved)
 
     def figures(self) -> dict[str, float]:
         return self._averaging.figures()

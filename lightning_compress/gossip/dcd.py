@@ -12,12 +12,8 @@ from lightning_compress.gossip.base import Replicas, Replicating
 
 class _Mixing(Replicas):
     def run(self, vector: Tensor, rate: float) -> None:
-        model, mean = self.vectors["model"], self.vectors["mean"]
-        vector.sub_(model).add_(mean).sub_(model)
-        told = self.tell(vector)
-        self.add(told[0][1], model, 1.0)
-        for weight, message in told:
-            self.add(message, mean, weight)
+        model = self.vectors["model"]
+        self.exchange(vector.sub_(model).add_(self.vectors["apart"]))
         vector.copy_(model)
 
 
@@ -27,8 +23,8 @@ class DCD(Replicating):
 
     The noise of the codec becomes part of the model, so it must be unbiased and small: see ``Topology.bearable``, the
     paper's condition on alpha for noise that is each rank's own. At 1 and 2 bits this diverges, as the papers say; what
-    would is refused when a fit begins. Kept are the model of the last round and the weighted mean of the
-    neighbourhood's: 8 bytes a parameter.
+    would is refused when a fit begins. Kept are the model of the last round and how far the weighted mean of the
+    neighbourhood's is from it: 8 bytes a parameter.
 
     Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", NeurIPS 2018, arXiv
     1803.06443.

@@ -57,7 +57,5 @@ class _Mixing(Coded):
 
     def run(self, vector: Tensor, rate: float) -> None:
         error = self.vectors["error"].add_(vector)
-        (kept, own), *theirs = self.tell(error)
-        self.add(own, vector, -self._eta * (1 - kept))
-        for weight, message in theirs:
-            self.add(message, vector, self._eta * weight)
+        for weight, message in self.tell(error, self._eta):
+            self.add(message, vector, weight)

@@ -12,14 +12,15 @@ from lightning_compress.gossip.base import Replicas, Replicating
 
 class _Mixing(Replicas):
     def run(self, vector: Tensor, rate: float) -> None:
-        model, mean, t = self.vectors["model"], self.vectors["mean"], self.round + 1
-        vector.sub_(model).add_(mean)
+        model, apart, t = self.vectors["model"], self.vectors["apart"], self.round + 1
+        vector.add_(apart)
         model.mul_(1 - t / 2).add_(vector, alpha=t / 2)
-        told = self.tell(model)
-        model.copy_(vector)
-        mean.mul_(1 - 2 / t)
+        told = self.tell(model)  # what the message does not have stays in it
+        apart.mul_(t / 2 - 1).sub_(model)
         for weight, message in told:
-            self.add(message, mean, weight * 2 / t)
+            self.add(message, apart, weight)
+        apart.mul_(2 / t)
+        model.copy_(vector)
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class ECD(Replicating):
 
     The noise of an estimate ``y`` falls as 1/t, if that of the codec is bounded whatever it encodes; codecs whose error
     grows with the vector (most) break that, since z does grow, and diverge at few bits. Kept are the model of the last
-    round and the weighted mean of the neighbourhood's estimates: 8 bytes a parameter.
+    round and how far the weighted mean of the neighbourhood's estimates is from it, ``a``, which needs no estimate:
+    ``a <- 2/t ((t/2 - 1) a + sum_j W_ij (C(z_j) - C(z_i)) - (z_i - C(z_i)))``. That is 8 bytes a parameter.
 
     Tang, Gan, Zhang, Zhang, Liu, "Communication Compression for Decentralized Training", NeurIPS 2018, arXiv
     1803.06443.

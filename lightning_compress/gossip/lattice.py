@@ -90,6 +90,7 @@ class Lattice:
         packed: list[Tensor],
         weights: list[float],
         extra: Tensor | None,
+        moved: Tensor | None = None,
     ) -> None:
         """``x += step * sum_j weight_j (n_j - n) + extra``, in place; see ``encode``.
 
@@ -100,20 +101,24 @@ class Lattice:
             packed: a neighbour's codes each.
             weights: of the neighbours.
             extra: float64 ``[n]``, or None.
+            moved: float32 ``[n]``, to which the same is added, or None.
         """
         if self._fast:
             rows = np.stack([each.numpy() for each in packed]) if packed else np.zeros((0, 1), np.uint8)
             more = np.zeros(0) if extra is None else extra.numpy()
+            sums = np.zeros(0, np.float32) if moved is None else moved.numpy()
             given = x.numpy(), step, ROUNDINGS.index(self._rounding), _array(draws), self.bits
-            self._fast.move(*given, rows, np.array(weights, np.float64), more)
+            self._fast.move(*given, rows, np.array(weights, np.float64), more, sums)
             return
         scaled = _scaled(x, step)
         own = torch.floor(scaled + self._shift(draws)).long()
         total = torch.zeros_like(scaled)
         for codes, weight in zip(packed, weights, strict=True):
             total += weight * (self.recover(scaled, draws, codes) - own).double()
-        moved = x.double() + step * total
-        x.copy_(moved if extra is None else moved + extra)
+        change = step * total if extra is None else step * total + extra
+        x.copy_(x.double() + change)
+        if moved is not None:
+            moved.copy_(moved.double() + change)
 
     def recover(self, scaled: Tensor, draws: Tensor | None, packed: Tensor) -> Tensor:
         """The cells of a neighbour's codes, int64 ``[n]``: those with these codes within half of the interval.

@@ -75,8 +75,8 @@ def hash_cells(x, inverse, rounding, draws, first, bits, packed):
 
 
 @kernel
-def move(x, step, rounding, draws, bits, codes, weights, extra):
-    """Move x by the weighted differences of cells, and by ``extra`` where it has any length."""
+def move(x, step, rounding, draws, bits, codes, weights, extra, moved):
+    """Move x, and ``moved``, by the weighted differences of cells and by ``extra``, where these have any length."""
     inverse = 1 / step
     for index in range(len(x)):
         scaled, shift = _scale(x[index], inverse), _draw(draws, index)
@@ -85,5 +85,7 @@ def move(x, step, rounding, draws, bits, codes, weights, extra):
         total = 0.0
         for number in range(len(weights)):
             total += weights[number] * np.float64(_cell(codes[number], index, least, bits) - own)
-        moved = np.float64(x[index]) + step * total
-        x[index] = np.float32(moved if len(extra) == 0 else moved + extra[index])
+        change = step * total if len(extra) == 0 else step * total + extra[index]
+        x[index] = np.float32(np.float64(x[index]) + change)
+        if len(moved):
+            moved[index] = np.float32(np.float64(moved[index]) + change)

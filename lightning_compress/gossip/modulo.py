@@ -77,30 +77,32 @@ class Modulo(Averaging):
         """Theta now; chunks that neighbours did not recover; bytes of hashes and answers, and of what went again."""
         return dict(self._now)
 
-    def average(self, vector: Tensor, numbers: dict[str, float], rate: float) -> None:
+    def average(self, vector: Tensor, numbers: dict[str, float], rate: float, moved: Tensor | None = None) -> None:
         """See ``Averaging``."""
         if numbers["given"] != self._fresh["given"]:
             numbers |= self._fresh
         number, share = int(numbers["round"]), self._settings.share
         weights = {peer: share * weight for peer, weight in self._neighbours.weights(number).items()}
         if isinstance(self._bound, Estimated) and (self._bound.measures(number) or not numbers["theta"]):
-            self._measure(vector, numbers, weights)
+            self._measure(vector, numbers, weights, moved)
             return
         base = self._bound.at(number, rate) or numbers["theta"]  # a schedule may end at 0: then by the last rate above
         if self._settings.verify and number % AGREE == 0:
             self._agree(numbers, base, vector.device)
         if not base:  # and one that begins at 0 has none
-            self._measure(vector, numbers, weights)
+            self._measure(vector, numbers, weights, moved)
             return
         numbers["theta"] = base
         theta = base * numbers["growth"]
         if self._messages is None:
             self._messages = Messages(self._settings, len(vector), vector.device)
         self._messages.key, self._messages.step = mix(self._seed, number), self._settings.step(theta)
-        self._mix(self._messages, vector, weights, numbers, theta)
+        self._mix(self._messages, vector, weights, numbers, theta, moved)
         self._now |= {"theta": theta, "hash_failures": numbers["failures"]}
 
-    def _measure(self, vector: Tensor, numbers: dict[str, float], weights: dict[int, float]) -> None:
+    def _measure(
+        self, vector: Tensor, numbers: dict[str, float], weights: dict[int, float], moved: Tensor | None
+    ) -> None:
         """A round of whole vectors, which tells how far neighbours are apart."""
         theirs = {peer: torch.empty_like(vector) for peer in weights}  # given back: these rounds are few
         self._neighbours.swap(dict.fromkeys(weights, vector), theirs)
@@ -108,7 +110,7 @@ class Modulo(Averaging):
         for each in theirs.values():
             torch.maximum(found, _largest(each, vector), out=found)
         largest = float(self._neighbours.greatest(found))
-        add_differences(vector, theirs, weights)
+        add_differences(vector, theirs, weights, moved)
         numbers |= {"theta": self._margin * largest, "growth": 1.0, "worst": 0.0}
 
     def _agree(self, numbers: dict[str, float], base: float, device: torch.device) -> None:
@@ -124,7 +126,13 @@ class Modulo(Averaging):
         numbers |= {"growth": grown, "worst": 0.0}
 
     def _mix(
-        self, messages: Messages, vector: Tensor, weights: dict[int, float], numbers: dict[str, float], theta: float
+        self,
+        messages: Messages,
+        vector: Tensor,
+        weights: dict[int, float],
+        numbers: dict[str, float],
+        theta: float,
+        moved: Tensor | None,
     ) -> None:
         own = messages.write(vector)
         theirs = self._neighbours.tell(own, int(numbers["round"]))
@@ -138,7 +146,7 @@ class Modulo(Averaging):
             for (_, number), each in exact.items():
                 apart = float(_largest(each, vector[messages.chunks[number]])) / base
                 numbers["worst"] = max(numbers["worst"], apart)
-        messages.move(vector, theirs, weights, exact)
+        messages.move(vector, theirs, weights, exact, moved)
 
     def _failed(self, messages: Messages, vector: Tensor, theirs: dict[int, Tensor]) -> dict[int, list[int]]:
         """Chunks that either side of an edge did not recover; neighbours tell each other before they mix."""
@@ -221,8 +229,12 @@ class Messages:
         theirs: dict[int, Tensor],
         weights: dict[int, float],
         exact: dict[tuple[int, int], Tensor],
+        moved: Tensor | None = None,
     ) -> None:
-        """Move the vector towards neighbours, in place; by what was sent whole, where something was."""
+        """Move the vector towards neighbours, in place; by what was sent whole, where something was.
+
+        ``moved``: see ``Averaging.average``.
+        """
         for number, chunk, draws in self._all():
             own, extra = vector[chunk], None
             whole = [peer for peer in weights if (peer, number) in exact]
@@ -231,7 +243,8 @@ class Messages:
                 extra = difference if extra is None else extra + difference
             coded = [peer for peer in weights if peer not in whole]
             packed = [self._codes(theirs[peer], chunk) for peer in coded]
-            self._lattice.move(own, self.step, draws, packed, [weights[peer] for peer in coded], extra)
+            sums = None if moved is None else moved[chunk]
+            self._lattice.move(own, self.step, draws, packed, [weights[peer] for peer in coded], extra, sums)
 
     def _all(self) -> Iterator[tuple[int, slice, Tensor | None]]:
         for number, chunk in enumerate(self.chunks):

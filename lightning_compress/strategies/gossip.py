@@ -147,6 +147,9 @@ class GossipMixin(UnwrappedMixin):
         self._names = self._mixed(trainer)
         shapes = dict(self.lightning_module.named_parameters())
         layout = Layout.of((name, tuple(shapes[name].shape)) for name in self._names)
+        mixed = set(self._names)  # what a module adds later, as caches are, stays each rank's own
+        rest = ((name, each) for name, each in self.replica().items() if name not in mixed)
+        self._others = [name for name, each in rest if each.is_floating_point()]
         self._algorithm.check_noise(self._compressor, layout, self.topology)
         device = self.root_device
         meter = Meter(device)
@@ -243,18 +246,28 @@ class GossipMixin(UnwrappedMixin):
         }
 
     def _differing(self, named: Mapping[str, Tensor]) -> list[str]:
-        """Frozen parameters and buffers that differ by rank; a mean would round, or overflow, what is constant."""
-        mixed = set(self._names)
-        names = [name for name, each in named.items() if each.is_floating_point() and name not in mixed]
-        if not names:
+        """Frozen parameters and buffers that differ by rank; a mean would round, or overflow, what is constant.
+
+        Raises:
+            ValueError: one has another shape or dtype on another rank; on every rank.
+        """
+        if not self._others:
             return []
-        own = torch.cat([named[name].detach().reshape(-1).float() for name in names]).to(self.root_device)
-        said = torch.cat([own, -own])
+        found = [named.get(name) for name in self._others]
+        kinds = ["gone" if each is None else f"{each.dtype} of shape {tuple(each.shape)}" for each in found]
+        own = torch.tensor([sidecar.checksum(each) for each in (*kinds, *found)], device=self.root_device)
+        said = torch.stack([own, -own])
         with failures.explained(f"averaging all models after {self.attempts} steps", self.global_rank):
             self._counted.all_reduce_max(said)
-        most, least = said.chunk(2)
-        same = (most == -least).split([named[name].numel() for name in names])
-        return [name for name, each in zip(names, same, strict=True) if not bool(each.all())]
+        alike, same = (said[0] == -said[1]).view(2, -1).tolist()
+        if not all(alike):
+            at = alike.index(False)
+            raise ValueError(
+                f"the models of the ranks cannot be averaged: {self._others[at]!r} is {kinds[at]} on rank "
+                f"{self.global_rank}, and not so on another one; keep the same shape and dtype on all ranks, or keep "
+                "what is each rank's own in a plain attribute"
+            )
+        return [name for name, each in zip(self._others, same, strict=True) if not each]
 
     def average_model(self) -> None:
         """All ranks have the exact mean."""

@@ -103,9 +103,9 @@ def test_kernels_write_what_tensor_operations_write(settings):
         mine = mine.clone()
         _, other = message_of(settings, theirs, by=by)
         wrong = messages.wrong(own, {2: other, 4: mine})
-        x = own.clone()
-        messages.move(x, {2: other, 4: mine}, {2: 0.3, 4: 0.25}, {(4, 1): x[CHUNK:] + 1})
-        moved.append((mine, other, wrong[2], wrong[4], x))
+        x, sums = own.clone(), torch.full_like(own, 0.01)
+        messages.move(x, {2: other, 4: mine}, {2: 0.3, 4: 0.25}, {(4, 1): x[CHUNK:] + 1}, sums)
+        moved.append((mine, other, wrong[2], wrong[4], x, sums))
     for fast, slow in zip(*moved, strict=True):
         assert fast.numpy().tobytes() == slow.numpy().tobytes()
     assert moved[0][2].tolist() == [1, 0]

@@ -215,6 +215,7 @@ class Constants(Validated):
 
     def on_train_batch_end(self, *_):
         self.own.fill_(dist.get_rank())
+        self.register_buffer("late", torch.ones(1 + dist.get_rank()), persistent=False)  # as caches are
 
 
 def _constants():
@@ -253,12 +254,24 @@ def _averaged_states(plain):
             return torch.optim.SGD(self.parameters(), 0.05)
 
     trainer, model = fit(GossipStrategy(average_states=True), Plain if plain else Scaled, max_epochs=1)
-    return 0 if plain else sum(each.numel() for each in _states(trainer.optimizers)), parameters(model).numel()
+    numels = [each.numel() for kept in _states(trainer.optimizers) for each in kept.values()]
+    return sum(numels), parameters(model).numel()
 
 
 def test_step_counts_are_no_states_to_average(pools):
     assert all(found == 2 * numel for found, numel in pools[2].run(_averaged_states, False))
     assert pools[2].run(_averaged_states, True)[0][0] == 0  # SGD keeps nothing
+
+
+class Grows(Net):
+    """With a cache as long as the longest input of its rank."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+
+    def on_train_batch_end(self, *_):
+        self.cache = torch.ones(4 + dist.get_rank())
 
 
 class Halves(Net):
@@ -290,6 +303,7 @@ REFUSED = {
         "the settings of gossip differ over the ranks",
     ),
     "atomo": (lambda: fit(GossipStrategy("dcd", compressor="atomo")), "would diverge with ATOMO(rank=3)"),
+    "grows": (lambda: fit(GossipStrategy(), Grows), "cannot be averaged: 'cache' is torch.float32 of shape ("),
     "unfrozen": (lambda: fit(GossipStrategy(), Frozen), "was frozen when the fit began"),
     "swaps": (
         lambda: fit(GossipStrategy(topology=[[0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0]])),
