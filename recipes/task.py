@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
@@ -117,9 +120,22 @@ class Task(LightningModule, ABC):
         """
 
     def on_train_start(self) -> None:
-        """Let every rank drop other units than the others: their examples are other ones."""
-        seed = own_seed(torch.initial_seed(), self.global_rank)
-        torch.manual_seed(own_seed(seed, self.global_step))  # a run that goes on draws others than it began with
+        """Let every rank drop other units than the others, and a run that goes on see what it would have seen."""
+        self.own_seed = own_seed(torch.initial_seed(), self.global_rank)
+        go_on_reading(self.trainer)
+
+    def on_train_epoch_start(self) -> None:
+        """Tell the sampler the epoch: with max_steps, Lightning counts one more when a run goes on."""
+        loop: Any = self.trainer.fit_loop
+        for loader in loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, self.current_epoch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Draw what is dropped from rank, epoch and batch alone, so that a run that goes on draws the same."""
+        seed = own_seed(own_seed(self.own_seed, self.current_epoch), batch_idx)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed, which looks for all kinds of devices, is slow
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the recipe's name, and the facts of the data."""
@@ -159,6 +175,26 @@ class Task(LightningModule, ABC):
             rank_zero_warn(f"the warm-up of {warmup} steps outlasts the run of {total}: lower recipe.{setting}")
         optimizer = self.make_optimizer(parameter_groups(self.model, decay_norm=self.decay_norm))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def go_on_reading(trainer: Trainer) -> None:
+    """Let a run that goes on from a checkpoint read on where that was written, also in the middle of an epoch.
+
+    Its loader was made, and loader processes began to read, before Lightning told it the epoch. What was read already
+    of an epoch is read again, and left out.
+
+    Args:
+        trainer: whose training starts.
+    """
+    loop: Any = trainer.fit_loop
+    epoch = loop.epoch_progress.current
+    within = epoch.ready > epoch.processed  # an epoch had begun, and not ended
+    done = loop.epoch_loop.batch_progress.current.processed if within else 0
+    if epoch.processed or done:
+        for loader in loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, epoch.processed)
+        iter(loop._data_fetcher)
+        deque(islice(loop._data_fetcher.iterator, done), maxlen=0)
 
 
 def parameter_groups(model: nn.Module, *, decay_norm: bool = False) -> list[dict[str, object]]:

@@ -65,6 +65,8 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec.` is deprecated")
     # A recipe's metrics count every example once, whatever the sampler repeats.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    # A recipe does go on in the middle of an epoch: see recipes.task.go_on_reading.
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     null_for_none(cfg)
     folder = writable(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

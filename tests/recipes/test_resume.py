@@ -1,0 +1,113 @@
+"""A run that goes on from a checkpoint is the run that was never interrupted, whatever it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
+from torch import nn
+
+from recipes.lstm_speech.module import SpeechModule
+from recipes.lstm_speech.wavdir import WavDir
+from recipes.nmt.module import TranslationModule
+from recipes.resnet.digits import Digits
+from recipes.resnet.imagefolder import ImageFolder
+from recipes.resnet.module import Classifier
+from recipes.task import Task
+from tests.helpers.sounds import write_wavdir
+from tests.recipes.test_nmt import QUIET, TINY, tiny_data
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+
+class Dropping(Classifier):
+    """A layer behind a dropout."""
+
+    recipe = "dropping"
+
+    def __init__(self, pixels: int, classes: int) -> None:
+        layers = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(pixels, classes))
+        super().__init__(layers, classes, optimizer=partial(torch.optim.SGD, lr=0.01), schedule="constant")
+
+
+def digits(_: Path) -> tuple[LightningDataModule, Task]:
+    return Digits(batch_size=32, train_size=160, val_size=32, augment=True), Dropping(64, 10)
+
+
+def folder(path: Path, workers: int) -> tuple[LightningDataModule, Task]:
+    rng = np.random.default_rng(0)
+    for part, name in ((part, name) for part in ("train", "val") for name in "ab"):
+        if not (path / part / name).exists():
+            (path / part / name).mkdir(parents=True)
+            for number in range(6 if part == "train" else 1):
+                pixels = rng.integers(0, 256, (9 + number, 10, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(path / part / name / f"{number}.png")
+    return ImageFolder(root=str(path), batch_size=4, size=8, num_workers=workers), Dropping(192, 2)
+
+
+def speech(path: Path) -> tuple[LightningDataModule, Task]:
+    data = WavDir(root=str(write_wavdir(path, ("do", "re", "mi", "do re"))), val=None, batch_size=2)
+    return data, SpeechModule(**data.dims, layers=2, hidden=8, dropout=0.3)
+
+
+def translation(path: Path) -> tuple[LightningDataModule, Task]:
+    data = tiny_data(path, val_size=0)
+    return data, TranslationModule(optimizer=partial(torch.optim.Adam, lr=5e-3), **data.dims, **TINY | {"dropout": 0.1})
+
+
+MADE: dict[str, Callable[[Path], tuple[LightningDataModule, Task]]] = {
+    "digits": digits,
+    "pictures": partial(folder, workers=0),
+    "pictures by workers": partial(folder, workers=1),
+    "speech": speech,
+    "translation": translation,
+}
+EACH_EPOCH = {"every_n_epochs": 1}
+
+
+def weights(kind: str, path: Path, start: Path | None = None, save: Any = None, **settings: Any) -> dict[str, Any]:
+    """What a training of three epochs ends with."""
+    seed_everything(3, verbose=False)
+    data, module = MADE[kind](path / "data")
+    keep = {"dirpath": path / "kept", "filename": "{step}", "save_top_k": -1}
+    watching = (
+        {"callbacks": [ModelCheckpoint(**keep, **save)], "enable_checkpointing": True} if save is not None else {}
+    )
+    trainer = Trainer(**QUIET | {"max_epochs": 3} | watching | settings)
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "save", "settings"),
+    [
+        *((kind, EACH_EPOCH, {}) for kind in MADE),
+        ("digits", {"every_n_train_steps": 4}, {}),  # in the middle of an epoch of five
+        ("digits", {}, {"val_check_interval": 2}),
+        ("digits", EACH_EPOCH, {"max_epochs": -1, "max_steps": 15}),
+        ("pictures by workers", {"every_n_train_steps": 2}, {}),
+        ("speech", {"every_n_train_steps": 1}, {"limit_val_batches": 0}),
+        ("translation", {"every_n_train_steps": 4}, {}),
+    ],
+)
+def test_goes_on_bit_for_bit(kind: str, save: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    expected = weights(kind, tmp_path, save=save, **settings)
+    kept = sorted(tmp_path.glob("kept/*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+    for start in (kept[0], kept[len(kept) // 2]):
+        found = weights(kind, tmp_path, start, **settings)
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), start
