@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from torch import nn
 
+from lightning_compress import CompressedDDPStrategy
 from recipes.lstm_speech.module import SpeechModule
 from recipes.lstm_speech.wavdir import WavDir
 from recipes.nmt.module import TranslationModule
+from recipes.record import COSTS, Recorder
 from recipes.resnet.digits import Digits
 from recipes.resnet.imagefolder import ImageFolder
 from recipes.resnet.module import Classifier
 from recipes.task import Task
+from tests.helpers.processes import Pools
 from tests.helpers.sounds import write_wavdir
 from tests.recipes.test_nmt import QUIET, TINY, tiny_data
 
@@ -111,3 +115,27 @@ def test_goes_on_bit_for_bit(kind: str, save: Any, settings: dict[str, Any], tmp
     for start in (kept[0], kept[len(kept) // 2]):
         found = weights(kind, tmp_path, start, **settings)
         assert all(torch.equal(found[key], value) for key, value in expected.items()), start
+
+
+def costs(path: str, epochs: int, start: str | None) -> dict[str, float]:
+    """What a rank's recorder counts, of a training that leaves a checkpoint."""
+    seed_everything(3, verbose=False)
+    (data, module), recorder = digits(Path(path)), Recorder()
+    strategy = CompressedDDPStrategy({"name": "topk", "density": 0.1}, min_numel=1)
+    trainer = Trainer(**QUIET | {"devices": 2, "max_epochs": epochs}, strategy=strategy, callbacks=[recorder])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=data, ckpt_path=start)
+        trainer.save_checkpoint(f"{path}/{epochs}.ckpt")
+    return {name: float(trainer.callback_metrics[f"run/{name}"]) for name in COSTS}
+
+
+def test_counts_on(tmp_path: Path, pools: Pools) -> None:
+    (whole, _), (half, _) = (pools[2].run(costs, str(tmp_path), epochs, None) for epochs in (4, 2))
+    found, _ = pools[2].run(costs, str(tmp_path), 4, str(tmp_path / "2.ckpt"))
+    assert found["seconds"] > half["seconds"]
+    timed = ("seconds", "step_ms")
+    assert {name: value for name, value in found.items() if name not in timed} == {
+        name: value for name, value in whole.items() if name not in timed
+    }
+    assert whole["steps"] == 2 * half["steps"] == 8
