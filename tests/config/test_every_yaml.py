@@ -117,6 +117,23 @@ def test_strategy_shows_every_setting_of_ours(path: Path) -> None:
     assert settings < set(shown)
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "strategy"], ids=name)
+def test_the_seed_is_the_strategys_too(path: Path) -> None:
+    assert composed(name(path), "seed=7").strategy.seed == 7
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "experiment"], ids=name)
+def test_experiments_set_what_their_papers_do(path: Path) -> None:
+    cfg, usual = composed(name(path)), {"resnet": 1e-4, "nmt": 1e-5, "lstm_speech": 1e-5}
+    if cfg.compressor._target_ == "lightning_compress.corrections.DGC":  # decay goes through no momentum there
+        assert cfg.optimizer.weight_decay == pytest.approx(10 * usual[str(recipe_of(cfg.recipe))])
+    if cfg.recipe.get("depth") == 110:  # He et al. 2015, section 4.2
+        assert (cfg.recipe.warmup_start, cfg.recipe.warmup_epochs) == (0.1, 1.0)
+    if "else as He et al. 2015" in path.read_text():
+        he = composed("experiment=resnet_he2015")
+        assert all(cfg.recipe[key] == he.recipe[key] for key in ("decay_norm", "zero_gamma", "schedule"))
+
+
 def test_a_strategys_compressor_is_the_group() -> None:
     command = "strategy=gossip strategy.algorithm=d2 strategy.compressor=moniqua strategy.compressor.bits=1"
     _, _, trainer = built(composed(*by_group(command.split())))

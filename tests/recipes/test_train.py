@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.errors import InstantiationException
@@ -17,9 +18,10 @@ from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
 
 from recipes.build import build
+from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import PARENT
 from recipes.record import read_result
-from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_idle, refuse_multirun, refuse_unwritable
+from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_multirun, refuse_unwritable
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
@@ -218,6 +220,13 @@ def test_what_multirun_refuses(mode: RunMode, overrides: list[str], refused: boo
             "compressor=lightning_compress.codecs.TopK has no effect: one process sends no gradients",
         ),
         (["exchange=two_shot"], "exchange=lightning_compress.exchanges.TwoShot has no effect: one process"),
+        *(
+            (
+                ["trainer=cpu_2proc", "strategy=sparseloco", f"compressor={each}"],
+                "has no effect: the strategy has its own, strategy.compressor=sparseloco; leave compressor out",
+            )
+            for each in ("topk", "none")
+        ),
         (
             ["trainer=cpu_2proc", "compressor=fft", "recovery=theta"],
             "recovery has no effect: it is none of trainer.callbacks",
@@ -265,11 +274,29 @@ def test_heads_are_of_the_transformer() -> None:
         ["trainer.strategy=ddp"],
         ["trainer=cpu_2proc", "compressor=topk", "exchange=two_shot"],
         ["experiment=resnet_recovery"],
+        ["trainer=cpu_2proc", "strategy=sparseloco"],
+        ["trainer=cpu_2proc", "strategy=sparseloco", "compressor=topk", "strategy.compressor=${compressor}"],
     ],
 )
 def test_what_has_an_effect_is_not(overrides: list[str]) -> None:
     cfg = composed("trainer=cpu", *overrides)
     refuse_idle(cfg, build(cfg.trainer))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["compressor=topk", "strategy.warmup_steps=20"], "strategy.warmup_steps=20"),
+        (["compressor=onebit_adam", "compressor.freeze_steps=30"], "compressor.freeze_steps=30"),
+        (["strategy=post_local_sgd"], "strategy.averaged_steps=1000"),
+    ],
+)
+def test_a_first_phase_as_long_as_the_run_is_named(overrides: list[str], name: str) -> None:
+    warner = Outlasted.of(composed("trainer=cpu_2proc", *overrides))
+    with pytest.warns(UserWarning, match=re.escape(f"{name}: the run ends after 20 steps")):
+        warner.on_train_start(SimpleNamespace(estimated_stepping_batches=20, world_size=2), None)
+    for steps, ranks in ((1001, 2), (20, 1)):
+        warner.on_train_start(SimpleNamespace(estimated_stepping_batches=steps, world_size=ranks), None)
 
 
 def _in_a_process_of_its_own(logger: CSVLogger, metrics: dict[str, float], step: int) -> None:
