@@ -89,8 +89,8 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
     for group in IDLE if compresses or gossips else ():  # none is a choice here, too
         if cfg[group] != _plain(group)[0] and (own := cfg.strategy.get(group)) != cfg[group]:
             raise ValueError(
-                f"{group}={cfg[group].get('_target_')} has no effect: the strategy has its own, strategy.{group}={own}; "
-                f"leave {group} out, or take 'strategy.{group}=${{{group}}}'"
+                f"{group}={cfg[group].get('_target_')} has no effect: the strategy has its own, "
+                f"strategy.{group}={own}; leave {group} out, or take 'strategy.{group}=${{{group}}}'"
             )
     if trainer.world_size == 1 and any(isinstance(each, SufficientFactors) for each in callbacks):
         raise ValueError(

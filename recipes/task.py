@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_compress.backward.pruning import shrink
 from recipes.draws import own_seed
 from recipes.schedule import Schedule, lr_factor
 
@@ -144,14 +145,26 @@ class Task(LightningModule, ABC):
         checkpoint["facts"] = getattr(data, "facts", self.facts)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another recipe.
+        """Refuse a checkpoint of another recipe or model; leave out the neurons that meSimp removed from its own.
 
         Raises:
-            ValueError: it is one.
+            ValueError: it is one, or it is not known which layers lost neurons.
         """
         found = checkpoint.get("recipe", self.recipe)
         if found != self.recipe:
             raise ValueError(f"this checkpoint is of recipe={found}, the model is of recipe={self.recipe}")
+        if any(name.startswith("MeSimp") for name in checkpoint.get("callbacks", {})):
+            shrink(self, checkpoint["state_dict"])
+        theirs, ours = (
+            {key: each.shape for key, each in of.items()} for of in (checkpoint["state_dict"], self.state_dict())
+        )
+        if other := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
+            told = {key: value for key, value in checkpoint.get("hyper_parameters", {}).items() if key in self.hparams}
+            settings = [f"{key}={value}" for key, value in told.items() if self.hparams[key] != value]
+            raise ValueError(
+                f"this checkpoint is of another model, by {len(other)} parameters such as {other[0]}; make the model "
+                f"as it was made{': ' if settings else ''}{', '.join(settings)}"
+            )
         self.facts = checkpoint.get("facts", {})
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from recipes.build import CONF, build, refuse_foreign_data
 from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
+from recipes.predict import read_checkpoint
 from recipes.record import Recorder, describe, write_result
 from recipes.task import Score, Task
 from recipes.tracking import WandbLogger
@@ -61,8 +63,10 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     folder = writable(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     refuse_foreign_data(cfg)
-    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).exists():
-        raise ValueError(f"ckpt_path={cfg.ckpt_path}: there is no such checkpoint; null begins anew")
+    if cfg.ckpt_path is not None:
+        if not Path(cfg.ckpt_path).exists():
+            raise ValueError(f"ckpt_path={cfg.ckpt_path}: there is no such checkpoint; null begins anew")
+        read_checkpoint(cfg.ckpt_path)  # before anything else takes its time
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
@@ -80,6 +84,11 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     go_on_writing(trainer.loggers)
     fitted = dict(trainer.callback_metrics)
+    if "run/steps" not in fitted:
+        raise ValueError(
+            f"not one step was left to train: trainer.max_epochs={trainer.max_epochs}, trainer.max_steps="
+            f"{trainer.max_steps}, ckpt_path={cfg.ckpt_path}; raise what ends the training, or null for ckpt_path"
+        )
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):  # of spawned processes, what this one has not seen
             logger.so_far = {
@@ -222,6 +231,11 @@ def main(cfg: DictConfig) -> float:
 def in_a_line(error: Exception) -> str:
     """A wrong setting or damaged data, as people want to read it; empty: it is something else."""
     cause = error.__cause__ if isinstance(error, InstantiationException) else error
+    if isinstance(cause, TypeError) and (found := re.search(r"unexpected keyword argument '(\w+)'", str(cause))):
+        # Hydra's words: Error in call to target 'recipes.lstm_speech.spoken.Spoken': ... full_key: data
+        target, setting = str(error).split("'")[1], f"{str(error).rpartition('full_key: ')[2]}.{found[1]}"
+        reason = "what sets it, such as an experiment, is for another one"
+        cause = ValueError(f"{setting} is no setting of {target}; {reason}; leave one of the two out, or ~{setting}")
     return f"ValueError: {cause} (HYDRA_FULL_ERROR=1 shows where)" if isinstance(cause, ValueError) else ""
 
 

@@ -16,14 +16,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from torch import nn
 
-from lightning_compress import CompressedDDPStrategy
+from lightning_compress import CompressedDDPStrategy, MeSimp
+from recipes import predict
 from recipes.lstm_speech.module import SpeechModule
 from recipes.lstm_speech.wavdir import WavDir
 from recipes.nmt.module import TranslationModule
 from recipes.record import COSTS, Recorder
 from recipes.resnet.digits import Digits
 from recipes.resnet.imagefolder import ImageFolder
-from recipes.resnet.module import Classifier
+from recipes.resnet.module import AlexNetModule, Classifier
 from recipes.task import Task
 from tests.helpers.processes import Pools
 from tests.helpers.sounds import write_wavdir
@@ -115,6 +116,34 @@ def test_goes_on_bit_for_bit(kind: str, save: Any, settings: dict[str, Any], tmp
     for start in (kept[0], kept[len(kept) // 2]):
         found = weights(kind, tmp_path, start, **settings)
         assert all(torch.equal(found[key], value) for key, value in expected.items()), start
+
+
+def smaller(path: Path, start: Path | None = None) -> AlexNetModule:
+    """A model that loses neurons after each epoch, and has learnt for two, or three."""
+    seed_everything(3, verbose=False)
+    data = Digits(batch_size=32, train_size=64, val_size=0)
+    module = AlexNetModule(**data.dims, hidden=32, schedule="constant")
+    pruner = MeSimp(0.1, cycle=1, prune=0.5, skip=["*features*"])
+    trainer = Trainer(**QUIET | {"max_epochs": 3 if start else 2}, callbacks=[pruner])
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    trainer.save_checkpoint(path)
+    return module
+
+
+def test_neurons_that_were_removed_stay_so(tmp_path: Path) -> None:
+    first = smaller(tmp_path / "2.ckpt")
+    size = first.model.classifier[1].out_features
+    assert size < 32
+    loaded = predict.load(str(tmp_path / "2.ckpt"))
+    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in first.state_dict().items())
+    assert smaller(tmp_path / "3.ckpt", tmp_path / "2.ckpt").model.classifier[1].out_features <= size
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_a_line() -> None:
+    ours, theirs = (AlexNetModule(in_channels=1, image_size=8, hidden=hidden) for hidden in (16, 32))
+    saved = {"state_dict": theirs.state_dict(), "hyper_parameters": dict(theirs.hparams)}
+    with pytest.raises(ValueError, match=r"of another model, by 5 parameters such as .*; make .*: hidden=32$"):
+        ours.on_load_checkpoint(saved)
 
 
 def costs(path: str, epochs: int, start: str | None) -> dict[str, float]:

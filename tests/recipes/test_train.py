@@ -162,6 +162,22 @@ def test_errors_in_a_line() -> None:
     with pytest.raises(InstantiationException) as info:
         build(composed("recipe.depth=21").recipe)
     assert in_a_line(info.value).startswith("ValueError: depth=21")
+    for overrides, node, words in (
+        (
+            ["recipe=lstm_speech", "data=spoken", "+data.leave_out=theo"],
+            "data",
+            "data.leave_out is no setting of recipes.",
+        ),
+        (
+            ["recipe=alexnet", "+recipe.depth=20"],
+            "recipe",
+            "recipe.depth is no setting of recipes.resnet.module.AlexNet",
+        ),
+    ):
+        with pytest.raises(InstantiationException) as info:
+            build(composed(*overrides)[node])
+        assert in_a_line(info.value).startswith(f"ValueError: {words}")
+        assert "\n" not in in_a_line(info.value)
     assert in_a_line(RuntimeError("?")) == ""
 
 
@@ -329,11 +345,18 @@ def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("ckpt_path=nowhere.ckpt", "there is no such checkpoint"), ("trainer.limit_test_batches=0", "judged by its test")],
+    [
+        ("ckpt_path=nowhere.ckpt", "there is no such checkpoint"),
+        ("ckpt_path=.", "it is a folder; a checkpoint is a file"),
+        ("ckpt_path=text.ckpt", "text.ckpt cannot be read: it is damaged, no checkpoint at all"),
+        ("trainer.max_epochs=0", "not one step was left to train: trainer.max_epochs=0"),
+        ("trainer.limit_test_batches=0", "judged by its test"),
+    ],
 )
 def test_what_a_run_cannot_do_is_said_before_it_begins(
     override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("text.ckpt").write_text("no checkpoint")
     with pytest.raises(ValueError, match=words):
         run_recipe(composed("trainer=cpu", "debug=fast", override))
