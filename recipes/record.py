@@ -67,8 +67,9 @@ class Recorder(Callback):
         self.seconds, self._before = state_dict["seconds"], self._before | state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See from where the steps count."""
+        """See from where the steps count; a run that goes on in the middle of an epoch begins none."""
         self._done = trainer.global_step
+        self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
