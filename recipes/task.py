@@ -122,7 +122,7 @@ class Task(LightningModule, ABC):
 
     def on_train_start(self) -> None:
         """Let every rank drop other units than the others, and a run that goes on see what it would have seen."""
-        self.own_seed = own_seed(torch.initial_seed(), self.global_rank)
+        self.rank_seed = own_seed(torch.initial_seed(), self.global_rank)
         go_on_reading(self.trainer)
 
     def on_train_epoch_start(self) -> None:
@@ -133,7 +133,7 @@ class Task(LightningModule, ABC):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Draw what is dropped from rank, epoch and batch alone, so that a run that goes on draws the same."""
-        seed = own_seed(own_seed(self.own_seed, self.current_epoch), batch_idx)
+        seed = own_seed(own_seed(self.rank_seed, self.current_epoch), batch_idx)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed, which looks for all kinds of devices, is slow
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
@@ -156,7 +156,8 @@ class Task(LightningModule, ABC):
         if any(name.startswith("MeSimp") for name in checkpoint.get("callbacks", {})):
             shrink(self, checkpoint["state_dict"])
         theirs, ours = (
-            {key: each.shape for key, each in of.items()} for of in (checkpoint["state_dict"], self.state_dict())
+            {key: getattr(each, "shape", None) for key, each in state.items()}
+            for state in (checkpoint["state_dict"], self.state_dict())
         )
         if other := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
             told = {key: value for key, value in checkpoint.get("hyper_parameters", {}).items() if key in self.hparams}

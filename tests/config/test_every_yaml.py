@@ -20,7 +20,8 @@ from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.strategies.local_sgd import PRESETS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
-from recipes.build import recipe_of, refuse_foreign_data
+from recipes.build import build, recipe_of, refuse_foreign_data
+from recipes.idle import Outlasted, refuse_idle
 from recipes.train import by_group
 from tests.config.composing import CONF, built, composed, lay_out
 from tests.helpers.sounds import write_wavdir
@@ -94,7 +95,16 @@ def test_head_comment_has_a_command_that_composes(path: Path) -> None:
     assert len(commands) == 1
     words = shlex.split(commands[0].removeprefix("# run: "), comments=True)
     assert words[:3] == ["python", "-m", "recipes.train"]
-    OmegaConf.resolve(composed(*words[3:]))
+    cfg = composed(*by_group(words[3:]))
+    OmegaConf.resolve(cfg)
+    if cfg.data._target_ == "recipes.resnet.digits.Digits":  # what it shows happens, and within the run
+        steps = cfg.trainer.max_epochs * (1257 // (cfg.trainer.devices * cfg.data.batch_size))
+        assert all(length < steps for length in Outlasted.of(cfg).phases.values()) or path.parent.name == "debug"
+    if cfg.trainer.accelerator != "gpu":
+        trainer = build(cfg.trainer)
+        if cfg.get("backward"):
+            trainer.callbacks.insert(0, build(cfg.backward))
+        refuse_idle(cfg, trainer)
 
 
 @pytest.mark.parametrize(
