@@ -69,7 +69,7 @@ class BucketSampler(DistributedSampler[list[int]]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's batches of the epoch that ``set_epoch`` told."""
+        """This rank's batches of the epoch that ``set_epoch`` told, until the first is asked for."""
         rng = np.random.default_rng((self.seed, self.epoch))
         order = np.arange(len(self.lengths))
         if self.shuffle:
@@ -78,10 +78,11 @@ class BucketSampler(DistributedSampler[list[int]]):
         ranks = self.num_replicas
         if not self.shuffle:
             batches += [[]] * (-len(batches) % ranks)
-            return iter(batches[self.rank :: ranks])
+            yield from batches[self.rank :: ranks]
+            return
         left_out = set(rng.permutation(len(batches))[: len(batches) % ranks].tolist())
         batches = [batch for number, batch in enumerate(batches) if number not in left_out]
-        return iter([batches[turn * ranks + self.rank] for turn in rng.permutation(len(self))])
+        yield from (batches[turn * ranks + self.rank] for turn in rng.permutation(len(self)))
 
     def _buckets(self) -> NDArray[np.int64]:
         """Each row's bucket, as the longest length in it: what a batch is cut by must be the same in every epoch."""

@@ -171,6 +171,7 @@ def _check_axis(where: str, axis: Any) -> None:
         raise ValueError(f"{where}: write {{values: [...]}}, {{value: ...}} or {{min: ..., max: ...}}")
     if axis.get("distribution", "constant") not in DISTRIBUTIONS:
         raise ValueError(f"{where}: distribution={axis['distribution']}: choose from {', '.join(DISTRIBUTIONS)}")
+    _check_range(where, axis)
     for value in [*axis.get("values", []), axis.get("value")]:
         if isinstance(value, dict):
             raise ValueError(f"{where}: the mapping {value} would arrive as Python's text; write dotted names")
@@ -180,6 +181,20 @@ def _check_axis(where: str, axis: Any) -> None:
             and not re.fullmatch(r"'.*'|\".*\"|\[.*\]|\{.*\}", value)
         ):
             raise ValueError(f"{where}: Hydra would take {value!r} apart; quote it once more: \"'{value}'\"")
+
+
+def _check_range(where: str, axis: Mapping[str, Any]) -> None:
+    """``min`` and ``max``, of which YAML reads 1e-4, without a point, as a text."""
+    ends = [axis[end] for end in ("min", "max") if end in axis]
+    kind = axis.get("distribution")
+    wanted = (int,) if kind == "int_uniform" else (int, float)
+    if wrong := [end for end in ends if isinstance(end, bool) or not isinstance(end, wanted)]:
+        number = "a whole number" if kind == "int_uniform" else "a number; YAML wants a point in it, as in 1.0e-4"
+        raise ValueError(f"{where}: min and max: {wrong[0]!r} is not {number}")
+    if len(ends) == 2 and ends[0] > ends[1]:
+        raise ValueError(f"{where}: min={ends[0]} is above max={ends[1]}; swap them")
+    if kind == "log_uniform_values" and ends and min(ends) <= 0:
+        raise ValueError(f"{where}: min={min(ends)}: log_uniform_values is for numbers above 0")
 
 
 def _fixed(path: Path, command: Any) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from recipes.task import Task
 
-__all__ = ["load", "main"]
+__all__ = ["load", "main", "read_checkpoint"]
 
 CONF = Path(__file__).parents[1] / "conf" / "recipe"
 RECIPES = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -37,7 +37,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         ValueError: it is not there, or is no checkpoint of a recipe.
     """
     if not Path(path).is_file():
-        raise ValueError(f"checkpoint {path}: there is no such file")
+        problem = "it is a folder; a checkpoint is a file" if Path(path).is_dir() else "there is no such file"
+        raise ValueError(f"checkpoint {path}: {problem}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
@@ -77,11 +78,11 @@ def load(path: str, recipe: str | None = None) -> Task:
     cls = module_of(found)
     try:
         model = cls(**checkpoint.get("hyper_parameters", {}))
+        model.on_load_checkpoint(checkpoint)
         model.load_state_dict(checkpoint["state_dict"])
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, ValueError) as error:
         line = " ".join(str(error).split())
         raise ValueError(f"checkpoint {path} does not fit recipe={found} of this version: {line[:200]}") from error
-    model.on_load_checkpoint(checkpoint)
     return model.eval()
 
 

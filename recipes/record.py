@@ -53,20 +53,23 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.seconds = 0.0
         self.steps: list[float] = []
+        self.traffic: dict[str, float] = {}
+        self._before: dict[str, Any] = {"steps": 0, "traffic": {}}
         self._since = self._step = self._paused = 0.0
         self._done = 0
 
     def state_dict(self) -> dict[str, Any]:
         """So that a resumed run goes on counting."""
-        return {"seconds": self.seconds}
+        return {"seconds": self.seconds, "steps": self._before["steps"] + len(self.steps), "traffic": self.traffic}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See ``state_dict``."""
-        self.seconds = state_dict["seconds"]
+        self.seconds, self._before = state_dict["seconds"], self._before | state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See from where the steps count."""
+        """See from where the steps count; a run that goes on in the middle of an epoch begins none."""
         self._done = trainer.global_step
+        self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -93,10 +96,11 @@ class Recorder(Callback):
         self._done = trainer.global_step
         self.steps.append(self._step)
         self._step = 0.0
-        seconds, sent = {"time/seconds": self.seconds}, _traffic(trainer)
+        self._look(trainer)
+        seconds = {"time/seconds": self.seconds}
         for logger in trainer.loggers:
             if hasattr(logger, "so_far"):
-                logger.so_far = seconds | {"comm/total_bytes_sent": sent.get("total_bytes_sent", 0.0)}
+                logger.so_far = seconds | {"comm/total_bytes_sent": self.traffic.get("total_bytes_sent", 0.0)}
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what self.log goes by
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (row + 1) % every == 0:
@@ -110,14 +114,20 @@ class Recorder(Callback):
             {f"run/{name}": torch.tensor(costs[name], dtype=torch.float64) for name in COSTS}
         )
 
+    def _look(self, trainer: Trainer) -> None:
+        """Add what was sent since this process began to what was sent before."""
+        now, before = _traffic(trainer), self._before["traffic"]
+        self.traffic = {name: now.get(name, 0.0) + before.get(name, 0.0) for name in now | before}
+
     def costs(self, trainer: Trainer) -> dict[str, float]:
         """What the training cost so far, by the names of ``COSTS``."""
-        sent = _traffic(trainer)
+        self._look(trainer)
+        sent, taken = self.traffic, self._before["steps"] + len(self.steps)
         total, dense = sent.get("total_bytes_sent", 0.0), sent.get("total_bytes_dense", 0.0)
-        steps = max(sent.get("steps", len(self.steps)), 1.0)
+        steps = max(sent.get("steps", taken), 1.0)
         timed = self.steps[WARM_STEPS:] or self.steps[-1:] or [0.0]
         return {
-            "steps": float(len(self.steps)),
+            "steps": float(taken),
             "seconds": self.seconds,
             "step_ms": 1e3 * statistics.median(timed),
             "bytes_per_step": total / steps,

@@ -97,9 +97,9 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
         f"{'; '.join(dict.fromkeys(row['versions'] for row in rows))}."
         + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
         f"    {shared}",
-        "and for the other rows, in place of the compressor:",
+        "and for the other rows, in place of the compressor:" if found[1:] else "",
+        "\n".join(f"- {line.label}: `{line.rows[0]['settings']}`" for line in found[1:]),
         "\n".join("| " + " | ".join(cells) + " |" for cells in table),
-        "\n".join(f"- {line.label}: `{line.rows[0]['settings']}`" for line in found),
         f"![{metric} against bytes]({comparison.name}.png)",
     ]
     return "\n\n".join(part for part in said if part) + "\n"

@@ -51,7 +51,7 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
     cells = sweep.cells()
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / "cells.csv"
-    columns = ["cell", *sweep.axes, "status", "metric", "value", *FIGURES, "failure"]
+    columns = ["cell", *sweep.axes, "status", "metric", "value", "score", *FIGURES, "failure"]
     done = _read(table, columns)
     rows: list[dict[str, str]] = []
     for number, cell in enumerate(cells, 1):
@@ -62,7 +62,7 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
             rows.append(done[key])
             continue
         print(f"{said} ...", flush=True)
-        row = done[key] = _row(key, cell, run(arguments, folder / key))
+        row = done[key] = _row(key, cell, run(arguments, folder / key), sweep.metric[0])
         rows.append(row)
         print(f"  {row['failure'] or _line(row)}", flush=True)
         _write(table, columns, done.values())
@@ -70,15 +70,17 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
     return rows
 
 
-def _row(key: str, cell: Cell, outcome: Outcome) -> dict[str, str]:
+def _row(key: str, cell: Cell, outcome: Outcome, metric: str) -> dict[str, str]:
+    """Of a cell: the sweep's own metric, and beside it the score by which the recipe is judged."""
     row = {"cell": key, **{name: str(value) for name, value in cell.items()}}
-    if outcome.result is None:
+    if (result := outcome.result) is None:
         return row | {"status": FAILED, "failure": outcome.failure or ""}
-    score = outcome.result["score"]
-    figures = {name: f"{outcome.result[name]:.6g}" for name in FIGURES}
-    return (
-        row | {"status": "done", "metric": score["metric"], "value": f"{score['value']:.6g}", "failure": ""} | figures
-    )
+    if metric not in result["metrics"]:
+        return row | {"status": FAILED, "failure": f"metric.name={metric} is none of {', '.join(result['metrics'])}"}
+    figures = {"value": result["metrics"][metric], "score": result["score"]["value"]}
+    figures |= {name: result[name] for name in FIGURES}
+    written = {name: f"{value:.6g}" for name, value in figures.items()}
+    return row | {"status": "done", "metric": metric, "failure": ""} | written
 
 
 def _line(row: Mapping[str, str]) -> str:
@@ -92,7 +94,9 @@ def _read(table: Path, columns: list[str]) -> dict[str, dict[str, str]]:
     with table.open(newline="") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != columns:
-            raise ValueError(f"{table} is of another sweep: move it away, or give --out another folder")
+            raise ValueError(
+                f"{table} is of another sweep, or of an earlier version: move it away, or give --out another folder"
+            )
         return {row["cell"]: row for row in reader}
 
 
@@ -104,7 +108,7 @@ def _write(table: Path, columns: list[str], rows: Iterable[Mapping[str, str]]) -
 
 
 def plot(sweep: Sweep, rows: list[dict[str, str]], path: Path) -> None:
-    """Draw the score against the bytes that a rank sent, a point for each cell that is done.
+    """Draw the sweep's metric against the bytes that a rank sent, a point for each cell that is done.
 
     Args:
         sweep: what was run.

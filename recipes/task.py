@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_compress.backward.pruning import shrink
 from recipes.draws import own_seed
 from recipes.schedule import Schedule, lr_factor
 
@@ -117,9 +121,22 @@ class Task(LightningModule, ABC):
         """
 
     def on_train_start(self) -> None:
-        """Let every rank drop other units than the others: their examples are other ones."""
-        seed = own_seed(torch.initial_seed(), self.global_rank)
-        torch.manual_seed(own_seed(seed, self.global_step))  # a run that goes on draws others than it began with
+        """Let every rank drop other units than the others, and a run that goes on see what it would have seen."""
+        self.rank_seed = own_seed(torch.initial_seed(), self.global_rank)
+        go_on_reading(self.trainer)
+
+    def on_train_epoch_start(self) -> None:
+        """Tell the sampler the epoch: with max_steps, Lightning counts one more when a run goes on."""
+        loop: Any = self.trainer.fit_loop
+        for loader in loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, self.current_epoch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Draw what is dropped from rank, epoch and batch alone, so that a run that goes on draws the same."""
+        seed = own_seed(own_seed(self.rank_seed, self.current_epoch), batch_idx)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed, which looks for all kinds of devices, is slow
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the recipe's name, and the facts of the data."""
@@ -128,14 +145,27 @@ class Task(LightningModule, ABC):
         checkpoint["facts"] = getattr(data, "facts", self.facts)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another recipe.
+        """Refuse a checkpoint of another recipe or model; leave out the neurons that meSimp removed from its own.
 
         Raises:
-            ValueError: it is one.
+            ValueError: it is one, or it is not known which layers lost neurons.
         """
         found = checkpoint.get("recipe", self.recipe)
         if found != self.recipe:
             raise ValueError(f"this checkpoint is of recipe={found}, the model is of recipe={self.recipe}")
+        if any(name.startswith("MeSimp") for name in checkpoint.get("callbacks", {})):
+            shrink(self, checkpoint["state_dict"])
+        theirs, ours = (
+            {key: getattr(each, "shape", None) for key, each in state.items()}
+            for state in (checkpoint["state_dict"], self.state_dict())
+        )
+        if other := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
+            told = {key: value for key, value in checkpoint.get("hyper_parameters", {}).items() if key in self.hparams}
+            settings = [f"{key}={value}" for key, value in told.items() if self.hparams[key] != value]
+            raise ValueError(
+                f"this checkpoint is of another model, by {len(other)} parameters such as {other[0]}; make the model "
+                f"as it was made{': ' if settings else ''}{', '.join(settings)}"
+            )
         self.facts = checkpoint.get("facts", {})
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -159,6 +189,26 @@ class Task(LightningModule, ABC):
             rank_zero_warn(f"the warm-up of {warmup} steps outlasts the run of {total}: lower recipe.{setting}")
         optimizer = self.make_optimizer(parameter_groups(self.model, decay_norm=self.decay_norm))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+
+def go_on_reading(trainer: Trainer) -> None:
+    """Let a run that goes on from a checkpoint read on where that was written, also in the middle of an epoch.
+
+    Its loader was made, and loader processes began to read, before Lightning told it the epoch. What was read already
+    of an epoch is read again, and left out.
+
+    Args:
+        trainer: whose training starts.
+    """
+    loop: Any = trainer.fit_loop
+    epoch = loop.epoch_progress.current
+    within = epoch.ready > epoch.processed  # an epoch had begun, and not ended
+    done = loop.epoch_loop.batch_progress.current.processed if within else 0
+    if epoch.processed or done:
+        for loader in loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, epoch.processed)
+        iter(loop._data_fetcher)
+        deque(islice(loop._data_fetcher.iterator, done), maxlen=0)
 
 
 def parameter_groups(model: nn.Module, *, decay_norm: bool = False) -> list[dict[str, object]]:

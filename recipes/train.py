@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,31 +18,22 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_compress import (
-    CompressedDDPStrategy,
-    GossipStrategy,
-    LocalSGDStrategy,
-    MeProp,
-    MeSimp,
-    SufficientFactors,
-    ThetaRecovery,
-)
 from recipes.build import CONF, build, refuse_foreign_data
+from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
+from recipes.predict import read_checkpoint
 from recipes.record import Recorder, describe, write_result
 from recipes.task import Score, Task
 from recipes.tracking import WandbLogger
 
 __all__ = ["main", "train"]
 
-IDLE = {"compressor": ("auto", "none"), "exchange": ("auto",)}
-"""Groups that only our strategy takes, and what says nothing of them."""
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "output_dir")
 
 
@@ -65,18 +57,22 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     warnings.filterwarnings("ignore", message="`isinstance.treespec, LeafSpec.` is deprecated")
     # A recipe's metrics count every example once, whatever the sampler repeats.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    # A recipe does go on in the middle of an epoch: see recipes.task.go_on_reading.
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     null_for_none(cfg)
     folder = writable(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     refuse_foreign_data(cfg)
-    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).exists():
-        raise ValueError(f"ckpt_path={cfg.ckpt_path}: there is no such checkpoint; null begins anew")
+    if cfg.ckpt_path is not None:
+        if not Path(cfg.ckpt_path).exists():
+            raise ValueError(f"ckpt_path={cfg.ckpt_path}: there is no such checkpoint; null begins anew")
+        read_checkpoint(cfg.ckpt_path)  # before anything else takes its time
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
     trainer: Trainer = build(cfg.trainer)
     watching = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
-    trainer.callbacks[:0] = [Recorder(), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
+    trainer.callbacks[:0] = [Recorder(), Outlasted.of(cfg), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
     if cfg.get("backward"):  # beside those of the trainer, which a command line may replace
         trainer.callbacks.insert(0, build(cfg.backward))  # type: ignore[attr-defined]
     refuse_idle(cfg, trainer, named())
@@ -88,6 +84,11 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     go_on_writing(trainer.loggers)
     fitted = dict(trainer.callback_metrics)
+    if "run/steps" not in fitted:
+        raise ValueError(
+            f"not one step was left to train: trainer.max_epochs={trainer.max_epochs}, trainer.max_steps="
+            f"{trainer.max_steps}, ckpt_path={cfg.ckpt_path}; raise what ends the training, or null for ckpt_path"
+        )
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):  # of spawned processes, what this one has not seen
             logger.so_far = {
@@ -175,65 +176,6 @@ def named() -> list[str]:
     return [each.lstrip("+").partition("=")[0] for each in given]
 
 
-def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) -> None:
-    """Stop a run in which something that was composed is nobody's.
-
-    Args:
-        cfg: the composed config.
-        trainer: built from it.
-        given: settings that the user named himself, see ``named``: the others may be a file's, for other models too.
-
-    Raises:
-        ValueError: a compressor, an exchange, factors, a shared choice, heads or a recovery would have no effect.
-    """
-    if trainer.limit_test_batches == 0:
-        raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    kind = type(trainer.strategy).__name__
-    compresses = isinstance(trainer.strategy, CompressedDDPStrategy | LocalSGDStrategy)
-    gossips = isinstance(trainer.strategy, GossipStrategy)  # which has a compressor, and neighbours for an exchange
-    chosen = [
-        f"{group}={cfg[group].get('_target_')}"
-        for group in IDLE
-        if cfg.get(group) and cfg[group] not in _plain(group) and not (gossips and group == "compressor")
-    ]
-    if chosen and not compresses:
-        raise ValueError(
-            f"{', '.join(chosen)} has no effect: trainer.strategy is {kind}, which does not compress gradients; leave "
-            "it at '${strategy}' with strategy=compressed_ddp, or take compressor=none"
-        )
-    if chosen and trainer.world_size == 1:
-        raise ValueError(
-            f"{', '.join(chosen)} has no effect: one process sends no gradients; take more, as in trainer.devices=2, "
-            "or leave compressor and exchange out (auto), or take compressor=none"
-        )
-    if trainer.world_size == 1 and any(isinstance(each, SufficientFactors) for each in callbacks):
-        raise ValueError(
-            "backward=sufficient_factors has no effect: one process sends no gradients; take more, as in "
-            "trainer.devices=2, or leave backward out"
-        )
-    if trainer.world_size == 1 and any(isinstance(each, MeProp | MeSimp) and each.share for each in callbacks):
-        raise ValueError(
-            "backward.share=true has no effect: one process has no others to choose with; take more, as in "
-            "trainer.devices=2, or backward.share=false"
-        )
-    if cfg.recipe.get("model") == "lstm" and "recipe.heads" in given:
-        raise ValueError(
-            "recipe.heads has no effect: the LSTM's attention has one; leave it out, or take recipe.model=transformer"
-        )
-    watching = any(isinstance(each, ThetaRecovery) for each in callbacks)
-    if cfg.get("recovery") and not watching:
-        raise ValueError(
-            "recovery has no effect: it is none of trainer.callbacks; add it, as in "
-            """'trainer.callbacks=["${monitor}", "${recovery}"]'"""
-        )
-
-
-def _plain(group: str) -> list[DictConfig]:
-    """What a group is where nobody chose anything."""
-    return [cast(DictConfig, OmegaConf.load(CONF / group / f"{name}.yaml")) for name in IDLE[group]]
-
-
 def go_on_writing(loggers: list[Logger]) -> None:
     """Let CSV files keep what spawned processes wrote, whose columns this one has not seen."""
     for logger in loggers if getattr(rank_zero_only, "rank", 0) == 0 else ():  # other ranks write nothing
@@ -289,6 +231,11 @@ def main(cfg: DictConfig) -> float:
 def in_a_line(error: Exception) -> str:
     """A wrong setting or damaged data, as people want to read it; empty: it is something else."""
     cause = error.__cause__ if isinstance(error, InstantiationException) else error
+    if isinstance(cause, TypeError) and (found := re.search(r"unexpected keyword argument '(\w+)'", str(cause))):
+        # Hydra's words: Error in call to target 'recipes.lstm_speech.spoken.Spoken': ... full_key: data
+        target, setting = str(error).split("'")[1], f"{str(error).rpartition('full_key: ')[2]}.{found[1]}"
+        reason = "what sets it, such as an experiment, is for another one"
+        cause = ValueError(f"{setting} is no setting of {target}; {reason}; leave one of the two out, or ~{setting}")
     return f"ValueError: {cause} (HYDRA_FULL_ERROR=1 shows where)" if isinstance(cause, ValueError) else ""
 
 

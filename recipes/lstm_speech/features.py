@@ -171,7 +171,7 @@ def spec_augment(batch: Tensor, lengths: Tensor, bits: Tensor, mels: int, masks:
     """
     count, steps, size = batch.shape
     numbers = torch.arange(2 * (masks.times + masks.bands), device=batch.device)
-    uniform = draw(bits[:, None] + numbers, 0, 0).double() / 2**32  # [N, 2 masks]: a width and a place for each
+    uniform = (draw(bits[:, None] + numbers, 0, 0) >> 8).float() / 2**24  # [N, 2 masks]: a width and a place for each
     widths, places = uniform[:, 0::2], uniform[:, 1::2]
     longest = (masks.share * lengths).clamp(max=masks.steps)[:, None]
     hidden = _spans(widths[:, : masks.times], places[:, : masks.times], longest, lengths[:, None], steps)

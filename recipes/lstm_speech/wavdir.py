@@ -26,17 +26,17 @@ def read_manifest(path: Path) -> list[tuple[Path, str]]:
         ValueError: the file is missing or empty, or a line is.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); set data.root, data.train, data.val, data.test") from None
     rows = []
-    for number, line in enumerate(lines, 1):
-        name, tab, text = line.partition("\t")
-        text = " ".join(text.split())
-        if not (name and tab and text):
+    for number, line in enumerate(text.split("\n") if text else [], 1):  # splitlines cuts at U+2028, too
+        name, tab, said = line.partition("\t")
+        said = " ".join(said.split())
+        if not (name and tab and said):
             problem = "an empty line" if not line.strip() else f"{line!r}"
             raise ValueError(f"{path}:{number}: {problem}, expected path<TAB>transcript; correct or delete the line")
-        rows.append((path.parent / name, text))
+        rows.append((path.parent / name, said))
     if not rows:
         raise ValueError(f"{path}: no lines, expected path<TAB>transcript")
     return rows

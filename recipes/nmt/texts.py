@@ -26,7 +26,7 @@ def read_lines(path: Path, setting: str) -> list[str]:
     """
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = raw.decode().removesuffix("\n").split("\n")
+        lines = raw.decode("utf-8-sig").removesuffix("\n").split("\n")
     except FileNotFoundError:
         raise ValueError(f"{setting}: there is no {path}") from None
     except (OSError, EOFError, UnicodeDecodeError) as error:

@@ -18,8 +18,8 @@ class Digits(ImageData):
     """1,797 handwritten digits of 8x8 grey pixels, inside scikit-learn, in a fixed stratified split.
 
     Args:
-        val_size: validation images, at least 0.
-        test_size: test images, at least 1.
+        val_size: validation images, 0 or at least 10.
+        test_size: test images, at least 10.
         augment: off by default: a mirrored digit is none.
         **kwargs: see :class:`ImageData`.
 
@@ -34,10 +34,10 @@ class Digits(ImageData):
 
     def __init__(self, *, val_size: int = 180, test_size: int = 360, augment: bool = False, **kwargs: Any) -> None:
         super().__init__(augment=augment, **kwargs)
-        if val_size < 0 or test_size < 10 or val_size + test_size > 1700:
+        if 0 < val_size < 10 or val_size < 0 or test_size < 10 or val_size + test_size > 1700:
             raise ValueError(
-                f"data.val_size={val_size}, data.test_size={test_size} of 1,797 images: val at least 0, test at least "
-                "10 (one of each class), 1,700 together at most"
+                f"data.val_size={val_size}, data.test_size={test_size} of 1,797 images: val 0 or at least 10 (one of "
+                "each class), test at least 10, 1,700 together at most"
             )
         self.sizes = val_size, test_size
 

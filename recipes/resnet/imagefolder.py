@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -139,7 +140,8 @@ class ImageFolder(LightningDataModule):
     middle (He et al. 2015, section 3.4). Augmentation depends on (seed, epoch, picture) alone.
 
     Args:
-        root: holds ``train`` and ``val``, and ``test`` where tests are not to be on ``val``, as ImageNet's are.
+        root: holds ``train`` and ``val``, and ``test`` where tests are not to be on ``val``, as ImageNet's are; a
+            ``test`` without class folders, which is ImageNet's, is passed over.
         batch_size: pictures per rank and step, at least 1.
         size: pixels a side, at least 8.
         shorter: pixels of the shorter side before the middle is cut out, at least ``size``; None: 256 / 224 of it.
@@ -201,7 +203,7 @@ class ImageFolder(LightningDataModule):
         """
         if self.parts:
             return
-        test = "test" if (self.root / "test").is_dir() else "val"
+        test = "test" if self._has_tests() else "val"
         parts = {name: list_pictures(self.root / name, self.classes) for name in dict.fromkeys(("train", "val", test))}
         count = len(parts["train"][0])
         if count < self.batch_size * self._ranks:
@@ -213,6 +215,14 @@ class ImageFolder(LightningDataModule):
             for path in (path for paths, _ in parts.values() for path in paths):
                 check(path)
         self.parts = parts | {"test": parts[test]}
+
+    def _has_tests(self) -> bool:
+        """Whether there are class folders in ``test``: ImageNet's own holds pictures alone, which nobody has named."""
+        folder = self.root / "test"
+        if not folder.is_dir() or any(each.is_dir() for each in folder.iterdir()):
+            return folder.is_dir()
+        rank_zero_info(f"{folder} holds no class folders: tests are on {self.root / 'val'}")
+        return False
 
     @property
     def _ranks(self) -> int:

@@ -154,7 +154,7 @@ class ResNetModule(Classifier):
         large = form == "imagenet" or (form == "auto" and image_size >= LARGE)
         network, standard = (ImageNetResNet, 50) if large else (ResNet, 20)
         super().__init__(
-            network(depth or standard, num_classes, in_channels, zero_gamma=zero_gamma),
+            network(standard if depth is None else depth, num_classes, in_channels, zero_gamma=zero_gamma),
             num_classes,
             optimizer=optimizer,
             schedule=schedule,

@@ -23,7 +23,7 @@ TAIL = 65_536
 
 
 def read(path: Path, channels: int = 3) -> Image.Image:
-    """Decode a picture, upright as its EXIF says.
+    """Decode a picture, upright as its EXIF says; grey ones of 16 bits are brought to 8.
 
     Args:
         path: the file.
@@ -34,7 +34,10 @@ def read(path: Path, channels: int = 3) -> Image.Image:
     """
     try:
         with Image.open(path) as file:
-            return ImageOps.exif_transpose(file).convert(MODES[channels])
+            picture = ImageOps.exif_transpose(file)
+            if picture.mode.startswith("I"):  # which Pillow would clip at 255, so that all is white
+                picture = Image.fromarray(((np.array(picture).clip(0, 65_535) + 0.5) / 257).astype(np.uint8))
+            return picture.convert(MODES[channels])
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file; give the path of a picture") from None
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:

@@ -20,7 +20,8 @@ from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.strategies.local_sgd import PRESETS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
-from recipes.build import recipe_of, refuse_foreign_data
+from recipes.build import build, recipe_of, refuse_foreign_data
+from recipes.idle import Outlasted, refuse_idle
 from recipes.train import by_group
 from tests.config.composing import CONF, built, composed, lay_out
 from tests.helpers.sounds import write_wavdir
@@ -94,7 +95,16 @@ def test_head_comment_has_a_command_that_composes(path: Path) -> None:
     assert len(commands) == 1
     words = shlex.split(commands[0].removeprefix("# run: "), comments=True)
     assert words[:3] == ["python", "-m", "recipes.train"]
-    OmegaConf.resolve(composed(*words[3:]))
+    cfg = composed(*by_group(words[3:]))
+    OmegaConf.resolve(cfg)
+    if cfg.data._target_ == "recipes.resnet.digits.Digits":  # what it shows happens, and within the run
+        steps = cfg.trainer.max_epochs * (1257 // (cfg.trainer.devices * cfg.data.batch_size))
+        assert all(length < steps for length in Outlasted.of(cfg).phases.values()) or path.parent.name == "debug"
+    if cfg.trainer.accelerator != "gpu":
+        trainer = build(cfg.trainer)
+        if cfg.get("backward"):
+            trainer.callbacks.insert(0, build(cfg.backward))
+        refuse_idle(cfg, trainer)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +125,23 @@ def test_strategy_shows_every_setting_of_ours(path: Path) -> None:
     shown = loaded(path)
     settings = set(inspect.signature(get_object(shown["_target_"])).parameters) - {"kwargs"}
     assert settings < set(shown)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "strategy"], ids=name)
+def test_the_seed_is_the_strategys_too(path: Path) -> None:
+    assert composed(name(path), "seed=7").strategy.seed == 7
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "experiment"], ids=name)
+def test_experiments_set_what_their_papers_do(path: Path) -> None:
+    cfg, usual = composed(name(path)), {"resnet": 1e-4, "nmt": 1e-5, "lstm_speech": 1e-5}
+    if cfg.compressor._target_ == "lightning_compress.corrections.DGC":  # decay goes through no momentum there
+        assert cfg.optimizer.weight_decay == pytest.approx(10 * usual[str(recipe_of(cfg.recipe))])
+    if cfg.recipe.get("depth") == 110:  # He et al. 2015, section 4.2
+        assert (cfg.recipe.warmup_start, cfg.recipe.warmup_epochs) == (0.1, 1.0)
+    if "else as He et al. 2015" in path.read_text():
+        he = composed("experiment=resnet_he2015")
+        assert all(cfg.recipe[key] == he.recipe[key] for key in ("decay_norm", "zero_gamma", "schedule"))
 
 
 def test_a_strategys_compressor_is_the_group() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from recipes.build import recipe_of
+from lightning_compress import CompressedDDPStrategy
+from lightning_compress.engine.checks import check_clipping
+from recipes.build import build, recipe_of
 from recipes.cells import Cell, Sweep, overrides, read_sweep
 from recipes.predict import module_of
 from recipes.record import read_result
@@ -58,7 +60,11 @@ def test_file(path: Path) -> None:
 def test_cells_compose(path: Path) -> None:
     sweep = read_sweep(path)
     for cell in one_at_a_time(sweep):
-        composed(*overrides(sweep, cell))
+        cfg = composed(*overrides(sweep, cell))
+        strategy = CompressedDDPStrategy(build(cfg.compressor))
+        check_clipping(strategy._settings, cfg.trainer.gradient_clip_val)
+        for _, course in strategy._settings.schedule.courses:  # of the method's own, in epochs
+            assert max(start for start, _ in course.values) < cfg.trainer.max_epochs
 
 
 @pytest.mark.thorough

@@ -51,6 +51,11 @@ def test_lists_classes_and_pictures(root: Path) -> None:
     assert labels == [0] * 8 + [1] * 8
     assert [path.name for path in paths[:2]] == ["0.png", "1.JPEG"]
     assert data.parts["test"] is data.parts["val"]
+    (root / "test").mkdir()
+    Image.new("RGB", (9, 9)).save(root / "test/ILSVRC2012_test_00000001.JPEG")  # as ImageNet's lie there
+    data.parts = {}
+    data.setup("fit")
+    assert data.parts["test"] is data.parts["val"]
     assert data.facts["classes"] == ["blue", "red"]
     assert data.facts["shorter"] == 18
     (root / "test/red").mkdir(parents=True)
@@ -145,6 +150,15 @@ def test_upright_as_exif_says(tmp_path: Path) -> None:
     exif[0x0112] = 6
     Image.new("RGB", (20, 10)).save(tmp_path / "turned.jpg", exif=exif)
     assert read(tmp_path / "turned.jpg").size == (10, 20)
+
+
+@pytest.mark.parametrize(("channels", "suffix"), [(1, "png"), (3, "png"), (3, "tif")])
+def test_grey_of_16_bits_stays_grey(channels: int, suffix: str, tmp_path: Path) -> None:
+    shades = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    Image.fromarray(257 * shades).save(tmp_path / f"grey.{suffix}")
+    pixels = as_tensor(read(tmp_path / f"grey.{suffix}", channels))
+    assert pixels.shape == (channels, 16, 16)
+    assert (pixels == torch.from_numpy(shades.astype(np.uint8))).all()
 
 
 @pytest.mark.parametrize(

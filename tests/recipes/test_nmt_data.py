@@ -13,7 +13,7 @@ import torch
 from recipes.nmt import tokenizer as tokenizer_module
 from recipes.nmt.data import PARTS, Batch, Pairs, TranslationData
 from recipes.nmt.numbers import Numbers, drawn
-from recipes.nmt.texts import FILES, Multi30k, Parallel
+from recipes.nmt.texts import FILES, Multi30k, Parallel, read_lines
 from recipes.nmt.tokenizer import BOS, EOS, PAD, UNK, Tokenizer, cached_model, train_model
 from tests.helpers.data import public_data
 
@@ -130,6 +130,11 @@ def test_multi30k_as_it_is(tmp_path: Path) -> None:
     data = Multi30k(root=str(public_data("multi30k", tmp_path) / "multi30k"))
     assert [len(data.parts[part]) for part in PARTS] == [29_000, 1014, 1000]
     assert data.parts["train"][0].source == "Two young, White males are outside near many bushes."
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.en").write_bytes("\ufeffone\ntwo\n".encode())
+    assert read_lines(tmp_path / "a.en", "data.train[0]") == ["one", "two"]
 
 
 @pytest.mark.parametrize(

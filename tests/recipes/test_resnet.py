@@ -159,6 +159,13 @@ def test_accuracy_counts_every_image_once(ranks: int, monkeypatch: pytest.Monkey
     assert result["test/loss"] == pytest.approx(F.cross_entropy(logits, test.labels).item(), rel=1e-4)
 
 
+def test_depth_and_validation_of_nothing_are_not_the_default() -> None:
+    with pytest.raises(ValueError, match="depth=0"):
+        ResNetModule(0)
+    with pytest.raises(ValueError, match=r"data.val_size=5, .* val 0 or at least 10"):
+        Digits(val_size=5)
+
+
 @pytest.mark.parametrize("wrong", [{"schedule": "polynomial"}, {"warmup_epochs": -1}, {"reference_batch": 0}])
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     ((key, value),) = wrong.items()

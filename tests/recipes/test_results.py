@@ -11,7 +11,9 @@ import pytest
 from filelock import FileLock
 from omegaconf import OmegaConf
 
+from lightning_compress import CompressedDDPStrategy
 from recipes import results, results_page
+from recipes.build import build
 from recipes.results import Comparison, Run, main, read_rows, read_table
 from tests.config.composing import composed
 
@@ -47,6 +49,12 @@ def test_every_run_composes(comparison: Comparison) -> None:
         cfg = composed(*run.overrides, *run.private, *results.QUIET)
         OmegaConf.resolve(cfg)
         assert cfg.trainer.devices == 2
+        method = composed(
+            *run.overrides, *results.SHORT, *results.OWN_WARMUP.get(results.choices(run)["compressor"], [])
+        )
+        assert not CompressedDDPStrategy(
+            build(method.compressor), schedule=method.strategy.schedule
+        )._settings.schedule.courses
     assert len({run.command for run in comparison.runs(None)}) == len(comparison.seeds) * len(comparison.methods) + len(
         comparison.dense_seeds
     )
@@ -122,6 +130,11 @@ def test_page(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatc
     assert "| topk 1 % | 89.00, 90.00 | 89.50 | -1.00 | 100 | 50.0 x | 8 |" in page
     assert "Seeds 0, 1; 2 ranks; 9 steps; the higher the better. 2026-01-02; torch 2." in page
     assert "    python -m recipes.train trainer=cpu_2proc trainer.max_epochs=9 compressor=none\n" in page
+    others = (
+        "for the other rows, in place of the compressor:\n\n- topk 1 %: `compressor=topk compressor.density=0.01`\n\n|"
+    )
+    assert others in page
+    assert page.count("for the other rows") == 1  # the second has none
     assert (tmp_path / "out/first.png").read_bytes()[:4] == b"\x89PNG"
     rows = read_rows(tmp_path / "out/first.csv")
     results.write_rows(tmp_path / "out/first.csv", [row for row in rows if row["seed"] == "1" or row["ratio"] == "1"])
@@ -139,6 +152,7 @@ def test_times_are_measured_again(tmp_path: Path, trained: Pretended, monkeypatc
 
     def train(run: Run, more: list[str]) -> dict[str, Any]:
         timed.append(run.command)
+        assert {"strategy.schedule=null", "strategy.warmup_steps=0"} <= set(more)
         score = {"label": "accuracy", "goal": "maximize"}
         costs = {
             "ranks": 2,

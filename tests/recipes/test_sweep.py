@@ -44,6 +44,13 @@ def written(path: Path, **changes: Any) -> Path:
         ({"parameters": {"a": {"values": ["x,y"]}}}, "Hydra would take 'x,y' apart"),
         ({"parameters": {"a": {"value": {"b": 1}}}}, "write dotted names"),
         ({"command": ["${env}", "python", "train.py", "${args}"]}, "command must be"),
+        (
+            {"parameters": {"a": {"min": "1e-4", "max": 0.1}}},
+            "'1e-4' is not a number; YAML wants a point in it, as in 1.0e-4",
+        ),
+        ({"parameters": {"a": {"min": 2, "max": 1}}}, "min=2 is above max=1"),
+        ({"parameters": {"a": {"min": 0.5, "max": 2, "distribution": "int_uniform"}}}, "0.5 is not a whole number"),
+        ({"parameters": {"a": {"min": 0, "max": 1, "distribution": "log_uniform_values"}}}, "for numbers above 0"),
         ({"method": "anneal"}, "choose grid, random or bayes"),
     ],
 )
@@ -80,7 +87,11 @@ def test_random_cells_are_the_same_each_time(tmp_path: Path) -> None:
     assert sum(cell["optimizer.lr"] < 1e-2 for cell in first) > 10
 
 
-RESULT = {"score": {"metric": "test/acc", "value": 0.5}, **dict.fromkeys(sweep.FIGURES, 2.0)}
+RESULT = {
+    "score": {"metric": "test/acc", "value": 0.5},
+    "metrics": {"test/acc": 0.5, "val/acc": 0.75},
+    **dict.fromkeys(sweep.FIGURES, 2.0),
+}
 
 
 def test_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +124,19 @@ def test_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.Mo
     assert ran[4:] == ["compressor=nosuch"]
     other = written(tmp_path / "t.yaml", parameters={"seed": {"value": 1}})
     assert sweep.main([str(other), "--out", str(tmp_path / "out")]) == 1  # a table of another sweep
+
+
+@pytest.mark.parametrize("metric", ["test/acc", "val/acc", "val/wer"])
+def test_the_table_has_the_metric_of_the_file(metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "run", lambda *_: Outcome(RESULT, None))
+    path = written(tmp_path / "s.yaml", metric={"name": metric, "goal": "maximize"})
+    rows = sweep.run_cells(read_sweep(path), [], tmp_path / "out")
+    if metric not in RESULT["metrics"]:
+        assert [row["failure"] for row in rows] == ["metric.name=val/wer is none of test/acc, val/acc"] * 2
+        return
+    assert [(row["metric"], row["value"], row["score"]) for row in rows] == [
+        (metric, f"{RESULT['metrics'][metric]:.6g}", "0.5")
+    ] * 2
 
 
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.thorough), 1])

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.errors import InstantiationException
@@ -17,9 +18,10 @@ from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
 
 from recipes.build import build
+from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import PARENT
 from recipes.record import read_result
-from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_idle, refuse_multirun, refuse_unwritable
+from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_multirun, refuse_unwritable
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
@@ -160,6 +162,22 @@ def test_errors_in_a_line() -> None:
     with pytest.raises(InstantiationException) as info:
         build(composed("recipe.depth=21").recipe)
     assert in_a_line(info.value).startswith("ValueError: depth=21")
+    for overrides, node, words in (
+        (
+            ["recipe=lstm_speech", "data=spoken", "+data.leave_out=theo"],
+            "data",
+            "data.leave_out is no setting of recipes.",
+        ),
+        (
+            ["recipe=alexnet", "+recipe.depth=20"],
+            "recipe",
+            "recipe.depth is no setting of recipes.resnet.module.AlexNet",
+        ),
+    ):
+        with pytest.raises(InstantiationException) as info:
+            build(composed(*overrides)[node])
+        assert in_a_line(info.value).startswith(f"ValueError: {words}")
+        assert "\n" not in in_a_line(info.value)
     assert in_a_line(RuntimeError("?")) == ""
 
 
@@ -218,6 +236,13 @@ def test_what_multirun_refuses(mode: RunMode, overrides: list[str], refused: boo
             "compressor=lightning_compress.codecs.TopK has no effect: one process sends no gradients",
         ),
         (["exchange=two_shot"], "exchange=lightning_compress.exchanges.TwoShot has no effect: one process"),
+        *(
+            (
+                ["trainer=cpu_2proc", "strategy=sparseloco", f"compressor={each}"],
+                "has no effect: the strategy has its own, strategy.compressor=sparseloco; leave compressor out",
+            )
+            for each in ("topk", "none")
+        ),
         (
             ["trainer=cpu_2proc", "compressor=fft", "recovery=theta"],
             "recovery has no effect: it is none of trainer.callbacks",
@@ -265,11 +290,29 @@ def test_heads_are_of_the_transformer() -> None:
         ["trainer.strategy=ddp"],
         ["trainer=cpu_2proc", "compressor=topk", "exchange=two_shot"],
         ["experiment=resnet_recovery"],
+        ["trainer=cpu_2proc", "strategy=sparseloco"],
+        ["trainer=cpu_2proc", "strategy=sparseloco", "compressor=topk", "strategy.compressor=${compressor}"],
     ],
 )
 def test_what_has_an_effect_is_not(overrides: list[str]) -> None:
     cfg = composed("trainer=cpu", *overrides)
     refuse_idle(cfg, build(cfg.trainer))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["compressor=topk", "strategy.warmup_steps=20"], "strategy.warmup_steps=20"),
+        (["compressor=onebit_adam", "compressor.freeze_steps=30"], "compressor.freeze_steps=30"),
+        (["strategy=post_local_sgd"], "strategy.averaged_steps=1000"),
+    ],
+)
+def test_a_first_phase_as_long_as_the_run_is_named(overrides: list[str], name: str) -> None:
+    warner = Outlasted.of(composed("trainer=cpu_2proc", *overrides))
+    with pytest.warns(UserWarning, match=re.escape(f"{name}: the run ends after 20 steps")):
+        warner.on_train_start(SimpleNamespace(estimated_stepping_batches=20, world_size=2), None)
+    for steps, ranks in ((1001, 2), (20, 1)):
+        warner.on_train_start(SimpleNamespace(estimated_stepping_batches=steps, world_size=ranks), None)
 
 
 def _in_a_process_of_its_own(logger: CSVLogger, metrics: dict[str, float], step: int) -> None:
@@ -302,11 +345,18 @@ def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("ckpt_path=nowhere.ckpt", "there is no such checkpoint"), ("trainer.limit_test_batches=0", "judged by its test")],
+    [
+        ("ckpt_path=nowhere.ckpt", "there is no such checkpoint"),
+        ("ckpt_path=.", "it is a folder; a checkpoint is a file"),
+        ("ckpt_path=text.ckpt", "text.ckpt cannot be read: it is damaged, no checkpoint at all"),
+        ("trainer.max_epochs=0", "not one step was left to train: trainer.max_epochs=0"),
+        ("trainer.limit_test_batches=0", "judged by its test"),
+    ],
 )
 def test_what_a_run_cannot_do_is_said_before_it_begins(
     override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("text.ckpt").write_text("no checkpoint")
     with pytest.raises(ValueError, match=words):
         run_recipe(composed("trainer=cpu", "debug=fast", override))

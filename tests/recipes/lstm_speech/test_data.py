@@ -17,7 +17,7 @@ from recipes.lstm_speech.audio import read_wav
 from recipes.lstm_speech.digits import WORDS
 from recipes.lstm_speech.fsdd import FSDD
 from recipes.lstm_speech.spoken import Spoken
-from recipes.lstm_speech.wavdir import WavDir
+from recipes.lstm_speech.wavdir import WavDir, read_manifest
 from tests.helpers.data import public_data
 from tests.helpers.sounds import tone, write_fsdd, write_wav, write_wavdir
 
@@ -93,6 +93,13 @@ def test_missing_manifests(tmp_path: Path) -> None:
     (root / "train.tsv").write_text("")
     with pytest.raises(ValueError, match=r"train\.tsv: no lines"):
         WavDir(root=str(root)).setup("fit")
+
+
+def test_manifests_as_editors_write_them(tmp_path: Path) -> None:
+    """With a byte order mark and Windows' ends of lines, and with Unicode's own kind of line break in a text."""
+    path = tmp_path / "train.tsv"
+    path.write_bytes("\ufeff0.wav\tone two\r\n1.wav\ttwo\u2028three\r\n".encode())
+    assert read_manifest(path) == [(tmp_path / "0.wav", "one two"), (tmp_path / "1.wav", "two three")]
 
 
 def test_wavdir(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.draws import draw
 from recipes.lstm_speech.features import Features, Masks, log_mel, mel_filters, spec_augment, stack
@@ -110,6 +112,20 @@ def test_masks_are_as_wide_as_they_may_be() -> None:
         assert torch.bincount(spans, minlength=most + 1).div(count).sub(1 / (most + 1)).abs().max() < 0.03
     assert (steps.float().mean(0) > 0.02).all()  # any place
     assert (bands.float().mean(0) > 0.01).all()
+
+
+class WithoutDoubles(TorchDispatchMode):
+    """A device that has no float64, as MPS."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **kwargs or {})
+        assert getattr(out, "dtype", None) != torch.float64, function
+        return out
+
+
+def test_masks_need_no_float64() -> None:
+    with WithoutDoubles():
+        spec_augment(torch.ones(4, 20, 120), torch.full((4,), 20), draw(torch.arange(4), 0, 0), 40, MASKS)
 
 
 @pytest.mark.parametrize("wrong", [{"time": 1}, {"share": 1.5}, {"bands": -1}])

@@ -1,0 +1,119 @@
+"""What a config says in vain: refused before a run begins, or named when it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_compress import (
+    CompressedDDPStrategy,
+    GossipStrategy,
+    LocalSGDStrategy,
+    MeProp,
+    MeSimp,
+    SufficientFactors,
+    ThetaRecovery,
+)
+from recipes.build import CONF
+
+__all__ = ["Outlasted", "refuse_idle"]
+
+IDLE = {"compressor": ("auto", "none"), "exchange": ("auto",)}
+"""Groups that only our strategy takes, and what says nothing of them."""
+PHASES = ("strategy.warmup_steps", "strategy.averaged_steps", "compressor.freeze_steps")
+"""Steps at the beginning of a run, in which all gradients are averaged as they are."""
+
+
+class Outlasted(Callback):
+    """Warns, when training begins, of a first phase that is as long as the run: what was chosen never begins.
+
+    Args:
+        phases: steps of each, by the name of the setting.
+    """
+
+    def __init__(self, phases: Mapping[str, int]) -> None:
+        self.phases = phases
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> Outlasted:
+        """The phases of a composed config."""
+        return cls({name: steps for name in PHASES if (steps := OmegaConf.select(cfg, name))})
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn."""
+        total = trainer.estimated_stepping_batches
+        for name, steps in self.phases.items() if trainer.world_size > 1 else ():
+            if steps >= total:
+                rank_zero_warn(
+                    f"{name}={steps}: the run ends after {total} steps, and what is to follow never begins; "
+                    "lower it, or train longer"
+                )
+
+
+def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) -> None:
+    """Stop a run in which something that was composed is nobody's.
+
+    Args:
+        cfg: the composed config.
+        trainer: built from it.
+        given: settings that the user named himself, see ``named``: the others may be a file's, for other models too.
+
+    Raises:
+        ValueError: a compressor, an exchange, factors, a shared choice, heads or a recovery would have no effect.
+    """
+    if trainer.limit_test_batches == 0:
+        raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    kind = type(trainer.strategy).__name__
+    compresses = isinstance(trainer.strategy, CompressedDDPStrategy | LocalSGDStrategy)
+    gossips = isinstance(trainer.strategy, GossipStrategy)  # which has a compressor, and neighbours for an exchange
+    chosen = [
+        f"{group}={cfg[group].get('_target_')}"
+        for group in IDLE
+        if cfg.get(group) and cfg[group] not in _plain(group) and not (gossips and group == "compressor")
+    ]
+    if chosen and not compresses:
+        raise ValueError(
+            f"{', '.join(chosen)} has no effect: trainer.strategy is {kind}, which does not compress gradients; leave "
+            "it at '${strategy}' with strategy=compressed_ddp, or take compressor=none"
+        )
+    if chosen and trainer.world_size == 1:
+        raise ValueError(
+            f"{', '.join(chosen)} has no effect: one process sends no gradients; take more, as in trainer.devices=2, "
+            "or leave compressor and exchange out (auto), or take compressor=none"
+        )
+    for group in IDLE if compresses or gossips else ():  # none is a choice here, too
+        if cfg[group] != _plain(group)[0] and (own := cfg.strategy.get(group)) != cfg[group]:
+            raise ValueError(
+                f"{group}={cfg[group].get('_target_')} has no effect: the strategy has its own, "
+                f"strategy.{group}={own}; leave {group} out, or take 'strategy.{group}=${{{group}}}'"
+            )
+    if trainer.world_size == 1 and any(isinstance(each, SufficientFactors) for each in callbacks):
+        raise ValueError(
+            "backward=sufficient_factors has no effect: one process sends no gradients; take more, as in "
+            "trainer.devices=2, or leave backward out"
+        )
+    if trainer.world_size == 1 and any(isinstance(each, MeProp | MeSimp) and each.share for each in callbacks):
+        raise ValueError(
+            "backward.share=true has no effect: one process has no others to choose with; take more, as in "
+            "trainer.devices=2, or backward.share=false"
+        )
+    if cfg.recipe.get("model") == "lstm" and "recipe.heads" in given:
+        raise ValueError(
+            "recipe.heads has no effect: the LSTM's attention has one; leave it out, or take recipe.model=transformer"
+        )
+    watching = any(isinstance(each, ThetaRecovery) for each in callbacks)
+    if cfg.get("recovery") and not watching:
+        raise ValueError(
+            "recovery has no effect: it is none of trainer.callbacks; add it, as in "
+            """'trainer.callbacks=["${monitor}", "${recovery}"]'"""
+        )
+
+
+def _plain(group: str) -> list[DictConfig]:
+    """What a group is where nobody chose anything, and where nothing is wanted of it."""
+    return [cast(DictConfig, OmegaConf.load(CONF / group / f"{name}.yaml")) for name in IDLE[group]]
