@@ -113,10 +113,11 @@ class RecoveryMixin:
             settings.retuned(None, {self.setting: value})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on where a checkpoint ended."""
+        """Go on where a checkpoint ended, if the strategy's own state, which has all that was retuned, is not there."""
         self._sampled = 0
-        if self.history:
-            trainer.strategy.compression.retune(**{self.setting: self.history[-1][1]})
+        compression = trainer.strategy.compression
+        if self.history and not compression.step:
+            compression.retune(**{self.setting: self.history[-1][1]})
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Compare the error of a step that was sampled with its bound."""

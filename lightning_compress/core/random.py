@@ -99,6 +99,25 @@ class RandomBits:
         return bits.add_(offset) if offset else bits  # int16 wraps
 
 
+PLACE_BITS = 31
+"""Bits of the random numbers that places are drawn from."""
+
+
+def draw_places(random: RandomBits, key: int, starts: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+    """One place of each stretch, every one as likely as the others.
+
+    Args:
+        random: for ``PER_WORD`` elements a stretch.
+        key: see ``RandomBits.draw``.
+        starts: int64 ``[n]``.
+        lengths: int64 ``[n]``, below 2^31.
+        out: int64 ``[n]``, gets them, and is returned.
+    """
+    words = random.draw(key, 0, PER_WORD * len(out)).view(torch.int64)
+    torch.bitwise_right_shift(words, 64 - PLACE_BITS, out=out).bitwise_and_(2**PLACE_BITS - 1)
+    return out.mul_(lengths).bitwise_right_shift_(PLACE_BITS).add_(starts)
+
+
 def word_state(key: int, first: int) -> int:
     """The state before the word of element ``first``, a multiple of 4, of a key's stream; modulo 2^64."""
     return (mix(key) + first // PER_WORD * GAMMA) % 2**64

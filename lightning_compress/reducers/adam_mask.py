@@ -14,7 +14,7 @@ from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import RandomBits
+from lightning_compress.core.random import PER_WORD, RandomBits, draw_places
 from lightning_compress.core.state import Declared, States
 from lightning_compress.reducers.base import Reducer, ReducerPlan
 
@@ -100,7 +100,7 @@ class _Plan(ReducerPlan):
         self._drawn = min(round(settings.explore * self._count), self._count)
         self._begun = False
         self._sizes = scratch("mask sizes", numel, torch.float32, device)
-        self._random = RandomBits(self._drawn, device)
+        self._random = RandomBits(PER_WORD * self._drawn, device)
         first = torch.arange(self._drawn, device=device)
         self._starts = first * numel // max(1, self._drawn)
         self._lengths = (first + 1) * numel // max(1, self._drawn) - self._starts
@@ -142,9 +142,8 @@ class _Plan(ReducerPlan):
         with self._meter.span("encode"):
             sizes = torch.abs(moment, out=self._sizes)
             if self._drawn:
-                bits = self._random.draw(key, 0, self._drawn).to(torch.int64) + 32768
-                drawn = self._places[: self._drawn]
-                torch.add(self._starts, bits * self._lengths >> 16, out=drawn)
+                places = self._places[: self._drawn]
+                drawn = draw_places(self._random, key, self._starts, self._lengths, places)
                 sizes.index_fill_(0, drawn, -1.0)
             if self._drawn < self._count:
                 self._places[self._drawn :] = torch.topk(sizes, self._count - self._drawn, sorted=False).indices

@@ -34,7 +34,8 @@ class PowerSGD(Reducer):
     ``n m``, and for parts of a parameter, it is averaged as float32. Two all-reduces of float32 a group: of what
     is dense with every P, and of every Q; ``32 r (n + m) / (n m)`` bits an element. Every rank makes P orthonormal by
     itself (by Householder's QR, for which zeros are nothing special) and multiplies, so that only ranks on machines of
-    a kind, with as many threads, have equal bits.
+    a kind, with as many threads, have equal bits. A column of Q that becomes 0, as after a gradient of zeros, stays as
+    it was: the QR of 0 is made of unit vectors, and of rows that have no gradient it would make 0 again, for ever.
 
     State: every Q, ``4 r m`` bytes, equal on all ranks. It starts from N(0, 1) that follows from seed and name.
 
@@ -173,6 +174,9 @@ class _PowerSGDPlan(ReducerPlan):
             second.mul_(1 / self._collective.size)
             for mean, left, right in zip(means, self._left, rights, strict=True):
                 torch.bmm(left.mT, right, out=mean)
+            if self._state:  # a direction in which nothing was found is looked in again; 0 would stay 0
+                for right, before in zip(rights, _views(self._state.committed, self._rights), strict=True):
+                    right.addcmul_(before, (~right.any(-1, keepdim=True)).float())
 
     def _start(self, key: int) -> Tensor:
         """Every Q to multiply with."""

@@ -3,6 +3,7 @@
 import logging
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,14 @@ def _refusal(strategy, arguments):
 )
 def test_refused_before_training(pools, strategy, arguments, message):
     assert message in pools[1].run(_refusal, strategy, arguments)[0]
+
+
+def test_what_a_checkpoint_or_a_schedule_says_is_not_overridden():
+    callback, given = ThetaRecovery(bound=1.0), []
+    callback.history.append((7, 0.5))
+    restored = SimpleNamespace(step=8, retune=lambda **settings: given.append(settings))
+    callback.on_train_start(SimpleNamespace(strategy=SimpleNamespace(compression=restored)), None)
+    assert not given
 
 
 def test_a_resumed_run_goes_on_from_what_was_reached(pools):

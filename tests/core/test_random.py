@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.core.random import RandomBits, hash_torch, mix
+from lightning_compress.core.random import PER_WORD, RandomBits, draw_places, hash_torch, mix
 from tests.codecs.helpers import CPU
 from tests.reference.codecs import random16
 
@@ -56,3 +56,12 @@ def test_other_keys_and_places_are_independent(other: int) -> None:
         if shift:
             assert abs((one[shift:] * one[:-shift]).mean()) < limit
     assert abs((one == two).mean() - 2**-16) < 6 * 2**-8 / np.sqrt(NUMEL)
+
+
+def test_every_place_of_a_long_stretch_may_be_drawn() -> None:
+    starts, lengths = torch.arange(4096) * 2**22, torch.full((4096,), 2**22)
+    random = RandomBits(PER_WORD * len(starts), CPU)
+    places = draw_places(random, 7, starts, lengths, torch.empty_like(starts)) - starts
+    assert 0 <= places.min() < 2**14
+    assert 2**22 - 2**14 < places.max() < 2**22
+    assert (places % 64).bincount(minlength=64).min() > 0  # 16 bits reach every 64th only

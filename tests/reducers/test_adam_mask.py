@@ -24,7 +24,8 @@ def drawn_by(count):
     def drawn(step):
         starts = np.arange(count) * NUMEL // count
         lengths = (np.arange(count) + 1) * NUMEL // count - starts
-        return starts + ((RandomBits(count, CPU).draw(step, 0, count).numpy().astype(np.int64) + 32768) * lengths >> 16)
+        words = RandomBits(4 * count, CPU).draw(step, 0, 4 * count).numpy().view(np.uint64)
+        return starts + ((words >> np.uint64(33)).astype(np.int64) * lengths >> 31)
 
     return drawn
 

@@ -157,11 +157,12 @@ def test_left_factors_are_orthonormal(rank: int, scale: float) -> None:
 
 
 def test_a_zero_gradient_does_not_stop_it_for_good() -> None:
-    """The factor is zero then, and the next step's P anything orthonormal: a power iteration that starts anew."""
+    """The factor stays as it was then, and the power iteration goes on from it."""
     layout = Layout.of([("w", (30, 40))])
     low = torch.outer(torch.arange(1.0, 31), torch.arange(1.0, 41)).view(-1)
     seen = train(PowerSGD(1), layout, 1, 4, lambda _, step: low * (step > 1))[0]
-    assert not seen.committed[1]["q"].any()
+    assert seen.committed[1]["q"].equal(seen.committed[0]["q"])
+    assert seen.committed[1]["q"].any()
     assert not seen.means[1].any()
     torch.testing.assert_close(seen.means[3] + seen.means[2], 2 * low, rtol=1e-5, atol=0)
 
@@ -224,3 +225,19 @@ def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
     (name,) = settings
     with pytest.raises(ValueError, match=rf"PowerSGD\({name}=.*must be"):
         PowerSGD(**settings)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_gradient_of_zeros_costs_no_direction(rank: int) -> None:
+    """The first rows never have a gradient, as those of padding: the QR of 0 would look there alone, for ever."""
+    layout, reducer = Layout.of([("embedding", (64, 32))]), PowerSGD(rank)
+    states = {name: State(each.layout, CPU, each.initial, each.holder) for name, each in reducer.state(layout).items()}
+    plan = reducer.plan(layout, 1, World(LocalCollective(), CPU, Meter(CPU)), states)
+    for step in range(3):
+        gradient = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+        gradient[:rank] = 0.0
+        mean = torch.empty(layout.numel)
+        plan.mean((gradient * (step > 0)).view(-1), mean, torch.zeros(1), step)
+        states["q"].touch()
+        states["q"].commit(torch.tensor(False), layout.names)
+    assert torch.linalg.matrix_rank(mean.view(64, 32)) == rank

@@ -13,10 +13,7 @@ from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.quantize.levels import LARGEST
 from lightning_compress.core.buffers import check
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import PER_WORD, RandomBits, mix
-
-RANDOM = 31
-"""Bits of the random numbers that places are drawn from."""
+from lightning_compress.core.random import PER_WORD, PLACE_BITS, RandomBits, draw_places, mix
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,9 @@ class _RandomKPlan(Plan):
         self._parts: list[tuple[slice, int, int]] = []  # where in the message; where and how long in the vector
         starts, lengths, count = [], [], 0
         for segment in layout.segments:
-            if segment.numel >= 2**RANDOM:
-                raise ValueError(f"RandomK: {segment.name} has {segment.numel} elements; 2^{RANDOM} - 1 is the most")
+            if segment.numel >= 2**PLACE_BITS:
+                most = f"2^{PLACE_BITS} - 1 is the most"
+                raise ValueError(f"RandomK: {segment.name} has {segment.numel} elements; {most}")
             if segment.numel:
                 k = max(1, math.ceil(codec.density * segment.numel))
                 edges = torch.arange(k + 1).mul_(segment.numel).div_(k, rounding_mode="floor")
@@ -110,10 +108,7 @@ class _RandomKPlan(Plan):
 
     def share(self, key: int) -> None:
         """Draw places; see the base class. Before it is called they are those of key 0."""
-        places = self._places
-        words = self._random.draw(key, 0, PER_WORD * len(places)).view(torch.int64)
-        torch.bitwise_right_shift(words, 64 - RANDOM, out=places).bitwise_and_(2**RANDOM - 1)
-        places.mul_(self._lengths).bitwise_right_shift_(RANDOM).add_(self._starts)
+        places = draw_places(self._random, key, self._starts, self._lengths, self._places)
         for number, (slots, offset, numel) in enumerate(self._parts):
             places[slots].add_(mix(key, number) % numel).remainder_(numel).add_(offset)
 
