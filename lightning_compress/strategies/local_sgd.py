@@ -160,8 +160,7 @@ class LocalSGDMixin(UnwrappedMixin):
         """Tell the schedules which epoch it is."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        for fragment in self.local.fragments:
-            fragment.compression.epoch = self.lightning_module.current_epoch
+        self.local.epoch = self.lightning_module.current_epoch
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; in the first ``averaged_steps`` with the mean of the ranks' gradients."""
