@@ -1,12 +1,16 @@
-"""Whether all ranks were given the same settings, asked before a fit."""
+"""Whether all ranks have the same settings, or tensors."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from lightning_compress.collectives import TorchCollective
+from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.core import failures
+from lightning_compress.strategies.sidecar import checksum
 
 
 def check_alike(what: str, described: str, device: torch.device, problem: str = "") -> None:
@@ -33,3 +37,24 @@ def check_alike(what: str, described: str, device: torch.device, problem: str = 
             f"the settings of {what} differ over the ranks; start all with the same script and arguments. Rank "
             f"{ranks.rank} has {described}"
         )
+
+
+def differing(named: Mapping[str, Tensor], ranks: Collective, device: torch.device) -> list[str]:
+    """Names of tensors that are not the same on all ranks, bit for bit; a collective call, of checksums alone.
+
+    Args:
+        named: tensors by name, of equal names in equal order on all ranks.
+        ranks: that compare.
+        device: where to exchange.
+
+    Raises:
+        ExchangeError: a rank is gone or silent.
+    """
+    if not named:
+        return []
+    own = torch.tensor([checksum(each) for each in named.values()], device=device)
+    said = torch.stack([own, -own])
+    with failures.explained(f"comparing {next(iter(named))} and on", ranks.rank):
+        ranks.all_reduce_max(said)
+    same = (said[0] == -said[1]).tolist()
+    return [name for name, each in zip(named, same, strict=True) if not each]
