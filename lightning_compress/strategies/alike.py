@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from lightning_compress.collectives import Collective, TorchCollective
 from lightning_compress.core import failures
@@ -39,22 +38,32 @@ def check_alike(what: str, described: str, device: torch.device, problem: str = 
         )
 
 
-def differing(named: Mapping[str, Tensor], ranks: Collective, device: torch.device) -> list[str]:
-    """Names of tensors that are not the same on all ranks, bit for bit; a collective call, of checksums alone.
+def differing(named: Mapping[str, object], ranks: Collective, device: torch.device) -> list[str]:
+    """Names of what is not the same on all ranks, bit for bit; a collective call, of checksums alone.
 
     Args:
-        named: tensors by name, of equal names in equal order on all ranks.
+        named: tensors or primitives by name.
         ranks: that compare.
         device: where to exchange.
 
     Raises:
+        ValueError: the names are not those of the other ranks; on every rank.
         ExchangeError: a rank is gone or silent.
     """
-    if not named:
-        return []
-    own = torch.tensor([checksum(each) for each in named.values()], device=device)
+    names = list(named)
+    if not all(_same([names], ranks, device)):
+        said = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}" or "none"
+        raise ValueError(
+            f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {said}, "
+            "and another one others; add, freeze and unfreeze the same parameters before the same step on all ranks"
+        )
+    same = _same(list(named.values()), ranks, device) if names else []
+    return [name for name, each in zip(names, same, strict=True) if not each]
+
+
+def _same(content: Sequence[object], ranks: Collective, device: torch.device) -> list[bool]:
+    own = torch.tensor([checksum(each) for each in content], device=device)
     said = torch.stack([own, -own])
-    with failures.explained(f"comparing {next(iter(named))} and on", ranks.rank):
+    with failures.explained("comparing models by checksums", ranks.rank):
         ranks.all_reduce_max(said)
-    same = (said[0] == -said[1]).tolist()
-    return [name for name, each in zip(named, same, strict=True) if not each]
+    return [most == -least for most, least in said.T.tolist()]

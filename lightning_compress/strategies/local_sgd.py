@@ -152,8 +152,7 @@ class LocalSGDMixin(UnwrappedMixin):
 
     def _rebase(self) -> None:
         """Have the anchors where hooks such as on_fit_start, which may load weights, have left the model."""
-        assert self.lightning_module is not None
-        trained = dict(checks.trained_parameters(self.lightning_module))
+        trained = {name: each for fragment in self.local.fragments for name, each in fragment.replicas.items()}
         if names := differing(trained, TorchCollective(), self.root_device):
             raise ValueError(
                 f"{len(names)} parameters differ over the ranks before the first step, among them {names[0]}: hooks "

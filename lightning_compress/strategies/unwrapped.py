@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.alike import differing
 from lightning_compress.strategies.meeting import ELSEWHERE, Meeting
 from lightning_compress.strategies.refused import check_fit, without_wrapper
 from lightning_compress.strategies.resume import Resume
@@ -310,9 +311,24 @@ class UnwrappedMixin(WaitingMixin):
         if self._trained and "optimizer_states" in checkpoint:
             checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
             files, ranks, device = self.checkpoint_io, TorchCollective(), self.root_device
-            own = self.method, self.attempts, self._tree()
+            tree = self._tree()
+            if not self.gives_up:
+                for name in self._kept_once(checkpoint.get("state_dict", {})):
+                    del tree["model"][name]
+            own = self.method, self.attempts, tree
             self._resume.save_tree(files, str(filepath), checkpoint, *own, ranks, device, self.gives_up)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _kept_once(self, saved: Mapping[str, Any]) -> set[str]:
+        """Frozen parameters that the checkpoint has as all ranks have them; a collective call."""
+        assert self.lightning_module is not None
+        ranks, told, there = TorchCollective(), {}, set()
+        for name, own in self.lightning_module.named_parameters():
+            other = saved.get(name)
+            if not own.requires_grad and isinstance(other, Tensor) and _equal(own, other):
+                there.add(name)
+            told[name] = own.detach() if name in there else f"rank {ranks.rank}"  # which no other says
+        return there - set(differing(told, ranks, self.root_device))
 
     def _tree(self) -> sidecar.Tree:
         own = self.own_state()
@@ -360,6 +376,11 @@ class UnwrappedMixin(WaitingMixin):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             self._resume.remove(str(filepath))
+
+
+def _equal(own: Tensor, other: Tensor) -> bool:
+    alike = (own.dtype, own.shape, own.device) == (other.dtype, other.shape, other.device)
+    return alike and own.equal(other)
 
 
 def _arguments(make: Any) -> list[str]:

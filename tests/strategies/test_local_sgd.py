@@ -6,6 +6,7 @@ import pickle
 import signal
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -404,9 +405,10 @@ class Teacher(ByStep):
         self.backbone = torch.nn.Linear(200, 200).requires_grad_(False)
         self.evaluated = []
 
-    def on_train_batch_end(self, *_):
+    def training_step(self, batch, batch_idx):
         for mine, other in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
             mine.data.lerp_(other.data, 0.1)
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
         self.evaluated.append(parameters(self.teacher).numpy())
@@ -428,6 +430,19 @@ def test_frozen_parameters_that_follow_are_evaluated_and_end_as_one(pools, kind)
     assert np.array_equal(end, last)
     assert still
     assert sent < 3 * 4 * 200 * 200  # once would be the backbone in float32, and there were three means
+
+
+def _keeps_once(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    _, whole = fit(strategy("local_sgd"), make=Teacher, callbacks=[save])
+    (path,) = Path(folder).glob(f"step=4.ckpt.lc/*-4.rank{dist.get_rank()}.pt")
+    kept = torch.load(path, weights_only=True)["tree"]["model"]
+    _, again = fit(strategy("local_sgd", strict_state=True), Teacher, f"{folder}/step=4.ckpt")
+    return [name in kept for name in ("teacher.0.bias", "backbone.bias")], parameters(again).equal(parameters(whole))
+
+
+def test_what_is_frozen_and_the_same_on_all_ranks_is_saved_once(pools, tmp_path):
+    assert pools[2].run(_keeps_once, str(tmp_path)) == [([True, False], True)] * 2
 
 
 def _short(kind, steps):
@@ -690,6 +705,7 @@ def _refused(what):
         "averaged": lambda: fit(strategy("diloco", averaged_steps=9), data=streams(), limit_train_batches=1.0),
         "grows": lambda: fit(strategy("diloco"), make=Grows),
         "loads": lambda: fit(strategy("diloco"), make=LoadsByRank),
+        "evaluated": lambda: fit(LocalSGDStrategy(20), LateOnOne, val_check_interval=2, limit_train_batches=5),
         "raise": lambda: fit(strategy("diloco", on_nonfinite="raise"), make=Overflows),
     }
     with pytest.raises((ValueError, FloatingPointError)) as caught:
@@ -709,6 +725,7 @@ def _refused(what):
         ("stream", "different numbers of training batches: rank"),
         ("averaged", "different numbers of training batches: rank"),
         ("grows", "the buffer 'cache' became torch.float32 of shape (3,)"),
+        ("evaluated", "the ranks' models are not alike"),
         ("loads", "1 parameters differ over the ranks before the first step, among them head.0.bias"),
         ("raise", "not finite"),
     ],
