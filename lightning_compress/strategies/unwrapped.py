@@ -312,7 +312,7 @@ class UnwrappedMixin(WaitingMixin):
             checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
             files, ranks, device = self.checkpoint_io, TorchCollective(), self.root_device
             tree = self._tree()
-            if not self.gives_up:
+            if not self.gives_up and self._resume.state != "none":
                 for name in self._kept_once(checkpoint.get("state_dict", {})):
                     del tree["model"][name]
             own = self.method, self.attempts, tree
@@ -322,12 +322,12 @@ class UnwrappedMixin(WaitingMixin):
     def _kept_once(self, saved: Mapping[str, Any]) -> set[str]:
         """Frozen parameters that the checkpoint has as all ranks have them; a collective call."""
         assert self.lightning_module is not None
-        ranks, told, there = TorchCollective(), {}, set()
-        for name, own in self.lightning_module.named_parameters():
-            other = saved.get(name)
-            if not own.requires_grad and isinstance(other, Tensor) and _equal(own, other):
+        ranks, replica, told, there = TorchCollective(), self.replica(), {}, set()
+        for name, parameter in self.lightning_module.named_parameters():
+            own, other = replica[name].detach(), saved.get(name)
+            if not parameter.requires_grad and isinstance(other, Tensor) and _equal(own, other):
                 there.add(name)
-            told[name] = own.detach() if name in there else f"rank {ranks.rank}"  # which no other says
+            told[name] = own if name in there else f"rank {ranks.rank}"  # which no other says
         return there - set(differing(told, ranks, self.root_device))
 
     def _tree(self) -> sidecar.Tree:

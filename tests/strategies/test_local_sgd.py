@@ -432,8 +432,8 @@ def test_frozen_parameters_that_follow_are_evaluated_and_end_as_one(pools, kind)
     assert sent < 3 * 4 * 200 * 200  # once would be the backbone in float32, and there were three means
 
 
-def _keeps_once(folder):
-    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+def _keeps_once(folder, trigger):
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, **trigger)
     _, whole = fit(strategy("local_sgd"), make=Teacher, callbacks=[save])
     (path,) = Path(folder).glob(f"step=4.ckpt.lc/*-4.rank{dist.get_rank()}.pt")
     kept = torch.load(path, weights_only=True)["tree"]["model"]
@@ -441,8 +441,10 @@ def _keeps_once(folder):
     return [name in kept for name in ("teacher.0.bias", "backbone.bias")], parameters(again).equal(parameters(whole))
 
 
-def test_what_is_frozen_and_the_same_on_all_ranks_is_saved_once(pools, tmp_path):
-    assert pools[2].run(_keeps_once, str(tmp_path)) == [([True, False], True)] * 2
+@pytest.mark.parametrize("trigger", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": False}], ids=str)
+def test_what_is_frozen_and_the_same_on_all_ranks_is_saved_once(pools, tmp_path, trigger):
+    """After a step, and in an evaluation, in which the model is another one."""
+    assert pools[2].run(_keeps_once, str(tmp_path), trigger) == [([True, False], True)] * 2
 
 
 def _short(kind, steps):
