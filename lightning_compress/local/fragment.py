@@ -66,7 +66,8 @@ class Fragment:
     def look(self) -> None:
         """Take what this rank has learned since the last time."""
         for name, replica in self.replicas.items():
-            torch.sub(self.anchors[name].detach(), replica.detach(), out=self._changes[name])
+            anchor = self.anchors[name].detach()  # replicas in half precision began from it as rounded
+            torch.sub(anchor.to(replica.dtype).to(anchor.dtype), replica.detach(), out=self._changes[name])
 
     def average(self, steps: int) -> None:
         """Replace what was taken by its mean over the ranks; a collective call.
@@ -148,11 +149,13 @@ class Fragment:
             raise ValueError("the state is of other fragments, or of another model")
         for name, each in anchors.items():
             self.anchors[name].detach().copy_(each)
-        self._outer.load_state_dict(state["common"]["outer"])
+        momentum = {"state": state["common"]["outer"]["state"]}  # rates are those that this run was given
+        self._outer.load_state_dict(self._outer.state_dict() | momentum)
         self.compression.load_state_dict(state["compression"])
 
 
 def _anchor(replica: Tensor) -> Tensor:
-    """Small steps would be lost in half precision."""
+    """Contiguous, as messages are; small steps would be lost in half precision."""
     half = replica.dtype in (torch.float16, torch.bfloat16)
-    return replica.detach().to(torch.float32 if half else replica.dtype, copy=True)
+    dtype = torch.float32 if half else replica.dtype
+    return replica.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -10,16 +10,20 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.core import failures
 
 
 def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int]:
-    """Replace an optimizer's gradients by their mean, each in its own dtype; a collective call.
+    """Replace an optimizer's gradients by their mean, made in float32 for those in half precision; a collective call.
 
     A parameter that was not used on this rank counts as zeros; one that was used on none stays without a gradient, so
     that no optimizer decays or moves it.
 
     Returns:
-        bytes that this rank sent; and those of them that are gradients.
+        bytes that this rank sent; and those that stock DDP would have.
+
+    Raises:
+        ExchangeError: a rank is gone or silent.
     """
     by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     for parameter in [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]:
@@ -28,9 +32,10 @@ def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int
     for dtype, parameters in by_dtype.items():
         used = [each.grad is not None for each in parameters]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        told = torch.tensor(used, dtype=dtype, device=gradients[0].device)
-        flat = torch.cat([*(each.reshape(-1) for each in gradients), told])
-        ranks.all_reduce(flat)
+        told = torch.tensor(used, dtype=torch.promote_types(dtype, torch.float32), device=gradients[0].device)
+        flat = torch.cat([*(each.reshape(-1) for each in gradients), told])  # of both dtypes the wider one
+        with failures.explained(f"averaging gradients of {len(used)} parameters", ranks.rank):
+            ranks.all_reduce(flat)
         told = flat[-len(used) :]
         anywhere = used if all(used) else (told != 0).tolist()
         flat /= ranks.size
@@ -39,7 +44,7 @@ def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int
             if wanted:
                 parameter.grad = gradient.copy_(mean.view(gradient.shape))
         sent += all_reduce_bytes(flat.nbytes, ranks.size)
-        dense += all_reduce_bytes(flat.nbytes - told.nbytes, ranks.size)
+        dense += all_reduce_bytes(sum(each.nbytes for each in gradients), ranks.size)
     return sent, dense
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_compress.collectives import Collective
 from lightning_compress.engine.hook import Background
 from lightning_compress.local.fragment import Fragment
+from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
 from lightning_compress.local.statistics import Buffers
 from lightning_compress.local.timetable import Rounds, split
@@ -36,6 +37,7 @@ class LocalSteps:
     Attributes:
         fragments: of the model, in order; after them, those that joined later, which travel behind the last.
         buffers: of the model.
+        epoch: of the run, for schedules; what is sent has that of its own step.
         on_left_out: called when a round was left out, since a rank's numbers were not finite.
 
     Raises:
@@ -45,7 +47,7 @@ class LocalSteps:
     def __init__(
         self, module: nn.Module, settings: Settings, rounds: Rounds, outer: Outer, ranks: Sequence[Collective]
     ) -> None:
-        self.rounds = rounds
+        self.rounds, self.epoch = rounds, 0
         self._module, self._settings, self._outer, self._ranks = module, settings, outer, ranks
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         runs = split([each.numel() for _, each in trained], rounds.fragments)
@@ -92,7 +94,7 @@ class LocalSteps:
             self.arrive()  # whether an evaluation had it come back before must not matter
             self._add(late)
             run, new = self.fragments[self._last].compression, self.fragments[-1].compression
-            new.step, new.epoch = run.step, run.epoch  # schedules count those of the run
+            new.step = run.step  # schedules count those of the run
             self._looked.append(step)
         return late
 
@@ -127,6 +129,7 @@ class LocalSteps:
     def _send(self, number: int, step: int, beside: Callable[[], None] = lambda: None) -> None:
         fragment, last = self.fragments[number], number == self._last
         fragment.look()
+        fragment.compression.epoch = self.epoch  # which may have changed before a thread comes to it
         learned, self._looked[number] = step - self._looked[number], step
         if last:
             self.buffers.look()
@@ -231,6 +234,9 @@ class LocalSteps:
         Args:
             own: this rank's parameters and buffers.
             ranks: in which nothing else is sent at the same time.
+
+        Raises:
+            ExchangeError: a rank is gone or silent.
         """
         self.arrive()
         copies = {name: own[name].detach().clone() for name in self.buffers.common}
@@ -239,12 +245,7 @@ class LocalSteps:
         buffers.average()
         buffers.use(0.0)
         found = dict(buffers.common)
-        for fragment in self.fragments:
-            for name, anchor in fragment.anchors.items():
-                found[name] = own[name].detach().to(anchor.dtype, copy=True)
-                ranks.all_reduce(found[name])
-                found[name] /= ranks.size
-        return found
+        return found | mean_of({name: own[name] for each in self.fragments for name in each.anchors}, ranks)
 
     def finite(self, model: Mapping[str, Tensor]) -> bool:
         """Whether the parameters that are averaged are; buffers may hold what masks."""

@@ -1,12 +1,15 @@
-"""Whether all ranks were given the same settings, asked before a fit."""
+"""Whether all ranks have the same settings, or tensors."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from lightning_compress.collectives import TorchCollective
+from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.core import failures
+from lightning_compress.strategies.sidecar import checksum
 
 
 def check_alike(what: str, described: str, device: torch.device, problem: str = "") -> None:
@@ -33,3 +36,34 @@ def check_alike(what: str, described: str, device: torch.device, problem: str = 
             f"the settings of {what} differ over the ranks; start all with the same script and arguments. Rank "
             f"{ranks.rank} has {described}"
         )
+
+
+def differing(named: Mapping[str, object], ranks: Collective, device: torch.device) -> list[str]:
+    """Names of what is not the same on all ranks, bit for bit; a collective call, of checksums alone.
+
+    Args:
+        named: tensors or primitives by name.
+        ranks: that compare.
+        device: where to exchange.
+
+    Raises:
+        ValueError: the names are not those of the other ranks; on every rank.
+        ExchangeError: a rank is gone or silent.
+    """
+    names = list(named)
+    if not all(_same([names], ranks, device)):
+        said = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}" or "none"
+        raise ValueError(
+            f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {said}, "
+            "and another one others; add, freeze and unfreeze the same parameters before the same step on all ranks"
+        )
+    same = _same(list(named.values()), ranks, device) if names else []
+    return [name for name, each in zip(names, same, strict=True) if not each]
+
+
+def _same(content: Sequence[object], ranks: Collective, device: torch.device) -> list[bool]:
+    own = torch.tensor([checksum(each) for each in content], device=device)
+    said = torch.stack([own, -own])
+    with failures.explained("comparing models by checksums", ranks.rank):
+        ranks.all_reduce_max(said)
+    return [most == -least for most, least in said.T.tolist()]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.core import failures
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
@@ -24,13 +25,15 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import decide, forecast
 from lightning_compress.exchanges import Exchange
 from lightning_compress.local.inner import average_gradients, forget_nonfinite
+from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
+from lightning_compress.local.settings import alone, check, whole_rounds
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
-from lightning_compress.strategies.alike import check_alike
+from lightning_compress.strategies.alike import check_alike, differing
 from lightning_compress.strategies.meeting import END
 from lightning_compress.strategies.names import register
 from lightning_compress.strategies.sidecar import SavedState
@@ -97,8 +100,10 @@ class LocalSGDMixin(UnwrappedMixin):
         if evaluate not in ("anchor", "mean"):
             raise ValueError(f"evaluate={evaluate!r} must be 'anchor' or 'mean'")
         self._evaluate = evaluate
-        self._settings = Settings.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=_renamed(warmup_rounds))
-        _check(self._settings)
+        self._settings = Settings.of(
+            **{name: given[name] for name in _SETTINGS}, warmup_steps=whole_rounds(warmup_rounds)
+        )
+        check(self._settings)
         self._local: LocalSteps | None = None
 
     @property
@@ -131,7 +136,7 @@ class LocalSGDMixin(UnwrappedMixin):
         ]
         parameters = checks.trained_parameters(module)
         world = World(TorchCollective(), self.root_device, Meter(self.root_device))
-        settings = self._settings if size > 1 else _alone(self._settings)
+        settings = self._settings if size > 1 else alone(self._settings)
         settings = decide(settings.bound(kinds_of(module)), parameters, world)
         self._forecast = forecast(settings, parameters, world)
         self._local = LocalSteps(module, settings, self._rounds, self._outer, self._transports)
@@ -142,11 +147,25 @@ class LocalSGDMixin(UnwrappedMixin):
 
     def begin_after(self, step: int) -> None:
         """The first round is shorter."""
+        self._rebase()
         self.local.begin_after(max(step - self._averaged_steps, 0))
 
+    def _rebase(self) -> None:
+        """Have the anchors where hooks such as on_fit_start, which may load weights, have left the model."""
+        trained = {name: each for fragment in self.local.fragments for name, each in fragment.replicas.items()}
+        if names := differing(trained, TorchCollective(), self.root_device):
+            raise ValueError(
+                f"{len(names)} parameters differ over the ranks before the first step, among them {names[0]}: hooks "
+                "such as on_fit_start have to leave the same model on all ranks; load one file, or draw by one seed"
+            )
+        with torch.no_grad():
+            self.local.rebase()
+
     def on_train_start(self) -> None:
-        """Say what runs."""
+        """Begin from the model as hooks have left it; say what runs."""
         super().on_train_start()
+        if not self.attempts:
+            self._rebase()
         rounds, sent = self._rounds, self._forecast.summary
         first = f"after {self._averaged_steps} steps with averaged gradients, " if self._averaged_steps else ""
         parts = f", in {rounds.fragments} fragments" if rounds.fragments > 1 else ""
@@ -160,8 +179,7 @@ class LocalSGDMixin(UnwrappedMixin):
         """Tell the schedules which epoch it is."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        for fragment in self.local.fragments:
-            fragment.compression.epoch = self.lightning_module.current_epoch
+        self.local.epoch = self.lightning_module.current_epoch
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; in the first ``averaged_steps`` with the mean of the ranks' gradients."""
@@ -210,7 +228,8 @@ class LocalSGDMixin(UnwrappedMixin):
     def _tell(self, said: Tensor) -> None:
         """What ranks have to say to each other travels with a round's last fragment."""
         there = said.to(self.root_device)
-        self._transports[-1].all_reduce_max(there)
+        with failures.explained("telling the others of signals and batches", self.global_rank):
+            self._transports[-1].all_reduce_max(there)
         if (joined := int(said[3])) != self._joined:  # which is sent next
             self.meeting.check_joined(there.cpu())
             self._joined = joined
@@ -224,12 +243,28 @@ class LocalSGDMixin(UnwrappedMixin):
             self.local.finish(local)
         else:
             self.local.rebase()
+        self._put(self._followers())
+        if 0 < local < self._rounds.sync_every and self._evaluate == "anchor":
+            rank_zero_warn(
+                f"the fit ended after {local} local steps, before a round of sync_every={self._rounds.sync_every}: "
+                "what was evaluated and saved in it is the model with which they began; lower sync_every, set "
+                "evaluate='mean', or save by trainer.save_checkpoint() after the fit"
+            )
+
+    def _followers(self) -> dict[str, Tensor]:
+        """Means of frozen parameters that differ by rank, as those that follow trained ones; a collective call."""
+        assert self.lightning_module is not None
+        own, ranks = self.replica(), TorchCollective()
+        known = {name for each in self.local.fragments for name in each.anchors}
+        names = [name for name, each in self.lightning_module.named_parameters() if each.is_floating_point()]
+        frozen = {name: own[name] for name in names if name not in known}
+        found = mean_of({name: frozen[name] for name in differing(frozen, ranks, self.root_device)}, ranks)
+        self.compression.meter.bytes_sent += sum(all_reduce_bytes(each.nbytes, ranks.size) for each in found.values())
+        return found
 
     def average_model(self) -> None:
         """Leave the plain mean."""
-        own = self._named()
-        for name, mean in self.local.mean(own, TorchCollective()).items():
-            own[name].copy_(mean)
+        self._put(self.local.mean(self._named(), TorchCollective()) | self._followers())
 
     def close(self) -> None:
         """Stop; figures and states stay readable."""
@@ -244,7 +279,7 @@ class LocalSGDMixin(UnwrappedMixin):
 
     def evaluated(self) -> Mapping[str, Tensor]:
         """The anchors, or the mean of the replicas as they are."""
-        if self.attempts < self._averaged_steps:  # the same on all ranks
+        if self.attempts < max(self._averaged_steps, 1):  # the same on all ranks
             return {}
         if self.gives_up:
             self.local.abandon()
@@ -257,6 +292,8 @@ class LocalSGDMixin(UnwrappedMixin):
                 found = self.local.anchors()
         else:
             found = self.local.anchors()
+        if not self.gives_up:
+            found |= self._followers()
         own = self._named()
         return {name: each.to(own[name].dtype) for name, each in found.items()}
 
@@ -307,35 +344,6 @@ _OURS = set(inspect.signature(LocalSGDMixin.__init__).parameters)
 _SETTINGS = sorted(
     _OURS & {*inspect.signature(Settings.of).parameters, *(each.name for each in dataclasses.fields(Settings))}
 )
-
-
-def _renamed(rounds: object) -> int:
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-        raise ValueError(f"warmup_rounds={rounds!r} must be an integer, 0 or more")
-    return rounds
-
-
-def _check(settings: Settings) -> None:
-    """Refuse what gives the outer optimizer anything else than a mean, or looks at the inner optimizer.
-
-    Raises:
-        ValueError: it is chosen.
-    """
-    if (by := settings.steps_by) is not None:
-        raise ValueError(
-            f"local steps cannot be combined with {by}, which does a part of the optimizer's work, or votes: the outer "
-            "optimizer needs a mean of what the ranks have learned; use 'rotated', 'topk' or another compressor"
-        )
-    if settings.schedule.by_rate:
-        raise ValueError(
-            "local steps cannot be combined with a schedule by learning rate: the outer one does not change; give "
-            "values by rounds, such as {'density': {0: 0.25, 10: 0.01}}"
-        )
-
-
-def _alone(settings: Settings) -> Settings:
-    """The same on one rank, where there is nothing to compress."""
-    return Settings.of("none", on_nonfinite=settings.on_nonfinite, check_drift_every=0)
 
 
 class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):

@@ -87,7 +87,8 @@ class Meeting:
             raise ValueError(
                 f"the ranks have different numbers of training batches: rank {self.ranks.rank} is at batch "
                 f"{loop.epoch_loop.batch_progress.current.ready} of epoch {loop.epoch_progress.current.processed}, and "
-                "another rank elsewhere; give all the same number, or set limit_train_batches"
+                "another rank elsewhere, or an optimizer's step was skipped on one of them; give all the same number, "
+                "or set limit_train_batches, and in manual optimization step on all ranks or on none"
             )
         self.signals.agreed(bool(end), bool(save), bool(stop))
 

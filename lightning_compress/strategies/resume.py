@@ -20,6 +20,9 @@ from lightning_compress.strategies.sidecar import Files, Save, SavedState, Tree
 
 log = logging.getLogger(__name__)
 
+_LONGEST = 500
+"""Bytes of what one rank tells the others of its problem."""
+
 
 class Resume:
     """Saves and restores the state of a run's compression.
@@ -155,15 +158,10 @@ class Resume:
             common = sidecar.checksum(tree.get("common"))
         except Exception as error:  # the other ranks wait for word
             problem = str(error) or type(error).__name__
-        said = torch.tensor([bool(problem), common, -common], dtype=torch.int64, device=device)
-        ranks.all_reduce_max(said)
-        failed, most, least = said.tolist()
-        if not failed and most == -least:
+        differ = "the ranks' files are of different steps, or of models that differ where they have to be the same"
+        if not (problem := _agreed(problem, common, differ, ranks, device)):
             return tree, ""
-        if not failed:
-            problem = "the ranks' files are of different steps, or of models that differ where they have to be the same"
-        problem = problem or "another rank cannot restore its state, and says why"
-        if self.strict:
+        if self._strict_about(content):
             raise ValueError(f"{problem}; set strict_state=False to begin from the checkpoint's own model")
         return None, f"{problem}. All ranks begin from the checkpoint's own model"
 
@@ -199,12 +197,8 @@ class Resume:
             common = snapshot.checksum(state, ["shared"])
         except Exception as error:  # the other ranks wait for word
             problem = str(error) or type(error).__name__
-        said = torch.tensor([bool(problem), common, -common], dtype=torch.int64, device=device)
-        ranks.all_reduce_max(said)
-        failed, most, least = said.tolist()
-        if not failed and most != -least:  # each file is whole, and they would not go on alike
-            problem = "the ranks' files are of different steps, groups or settings"
-        elif not failed:
+        differ = "the ranks' files are of different steps, groups or settings"
+        if not (problem := _agreed(problem, common, differ, ranks, device)):
             assert state is not None
             try:
                 compression.load_state_dict(sidecar.redistribute(state, ranks))
@@ -212,14 +206,43 @@ class Resume:
             except ValueError as error:  # on all ranks alike
                 compression.reset()
                 problem = str(error)
-        problem = problem or "another rank cannot restore its state, and says why"
-        if self.strict:
+        if self._strict_about(content):
             raise ValueError(f"{problem}; set strict_state=False to begin error feedback again from zero")
         return f"{problem}. Error feedback begins again from zero, and warm-up and schedules at their first step"
+
+    def _strict_about(self, content: Mapping[str, Any]) -> bool:
+        """Not where nothing was to be saved, and nothing was."""
+        return self.strict and (self.state != "none" or content.get(sidecar.KEY) is not None)
 
     def remove(self, path: str) -> None:
         """A checkpoint was removed; called on rank 0 only."""
         sidecar.remove(path)
+
+
+def _agreed(problem: str, common: int, differ: str, ranks: Collective, device: torch.device) -> str:
+    """Why the ranks cannot go on, on all of them, or an empty text; a collective call.
+
+    Args:
+        problem: of this rank, or an empty text.
+        common: a checksum of what has to be the same on all ranks.
+        differ: the text where it is not.
+        ranks: that compare.
+        device: on which they talk.
+
+    Returns:
+        this rank's own problem, else that of the first rank which has one.
+    """
+    said = torch.tensor([bool(problem), common, -common, -ranks.rank if problem else -ranks.size], device=device)
+    ranks.all_reduce_max(said)
+    failed, most, least, first = said.tolist()
+    if not failed:  # each file is whole, and ranks may still not go on alike
+        return differ if most != -least else ""
+    text = torch.zeros(_LONGEST, dtype=torch.int32, device=device)
+    if ranks.rank == -first:
+        told = f"rank {ranks.rank}: {problem}".encode()[:_LONGEST]
+        text[: len(told)] = torch.tensor(list(told), dtype=torch.int32)
+    ranks.all_reduce_max(text)
+    return problem or bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 @contextlib.contextmanager

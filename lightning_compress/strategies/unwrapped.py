@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.alike import differing
 from lightning_compress.strategies.meeting import ELSEWHERE, Meeting
+from lightning_compress.strategies.refused import check_fit, without_wrapper
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.waiting import WaitingMixin
-
-_REFUSED = {
-    "ddp_comm_hook": "there is no DistributedDataParallel whose hook it could be; name a compressor",
-    "ddp_comm_state": "there is no hook that it could be of; remove it",
-    "ddp_comm_wrapper": "there is no hook to wrap; name a compressor",
-    "model_averaging_period": "this strategy averages by itself; use its own settings",
-}
 
 
 class UnwrappedMixin(WaitingMixin):
@@ -62,7 +57,7 @@ class UnwrappedMixin(WaitingMixin):
         makers = [vars(each)["__init__"] for each in ours if "__init__" in vars(each)]
         own = [name for make in makers for name in _arguments(make)]
         checks.check_known(kwargs, type(self), own)
-        super().__init__(**_without_wrapper(kwargs))
+        super().__init__(**without_wrapper(kwargs))
         if state == "mean":
             raise ValueError(
                 "state='mean': ranks have models of their own, not only residuals; use 'sidecar' or 'none'"
@@ -72,6 +67,8 @@ class UnwrappedMixin(WaitingMixin):
         self._counts: dict[int, int] = {}
         self._cached: Mapping[str, Tensor] | None = None
         self._held: dict[str, Tensor] | None = None
+        self._stepping = False
+        self._watched: list[Any] = []
 
     # what a subclass is made of
 
@@ -127,7 +124,8 @@ class UnwrappedMixin(WaitingMixin):
         """Refuse what cannot work, set up what Lightning does, and begin."""
         fitting = trainer.state.fn == "fit"
         if fitting:
-            self._check(trainer)
+            assert self.lightning_module is not None
+            check_fit(type(self).__name__, trainer, self.lightning_module, bool(self._layer_sync))
             self.prepare(trainer)
             self.attempts, self._counts = 0, {}
             self._cached = self._held = None
@@ -136,29 +134,13 @@ class UnwrappedMixin(WaitingMixin):
             self._trainer, self._fitting, self._trained, self._ended = trainer, True, True, False
             loop = trainer.fit_loop
             vars(loop)["on_run_end"] = lambda: self._end(type(loop).on_run_end.__get__(loop))
+            evaluation = loop.epoch_loop.val_loop
+            start = type(evaluation).on_run_start.__get__(evaluation)
+            vars(evaluation)["on_run_start"] = lambda: self._begin_evaluation(start)
         super().setup(trainer)
         if fitting:
             self.begin(trainer)
-
-    def _check(self, trainer: Any) -> None:
-        assert self.lightning_module is not None
-        name = type(self).__name__
-        if self._layer_sync or any(isinstance(each, nn.SyncBatchNorm) for each in self.lightning_module.modules()):
-            raise ValueError(
-                f"{name} cannot be combined with SyncBatchNorm, which talks in every forward pass of all ranks; set "
-                "sync_batchnorm=False: buffers are averaged where the models are"
-            )
-        if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
-            raise ValueError(
-                f"{name} cannot be combined with a val_check_interval of {seconds:g} s: each rank looks at its own "
-                "clock, and they would validate at different steps; give a number of batches"
-            )
-        for callback in trainer.callbacks:
-            if "WeightAveraging" in [each.__name__ for each in type(callback).__mro__]:
-                raise ValueError(
-                    f"{name} cannot be combined with {type(callback).__name__}, which averages each rank's own model "
-                    "and swaps it in by itself; remove it, or use StochasticWeightAveraging"
-                )
+            self._watched = [each.register_step_post_hook(self._after_step) for each in self.optimizers]
 
     def configure_ddp(self) -> None:
         """Give all ranks rank 0's parameters and buffers; nothing is wrapped."""
@@ -179,7 +161,11 @@ class UnwrappedMixin(WaitingMixin):
         """Step, or try to; then do what is due."""
         if self._trainer.fit_loop._skip_backward:  # SWA's last epoch only looks at data; its gradients are old ones
             return closure()
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._stepping = True
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
         self._cached = None
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if count > self.attempts:  # else another optimizer has led to it
@@ -187,6 +173,13 @@ class UnwrappedMixin(WaitingMixin):
             with torch.no_grad():
                 self.after_attempt(count)
         return output
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._stepping:
+            raise ValueError(
+                f"{type(optimizer).__name__} stepped without Lightning, as with self.optimizers(use_pl_optimizer=False)"
+                f", and {type(self).__name__} would not average what it learns: take those of self.optimizers()"
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Save what a cluster's signal asked for, between two batches."""
@@ -217,9 +210,14 @@ class UnwrappedMixin(WaitingMixin):
     def teardown(self) -> None:
         """Give back what was taken for the fit."""
         if self._fitting:
-            self._swap_back()
+            with suppress(ValueError):  # after another error
+                self._swap_back()
             self._fitting = False
-            vars(self._trainer.fit_loop).pop("on_run_end", None)
+            loop = self._trainer.fit_loop
+            vars(loop).pop("on_run_end", None)
+            vars(loop.epoch_loop.val_loop).pop("on_run_start", None)
+            for each in self._watched:
+                each.remove()
             self.close()
             self.meeting.close(waits=self.gives_up)
         super().teardown()
@@ -253,24 +251,39 @@ class UnwrappedMixin(WaitingMixin):
     def _swap_in(self) -> None:
         if self._fitting and self._held is None:
             named, other = self._named(), self._shown()
-            self._held = {name: named[name].detach().clone() for name in other}
-            with torch.no_grad():
-                for name, tensor in other.items():
-                    named[name].copy_(tensor)
+            self._held = {name: named[name].detach().clone() for name in other if name in named}
+            self._put(other)
 
     def _swap_back(self) -> None:
         held, self._held = self._held, None
-        named = self._named() if held else {}
-        with torch.no_grad():
-            for name, tensor in (held or {}).items():
-                named[name].copy_(tensor)
+        self._put(held or {})
 
-    def on_validation_start(self) -> None:
-        """Evaluate what the ranks have in common."""
-        super().on_validation_start()
-        if self._fitting and self.meeting.unsized:  # one of them may still be training
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy into parameters and buffers of these names.
+
+        Raises:
+            ValueError: a buffer is gone, or of another shape; the others were copied.
+        """
+        named, changed = self._named() if tensors else {}, ""
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                found = named.get(name)
+                if found is not None and found.shape == tensor.shape:
+                    found.copy_(tensor)
+                else:
+                    said = "is gone" if found is None else f"became one of shape {tuple(found.shape)}"
+                    changed = f"the buffer {name!r} of shape {tuple(tensor.shape)} {said}"
+        if changed:
+            raise ValueError(
+                f"{changed}, and models are swapped for evaluation; keep its shape, or keep it in a plain attribute"
+            )
+
+    def _begin_evaluation(self, begin: Callable[[], None]) -> None:
+        """Evaluate what the ranks have in common; hooks, too, of which the strategy's own would be the last."""
+        if self.meeting.unsized:  # one of them may still be training
             self.meeting.agree(ELSEWHERE)
         self._swap_in()
+        begin()
 
     def on_validation_end(self) -> None:
         """Go on with the rank's own."""
@@ -298,9 +311,24 @@ class UnwrappedMixin(WaitingMixin):
         if self._trained and "optimizer_states" in checkpoint:
             checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
             files, ranks, device = self.checkpoint_io, TorchCollective(), self.root_device
-            own = self.method, self.attempts, self._tree()
+            tree = self._tree()
+            if not self.gives_up and self._resume.state != "none":
+                for name in self._kept_once(checkpoint.get("state_dict", {})):
+                    del tree["model"][name]
+            own = self.method, self.attempts, tree
             self._resume.save_tree(files, str(filepath), checkpoint, *own, ranks, device, self.gives_up)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _kept_once(self, saved: Mapping[str, Any]) -> set[str]:
+        """Frozen parameters that the checkpoint has as all ranks have them; a collective call."""
+        assert self.lightning_module is not None
+        ranks, replica, told, there = TorchCollective(), self.replica(), {}, set()
+        for name, parameter in self.lightning_module.named_parameters():
+            own, other = replica[name].detach(), saved.get(name)
+            if not parameter.requires_grad and isinstance(other, Tensor) and _equal(own, other):
+                there.add(name)
+            told[name] = own if name in there else f"rank {ranks.rank}"  # which no other says
+        return there - set(differing(told, ranks, self.root_device))
 
     def _tree(self) -> sidecar.Tree:
         own = self.own_state()
@@ -335,7 +363,8 @@ class UnwrappedMixin(WaitingMixin):
         named = self._named()
         with torch.no_grad():
             for name, tensor in tree["model"].items():
-                named[name].copy_(tensor)
+                if name in named and named[name].shape == tensor.shape:  # caches that forward makes, it makes again
+                    named[name].copy_(tensor)
         for optimizer, state in zip(self.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         if tree["precision"]:
@@ -349,23 +378,10 @@ class UnwrappedMixin(WaitingMixin):
             self._resume.remove(str(filepath))
 
 
+def _equal(own: Tensor, other: Tensor) -> bool:
+    alike = (own.dtype, own.shape, own.device) == (other.dtype, other.shape, other.device)
+    return alike and own.equal(other)
+
+
 def _arguments(make: Any) -> list[str]:
     return [name for name in inspect.signature(make).parameters if name not in ("self", "args", "kwargs")]
-
-
-def _without_wrapper(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without those of DistributedDataParallel, which Lightning's command line gives with their defaults.
-
-    Raises:
-        ValueError: one of them is not the default.
-    """
-    theirs = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, value in given.items():
-        if name in _REFUSED and value is not None:
-            raise ValueError(f"{name}={value!r}: {_REFUSED[name]}")
-        if name in theirs and value not in (None, theirs[name].default):
-            raise ValueError(
-                f"{name}={value!r} is an argument of DistributedDataParallel, which does not wrap the model here; "
-                "remove it"
-            )
-    return {name: value for name, value in given.items() if name not in theirs}

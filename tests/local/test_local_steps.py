@@ -1,6 +1,7 @@
 """Rounds of local steps over threads, against a slow simulation in one process, and their laws."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from torch import nn
 
 from lightning_compress.codecs import SparseLoCo
 from lightning_compress.collectives import World, run_threads
+from lightning_compress.core.failures import ExchangeError
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
-from lightning_compress.local.inner import forget_nonfinite
+from lightning_compress.local.inner import average_gradients, forget_nonfinite
+from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds, split
@@ -524,3 +527,115 @@ def test_each_fragment_is_sent_once_a_round_and_the_last_at_its_end(every, parts
         assert sorted(sent) == list(range(parts))
     assert rounds.sent(every)[-1] == parts - 1
     assert rounds.sent(0) == []
+
+
+def test_parameters_in_another_memory_format_are_averaged():
+    """As of convolutions in channels_last."""
+
+    def run(collective):
+        torch.manual_seed(0)
+        model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        local = LocalSteps(model, Settings.of("none"), Rounds(2), Outer(), [collective])
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            for each in model.parameters():
+                each += collective.rank + 1.0
+            local.after(2)
+        assert model.weight.is_contiguous(memory_format=torch.channels_last)
+        return model.weight.detach() - before
+
+    assert all(moved.allclose(torch.tensor(1.5)) for moved in run_threads(2, run))
+
+
+def test_steps_too_small_for_half_precision_are_kept_in_the_anchors():
+    """One of four ranks learns the least that bfloat16 can say, in each of eight rounds."""
+
+    def run(collective):
+        model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            local = LocalSteps(model, Settings.of("none"), Rounds(1), Outer(), [collective])
+            for step in range(1, 9):
+                if collective.rank == 0:
+                    model.weight += 2.0**-7
+                local.after(step)
+        return local.fragments[0].anchors["weight"].item(), model.weight.item()
+
+    assert run_threads(4, run) == [(1 + 8 * 2.0**-7 / 4,) * 2] * 4
+
+
+def test_an_outer_optimizer_that_is_named_at_a_resume_is_what_runs():
+    def run(collective, given):
+        _, before = train(collective, Rounds(2), "nesterov", {"compressor": "none"}, 4)
+        model = make()
+        local = LocalSteps(model, Settings.of("none"), Rounds(2), Outer.of(given), [collective])
+        local.load_state_dict(before.state_dict())
+        outer = local.fragments[0]._outer
+        buffers = [each.get("momentum_buffer") for each in outer.state.values()]
+        theirs = [each["momentum_buffer"] for each in before.fragments[0]._outer.state.values()]
+        assert all(own.equal(other) for own, other in zip(buffers, theirs, strict=True))
+        return [outer.param_groups[0][name] for name in ("lr", "momentum", "nesterov")]
+
+    assert run_threads(2, lambda ranks: run(ranks, {"lr": 0.1})) == [[0.1, 0.0, False]] * 2
+    assert run_threads(2, lambda ranks: run(ranks, "nesterov")) == [[0.7, 0.9, True]] * 2
+
+
+def test_what_is_sent_late_has_the_epoch_of_its_own_step():
+    """On rank 1 something else still travels when the next epoch begins."""
+
+    def run(collective):
+        model, go = nn.Linear(64, 64, bias=False), threading.Event()
+        topk = {"name": "topk", "density": 0.25}
+        settings = Settings.of(topk, min_numel=0, schedule="dgc", exchange="all_gather")
+        local = LocalSteps(model, settings, Rounds(4, 1, 2), Outer(), [collective])
+        if collective.rank == 1:
+            local._carrier.carry(go.wait)
+        with torch.no_grad():
+            local.after(4)
+            local.epoch = 4
+            go.set()
+            local.after(6)
+            first = local.fragments[0].compression.settings.compressor.density
+            local.after(8)
+            local.after(10)
+        return first, local.fragments[0].compression.settings.compressor.density
+
+    assert run_threads(2, run, timeout=10) == [(0.25, 0.001)] * 2
+
+
+def test_gradients_in_half_precision_are_summed_in_float32():
+    def run(collective):
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        parameter.grad = torch.full((1,), 40000.0, dtype=torch.float16)
+        _, dense = average_gradients(torch.optim.SGD([parameter], 0.1), collective)
+        return parameter.grad.dtype, parameter.grad.item(), dense
+
+    assert run_threads(2, run) == [(torch.float16, 40000.0, 2)] * 2
+
+
+def test_means_of_models_take_one_message_a_dtype():
+    def run(collective):
+        sent = []
+        reduce, collective.all_reduce = collective.all_reduce, lambda each: (sent.append(each.numel()), reduce(each))
+        own = float(collective.rank)
+        named = {"a": torch.full((2, 3), own), "b": torch.full((4,), own, dtype=torch.bfloat16), "c": torch.tensor(own)}
+        means = mean_of(named, collective)
+        assert all(each.eq(own).all() for each in named.values())
+        return sent, [(each.dtype, each.shape, each.unique().tolist()) for each in means.values()]
+
+    shapes = [torch.Size(shape) for shape in ((2, 3), (4,), ())]
+    assert run_threads(2, run) == [([11], [(torch.float32, shape, [0.5]) for shape in shapes])] * 2
+
+
+def test_a_rank_that_is_gone_is_an_error_that_says_so():
+    def run(collective, average):
+        def lost(_):
+            raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+        collective.all_reduce = lost
+        parameter = nn.Parameter(torch.ones(1))
+        with pytest.raises(ExchangeError, match="a rank died"):
+            average(parameter)
+
+    run_threads(2, lambda ranks: run(ranks, lambda each: average_gradients(torch.optim.SGD([each]), ranks)))
+    run_threads(2, lambda ranks: run(ranks, lambda each: mean_of({"a": each}, ranks)))

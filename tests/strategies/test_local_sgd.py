@@ -1,10 +1,12 @@
 """Local steps in Lightning, in real processes."""
 
+import copy
 import os
 import pickle
 import signal
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -344,6 +346,126 @@ def test_a_scaler_that_skips_on_one_rank_does_not_shift_its_rounds(pools):
     assert all(stats["nonfinite_steps"] == 0 for *_, stats in ranks)
 
 
+class Pretrained(ByStep):
+    """A hook loads weights, the same on all ranks."""
+
+    def __init__(self, optimizer, hook="on_fit_start"):
+        super().__init__(optimizer)
+        setattr(self, hook, self.load)
+        self.before = []
+
+    def load(self):
+        with torch.no_grad():
+            for each in self.parameters():
+                each.mul_(0.5)
+
+    def validation_step(self, batch, batch_idx):
+        self.before.append(parameters(self).numpy())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def _pretrained(kind, hook):
+    torch.manual_seed(1)
+    wanted = 0.5 * parameters(Pretrained("sgd"))
+    _, model = fit(strategy(kind), make=lambda _: Pretrained("sgd", hook), max_epochs=1)
+    sane = hook == "on_train_start" or np.array_equal(model.before[0], wanted.numpy())
+    return sane, (parameters(model) - wanted).abs().max().item() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["diloco", "sparseloco", "streaming"])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_weights_that_hooks_load_are_what_training_begins_with(pools, kind, hook):
+    assert pools[2].run(_pretrained, kind, hook) == [(True, True)] * 2
+
+
+def _loads_after_a_checkpoint(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    _, model = fit(strategy("diloco", state="none"), lambda _: Pretrained("sgd", "no_hook"), callbacks=[save])
+    wanted = 0.5 * parameters(model)
+    _, again = fit(strategy("diloco", state="none"), lambda _: Pretrained("sgd"), f"{folder}/step=4.ckpt")
+    return (parameters(again) - wanted).abs().max().item() < 1e-6
+
+
+class LoadsByRank(Pretrained):
+    """Other weights on each rank."""
+
+    def load(self):
+        with torch.no_grad():
+            self.head[0].bias.fill_(dist.get_rank())
+
+
+class Teacher(ByStep):
+    """A frozen copy follows what is trained, as in BYOL; a backbone stands still."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        self.backbone = torch.nn.Linear(200, 200).requires_grad_(False)
+        self.evaluated = []
+
+    def training_step(self, batch, batch_idx):
+        for mine, other in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            mine.data.lerp_(other.data, 0.1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluated.append(parameters(self.teacher).numpy())
+
+
+def _teaches(kind):
+    trainer, model = fit(strategy(kind), make=Teacher)
+    before = parameters(model.backbone)
+    torch.manual_seed(1)
+    still = before.equal(parameters(Teacher("adamw").backbone))
+    sent = trainer.strategy.comm_stats()["total_bytes_sent"]
+    return model.evaluated, parameters(model.teacher).numpy(), still, sent
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "mean", "streaming"])
+def test_frozen_parameters_that_follow_are_evaluated_and_end_as_one(pools, kind):
+    (seen, end, still, sent), (others, last, _, _) = pools[2].run(_teaches, kind)
+    assert all(np.array_equal(own, other) for own, other in zip(seen, others, strict=True))
+    assert np.array_equal(end, last)
+    assert still
+    assert sent < 3 * 4 * 200 * 200  # once would be the backbone in float32, and there were three means
+
+
+def _keeps_once(folder, trigger):
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, **trigger)
+    _, whole = fit(strategy("local_sgd"), make=Teacher, callbacks=[save])
+    (path,) = Path(folder).glob(f"step=4.ckpt.lc/*-4.rank{dist.get_rank()}.pt")
+    kept = torch.load(path, weights_only=True)["tree"]["model"]
+    _, again = fit(strategy("local_sgd", strict_state=True), Teacher, f"{folder}/step=4.ckpt")
+    return [name in kept for name in ("teacher.0.bias", "backbone.bias")], parameters(again).equal(parameters(whole))
+
+
+@pytest.mark.parametrize("trigger", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": False}], ids=str)
+def test_what_is_frozen_and_the_same_on_all_ranks_is_saved_once(pools, tmp_path, trigger):
+    """After a step, and in an evaluation, in which the model is another one."""
+    assert pools[2].run(_keeps_once, str(tmp_path), trigger) == [([True, False], True)] * 2
+
+
+def _short(kind, steps):
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(strategy(kind), max_steps=steps).fit(ByStep("adamw"), loader(digits()))
+    return [str(each.message) for each in caught if "before a round" in str(each.message)]
+
+
+def test_a_fit_that_is_shorter_than_a_round_says_what_its_checkpoints_hold(pools):
+    (said,), others = pools[2].run(_short, "diloco", 2)
+    assert "ended after 2 local steps, before a round of sync_every=3" in said
+    assert not others
+    assert pools[2].run(_short, "diloco", 3) == pools[2].run(_short, "mean", 2) == [[], []]
+
+
+def test_weights_that_a_hook_loads_beside_a_checkpoint_without_state_stay(pools, tmp_path):
+    assert pools[2].run(_loads_after_a_checkpoint, str(tmp_path)) == [True] * 2
+
+
 def _several(accumulate):
     options = {"make": Net, "accumulate_grad_batches": 2} if accumulate else {"make": TwoOptimizers}
     trainer, model = fit(strategy("diloco"), **options)
@@ -584,6 +706,8 @@ def _refused(what):
         "stream": lambda: fit(strategy("diloco"), Logged, data=streams(), limit_train_batches=1.0),
         "averaged": lambda: fit(strategy("diloco", averaged_steps=9), data=streams(), limit_train_batches=1.0),
         "grows": lambda: fit(strategy("diloco"), make=Grows),
+        "loads": lambda: fit(strategy("diloco"), make=LoadsByRank),
+        "evaluated": lambda: fit(LocalSGDStrategy(20), LateOnOne, val_check_interval=2, limit_train_batches=5),
         "raise": lambda: fit(strategy("diloco", on_nonfinite="raise"), make=Overflows),
     }
     with pytest.raises((ValueError, FloatingPointError)) as caught:
@@ -603,6 +727,8 @@ def _refused(what):
         ("stream", "different numbers of training batches: rank"),
         ("averaged", "different numbers of training batches: rank"),
         ("grows", "the buffer 'cache' became torch.float32 of shape (3,)"),
+        ("evaluated", "the ranks' models are not alike"),
+        ("loads", "1 parameters differ over the ranks before the first step, among them head.0.bias"),
         ("raise", "not finite"),
     ],
 )

@@ -259,9 +259,19 @@ def test_a_damaged_part_of_one_rank(pools, tmp_path, damage):
     answers = pools[2].run(attempt, f"{tmp_path}/lenient", path)
     assert all(seen == (0.0, 0.0) for seen, _ in answers)
     assert "begins again from zero" in answers[0][1][0]
+    assert f"rank 1: {part}" in answers[0][1][0]  # which rank 0, the one that warns, has heard of
     assert all(
         "strict_state" in said for said in pools[2].run(partial(attempt, strict_state=True), str(tmp_path), path)
     )
+
+
+def kept_nothing(folder):
+    fit(folder, OneBit(), epochs=1, state="none")
+    return fit(folder, OneBit(), f"{folder}/epoch=0.ckpt", state="none", strict_state=True)[1].compression.step
+
+
+def test_where_nothing_was_to_be_saved_nothing_is_missing(pools, tmp_path):
+    assert pools[2].run(kept_nothing, str(tmp_path)) == [BATCHES] * 2
 
 
 def another_method(folder, path):

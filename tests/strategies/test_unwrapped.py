@@ -4,6 +4,7 @@ import os
 import signal
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -122,6 +123,63 @@ def test_several_optimizers_in_manual_optimization_count_as_the_most_of_them(poo
     assert pools[2].run(_several) == [(8, [3, 6], [4, 8])] * 2
 
 
+class Raw(Net):
+    """Steps that Lightning does not see."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class SkipsOne(TwoOptimizers):
+    """Rank 1 does not step in one batch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx != 1 or dist.get_rank() == 0:
+            super().training_step(batch, batch_idx)
+
+
+class Grows(Net):
+    """A cache that validation makes longer."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+
+    def validation_step(self, batch, batch_idx):
+        self.register_buffer("cache", torch.ones(6), persistent=False)
+
+
+class Early(Callback):
+    """Looks when validation begins and ends, after a step of each rank's own."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_start(self, trainer, module):
+        self.seen.append(parameters(module).numpy())
+
+    on_validation_end = on_validation_start
+
+
+def _early():
+    look = Early()
+    fit(make=Validated, callbacks=[look], num_sanity_val_steps=0)
+    return look.seen
+
+
+def test_hooks_around_validation_see_the_model_that_is_evaluated(pools):
+    first, second = pools[2].run(_early)
+    assert len(first) == 4
+    assert all(np.array_equal(own, other) for own, other in zip(first, second, strict=True))
+
+
 def _swa():
     watch = Watch()
     trainer, model = fit(callbacks=[StochasticWeightAveraging(0.01, 2), watch], max_epochs=3)
@@ -176,6 +234,68 @@ def test_another_number_of_ranks_begins_from_the_checkpoints_model(pools, tmp_pa
     pools[2].run(_resumes, str(tmp_path))
     said, *_ = pools[3].run(_elsewhere, str(tmp_path))
     assert "the checkpoint is of 2 ranks, and this run has 3" in said[0]
+
+
+class Caches(ByStep):
+    """Forward makes a buffer, as rotary embeddings do, and another one longer."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.register_buffer("table", torch.ones(1), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(4), persistent=False)
+            self.table = torch.ones(2)
+        return super().training_step(batch, batch_idx) * self.cache.mean()
+
+
+class Parameters(Averaging):
+    """Leaves buffers to each rank."""
+
+    def replica(self):
+        return dict(self.lightning_module.named_parameters())
+
+    def _tree(self):
+        return super()._tree() | {"model": super().replica()}
+
+
+def _caches(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    _, whole = fit(Parameters(), Caches, callbacks=[save], limit_val_batches=0)
+    _, again = fit(Parameters(strict_state=True), Caches, f"{folder}/step=4.ckpt", limit_val_batches=0)
+    return parameters(again).equal(parameters(whole))
+
+
+def test_caches_that_forward_makes_are_made_again_in_a_resumed_run(pools, tmp_path):
+    assert pools[2].run(_caches, str(tmp_path)) == [True] * 2
+
+
+def _lost(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    fit(make=ByStep, callbacks=[save])
+    if dist.get_rank() == 1:
+        for path in Path(folder).glob("step=4.ckpt.lc/*.rank1.pt"):
+            path.unlink()
+    dist.barrier()
+    return _elsewhere(folder)
+
+
+def test_the_rank_that_warns_says_what_another_one_misses(pools, tmp_path):
+    (said,), others = pools[2].run(_lost, str(tmp_path))
+    assert not others
+    assert "rank 1: " in said
+    assert ".rank1.pt is missing" in said
+
+
+def _kept_nothing(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    fit(Averaging(state="none"), ByStep, callbacks=[save])
+    return fit(Averaging(state="none", strict_state=True), ByStep, f"{folder}/step=4.ckpt")[0].strategy.attempts
+
+
+def test_where_nothing_was_to_be_saved_nothing_is_missing(pools, tmp_path):
+    assert pools[2].run(_kept_nothing, str(tmp_path)) == [8] * 2
 
 
 class Counting(Averaging):
@@ -276,7 +396,10 @@ def _left_alone():
     assert hasattr(timer, CLOCK)
     assert CLOCK not in vars(timer)
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-    assert not {LOOP, *HANDLERS, "on_run_end"} & {*vars(loop), *vars(connector), *vars(trainer.fit_loop)}
+    loops = trainer.fit_loop, loop.val_loop
+    assert not {"on_run_end", "on_run_start"} & {name for each in loops for name in vars(each)}
+    assert not {LOOP, *HANDLERS} & {*vars(loop), *vars(connector)}
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks
     assert trainer.strategy.meeting.signals.taken
     assert all(hasattr(*each) for each in ((loop, LOOP), *((connector, name) for name in HANDLERS)))
 
@@ -323,6 +446,9 @@ def _refused(what):
         "syncbn": lambda: fit(sync_batchnorm=True),
         "clock": lambda: fit(val_check_interval="00:00:00:10"),
         "ema": lambda: fit(callbacks=[EMAWeightAveraging()]),
+        "raw": lambda: fit(make=Raw),
+        "skipped": lambda: fit(make=SkipsOne),
+        "grows": lambda: fit(make=Grows, num_sanity_val_steps=0),
     }
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         options[what]()
@@ -338,6 +464,9 @@ def _refused(what):
         ("syncbn", "SyncBatchNorm"),
         ("clock", "val_check_interval of 10 s"),
         ("ema", "EMAWeightAveraging"),
+        ("raw", "stepped without Lightning, as with self.optimizers(use_pl_optimizer=False)"),
+        ("skipped", "or an optimizer's step was skipped on one of them"),
+        ("grows", "the buffer 'cache' of shape (4,) became one of shape (6,)"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(pools, what, said):

@@ -1,0 +1,39 @@
+"""Settings of compression that rounds can have."""
+
+from __future__ import annotations
+
+from lightning_compress.settings.settings import Settings
+
+
+def whole_rounds(rounds: object) -> int:
+    """Rounds before compression begins.
+
+    Raises:
+        ValueError: they are no integer, 0 or more.
+    """
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
+        raise ValueError(f"warmup_rounds={rounds!r} must be an integer, 0 or more")
+    return rounds
+
+
+def check(settings: Settings) -> None:
+    """Refuse what gives the outer optimizer anything else than a mean, or looks at the inner optimizer.
+
+    Raises:
+        ValueError: it is chosen.
+    """
+    if (by := settings.steps_by) is not None:
+        raise ValueError(
+            f"local steps cannot be combined with {by}, which does a part of the optimizer's work, or votes: the outer "
+            "optimizer needs a mean of what the ranks have learned; use 'rotated', 'topk' or another compressor"
+        )
+    if settings.schedule.by_rate:
+        raise ValueError(
+            "local steps cannot be combined with a schedule by learning rate: the outer one does not change; give "
+            "values by rounds, such as {'density': {0: 0.25, 10: 0.01}}"
+        )
+
+
+def alone(settings: Settings) -> Settings:
+    """The same on one rank, where there is nothing to compress."""
+    return Settings.of("none", on_nonfinite=settings.on_nonfinite, check_drift_every=0)
