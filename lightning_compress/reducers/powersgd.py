@@ -176,7 +176,8 @@ class _PowerSGDPlan(ReducerPlan):
                 torch.bmm(left.mT, right, out=mean)
             if self._state:  # a direction in which nothing was found is looked in again; 0 would stay 0
                 for right, before in zip(rights, _views(self._state.committed, self._rights), strict=True):
-                    right.addcmul_(before, (~right.any(-1, keepdim=True)).float())
+                    found = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True)
+                    right.addcmul_(before, (found == 0).float())
 
     def _start(self, key: int) -> Tensor:
         """Every Q to multiply with."""
