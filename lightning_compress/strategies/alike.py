@@ -11,6 +11,8 @@ from lightning_compress.collectives import Collective, TorchCollective
 from lightning_compress.core import failures
 from lightning_compress.strategies.sidecar import checksum
 
+COMPARING = "comparing models by checksums"
+
 
 def check_alike(what: str, described: str, device: torch.device, problem: str = "") -> None:
     """Compare settings over the ranks; a collective call.
@@ -51,19 +53,43 @@ def differing(named: Mapping[str, object], ranks: Collective, device: torch.devi
         ExchangeError: a rank is gone or silent.
     """
     names = list(named)
-    if not all(_same([names], ranks, device)):
+    if not all(same([names], ranks, device)):
         said = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}" or "none"
         raise ValueError(
             f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {said}, "
             "and another one others; add, freeze and unfreeze the same parameters before the same step on all ranks"
         )
-    same = _same(list(named.values()), ranks, device) if names else []
-    return [name for name, each in zip(names, same, strict=True) if not each]
+    alike = same(list(named.values()), ranks, device) if names else []
+    return [name for name, each in zip(names, alike, strict=True) if not each]
 
 
-def _same(content: Sequence[object], ranks: Collective, device: torch.device) -> list[bool]:
+def check_common(named: Mapping[str, object], ranks: Collective, device: torch.device) -> None:
+    """Refuse to begin with parameters that are not the same on all ranks; see ``differing``.
+
+    Raises:
+        ValueError: some are not; on every rank.
+    """
+    if names := differing(named, ranks, device):
+        raise ValueError(
+            f"{len(names)} parameters differ over the ranks before the first step, among them {names[0]}: hooks "
+            "such as on_fit_start have to leave the same model on all ranks; load one file, or draw by one seed"
+        )
+
+
+def same(content: Sequence[object], ranks: Collective, device: torch.device, doing: str = COMPARING) -> list[bool]:
+    """Of each tensor or primitive, whether it is the same on all ranks, bit for bit; a collective call.
+
+    Args:
+        content: tensors or primitives.
+        ranks: that compare.
+        device: where to exchange.
+        doing: what for, if a rank is gone.
+
+    Raises:
+        ExchangeError: a rank is gone or silent.
+    """
     own = torch.tensor([checksum(each) for each in content], device=device)
     said = torch.stack([own, -own])
-    with failures.explained("comparing models by checksums", ranks.rank):
+    with failures.explained(doing, ranks.rank):
         ranks.all_reduce_max(said)
     return [most == -least for most, least in said.T.tolist()]

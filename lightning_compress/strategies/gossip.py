@@ -24,7 +24,7 @@ from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.alike import check_alike
+from lightning_compress.strategies.alike import check_alike, same
 from lightning_compress.strategies.meeting import END
 from lightning_compress.strategies.names import register
 from lightning_compress.strategies.sidecar import SavedState
@@ -158,13 +158,18 @@ class GossipMixin(UnwrappedMixin):
         self._counted = CountingCollective(self._ranks, meter)
         self._neighbours = Neighbours(self._counted, self.topology)
         self._vector = torch.zeros(layout.numel, device=device)
-        self._gather(self._vector)
-        self._mixing: Mixing = self._algorithm.begin(
-            self._vector, self._neighbours, self._compressor, layout, self._seed
-        )
+        self._layout = layout
+        self.begin_after(0)
         self._by_rank, self._consensus = [0] * self.world_size, 0.0
         keeps = f"keeps {self._algorithm.memory} bytes a parameter between rounds"
         rank_zero_info(f"{self.method}, {keeps}; {self.topology.describe()}")
+
+    def begin_after(self, step: int) -> None:
+        """What is known of the others is the model that all have."""
+        self._gather(self._vector)
+        self._mixing: Mixing = self._algorithm.begin(
+            self._vector, self._neighbours, self._compressor, self._layout, self._seed
+        )
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The vector's part of each parameter, with the parameter."""
@@ -255,11 +260,9 @@ class GossipMixin(UnwrappedMixin):
             return []
         found = [named.get(name) for name in self._others]
         kinds = ["gone" if each is None else f"{each.dtype} of shape {tuple(each.shape)}" for each in found]
-        own = torch.tensor([sidecar.checksum(each) for each in (*kinds, *found)], device=self.root_device)
-        said = torch.stack([own, -own])
-        with failures.explained(f"averaging all models after {self.attempts} steps", self.global_rank):
-            self._counted.all_reduce_max(said)
-        alike, same = (said[0] == -said[1]).view(2, -1).tolist()
+        doing = f"averaging all models after {self.attempts} steps"
+        flags = same([*kinds, *found], self._counted, self.root_device, doing)
+        alike, equal = flags[: len(found)], flags[len(found) :]
         if not all(alike):
             at = alike.index(False)
             raise ValueError(
@@ -267,7 +270,7 @@ class GossipMixin(UnwrappedMixin):
                 f"{self.global_rank}, and not so on another one; keep the same shape and dtype on all ranks, or keep "
                 "what is each rank's own in a plain attribute"
             )
-        return [name for name, each in zip(self._others, same, strict=True) if not each]
+        return [name for name, each in zip(self._others, equal, strict=True) if not each]
 
     def average_model(self) -> None:
         """All ranks have the exact mean."""

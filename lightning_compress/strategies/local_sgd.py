@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective, World
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import CountingCollective
 from lightning_compress.core import failures
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine import checks
@@ -146,26 +146,13 @@ class LocalSGDMixin(UnwrappedMixin):
         self._frozen = len(parameters) < len(list(module.parameters()))
 
     def begin_after(self, step: int) -> None:
-        """The first round is shorter."""
-        self._rebase()
+        """Have the anchors where the model is; the first round of a run that goes on is shorter."""
+        self.local.rebase()
         self.local.begin_after(max(step - self._averaged_steps, 0))
 
-    def _rebase(self) -> None:
-        """Have the anchors where hooks such as on_fit_start, which may load weights, have left the model."""
-        trained = {name: each for fragment in self.local.fragments for name, each in fragment.replicas.items()}
-        if names := differing(trained, TorchCollective(), self.root_device):
-            raise ValueError(
-                f"{len(names)} parameters differ over the ranks before the first step, among them {names[0]}: hooks "
-                "such as on_fit_start have to leave the same model on all ranks; load one file, or draw by one seed"
-            )
-        with torch.no_grad():
-            self.local.rebase()
-
     def on_train_start(self) -> None:
-        """Begin from the model as hooks have left it; say what runs."""
+        """Say what runs."""
         super().on_train_start()
-        if not self.attempts:
-            self._rebase()
         rounds, sent = self._rounds, self._forecast.summary
         first = f"after {self._averaged_steps} steps with averaged gradients, " if self._averaged_steps else ""
         parts = f", in {rounds.fragments} fragments" if rounds.fragments > 1 else ""
@@ -254,13 +241,14 @@ class LocalSGDMixin(UnwrappedMixin):
     def _followers(self) -> dict[str, Tensor]:
         """Means of frozen parameters that differ by rank, as those that follow trained ones; a collective call."""
         assert self.lightning_module is not None
-        own, ranks = self.replica(), TorchCollective()
+        own, ranks = self.replica(), self._counted()
         known = {name for each in self.local.fragments for name in each.anchors}
         names = [name for name, each in self.lightning_module.named_parameters() if each.is_floating_point()]
         frozen = {name: own[name] for name in names if name not in known}
-        found = mean_of({name: frozen[name] for name in differing(frozen, ranks, self.root_device)}, ranks)
-        self.compression.meter.bytes_sent += sum(all_reduce_bytes(each.nbytes, ranks.size) for each in found.values())
-        return found
+        return mean_of({name: frozen[name] for name in differing(frozen, ranks, self.root_device)}, ranks)
+
+    def _counted(self) -> CountingCollective:
+        return CountingCollective(TorchCollective(), self.compression.meter)
 
     def average_model(self) -> None:
         """Leave the plain mean."""
@@ -284,9 +272,7 @@ class LocalSGDMixin(UnwrappedMixin):
         if self.gives_up:
             self.local.abandon()
         if self._evaluate == "mean" and not self.gives_up:
-            found = self.local.mean(self.replica(), TorchCollective())
-            meter = self.compression.meter
-            meter.bytes_sent += sum(all_reduce_bytes(each.nbytes, TorchCollective().size) for each in found.values())
+            found = self.local.mean(self.replica(), self._counted())
             if self._settings.on_nonfinite != "pass" and not self.local.finite(found):  # on all ranks alike
                 rank_zero_warn("a rank's numbers are not finite: what the ranks had in common last is evaluated")
                 found = self.local.anchors()
@@ -369,7 +355,8 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
         alpha: the share of the replica in what it goes on from, when a fragment comes back after ``delay`` steps, in
             [0, 1); the rest is the anchor. None: 0.5 with a delay, else 0.
         evaluate: what is evaluated and saved in checkpoints: "anchor", what the ranks had in common last, which costs
-            no bytes; or "mean", the mean of the replicas as they are, made once between two steps.
+            some bytes a frozen tensor, to see that it is the same; or "mean", the mean of the replicas as they are,
+            made once between two steps.
         error_feedback: see ``CompressedDDPStrategy``.
         warmup_rounds: rounds in float32 before compression begins.
         min_numel: see ``CompressedDDPStrategy``.

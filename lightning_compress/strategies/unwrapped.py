@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.alike import differing
+from lightning_compress.strategies.alike import check_common, differing
 from lightning_compress.strategies.meeting import ELSEWHERE, Meeting
 from lightning_compress.strategies.refused import check_fit, without_wrapper
 from lightning_compress.strategies.resume import Resume
@@ -104,8 +104,9 @@ class UnwrappedMixin(WaitingMixin):
     def load_own_state(self, state: sidecar.Tree) -> None:
         """Go on from ``own_state``; the model and the optimizers were restored."""
 
+    @abstractmethod
     def begin_after(self, step: int) -> None:
-        """The run goes on from a checkpoint's model alone, in which so many steps were made."""
+        """Begin from the model as it is now: a checkpoint's, of so many steps; or 0, and hooks may have loaded it."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -156,6 +157,16 @@ class UnwrappedMixin(WaitingMixin):
         self._cached = None
         self.meeting.compare_batches()
         self.meeting.signals.watch_clocks()
+        if not self.attempts:
+            self._begin_after(0)
+
+    def _begin_after(self, step: int) -> None:
+        assert self.lightning_module is not None
+        own, named = self.replica(), self.lightning_module.named_parameters()
+        trained = {name: own[name] for name, each in named if each.requires_grad}
+        check_common(trained, TorchCollective(), self.root_device)
+        with torch.no_grad():
+            self.begin_after(step)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, or try to; then do what is due."""
@@ -358,7 +369,7 @@ class UnwrappedMixin(WaitingMixin):
         if tree is None:
             if self._resume.state != "none":
                 rank_zero_warn(problem)
-            self.begin_after(self.attempts)
+            self._begin_after(self.attempts)
             return
         named = self._named()
         with torch.no_grad():

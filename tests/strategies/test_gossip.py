@@ -62,6 +62,29 @@ def test_models_are_mixed_after_local_steps(pools, size):
         np.testing.assert_allclose(np.stack([rank[0][step] for rank in ranks]), mixed, atol=1e-6)
 
 
+class Loads(ByStep):
+    """A hook loads weights, and nothing is learned."""
+
+    def on_train_start(self):
+        with torch.no_grad():
+            for each in self.parameters():
+                each.mul_(0.5)
+        self.loaded = parameters(self).clone()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def _loads(algorithm):
+    _, model = fit(GossipStrategy(algorithm, compressor="none"), Loads)
+    return (parameters(model) - model.loaded).abs().max().item()
+
+
+@pytest.mark.parametrize("algorithm", ["choco", "dcd", "ecd"])
+def test_weights_that_hooks_load_are_what_others_know(pools, algorithm):
+    assert max(pools[3].run(_loads, algorithm)) < 1e-6
+
+
 def _evaluates(evaluate, folder):
     watch = Watch()
     save = ModelCheckpoint(folder, "last-{step}", every_n_train_steps=5, save_top_k=-1)
