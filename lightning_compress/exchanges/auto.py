@@ -152,7 +152,7 @@ class Auto(Exchange):
         self.measure(codecs_of(sections), world.collective, world.collective, world.device)
         dry = world if way is not None and way.talks else world._replace(device=META)
         offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
-        spared = all_reduce_rounds(world.collective.size) - offer.plan.cost.rounds
+        spared = all_reduce_rounds(world.collective.size) - offer.plan.compared.rounds
         link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]
         return offer.seconds + max(0, spared) * link.latency_s
 
@@ -165,7 +165,10 @@ class Auto(Exchange):
         if len(ways) > 1:
             numels = [sum(section.layout.numel for section in each) for each in ways.values()]
             apart = _Offer.apart([self._together(each, world) for each in ways.values()], numels)
-            if apart.seconds < GAIN * choice.seconds and apart.plan.cost.bytes_sent < choice.plan.cost.bytes_sent:
+            if (
+                apart.seconds < GAIN * choice.seconds
+                and apart.plan.compared.bytes_sent < choice.plan.compared.bytes_sent
+            ):
                 choice = apart
         return choice
 
@@ -208,11 +211,11 @@ class Auto(Exchange):
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
-            price = cost.step_seconds(plan.cost, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
+            price = cost.step_seconds(plan.compared, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
         else:
             links = self._measured.links
-            link = links.get("between", links["ranks"]) if plan.cost.inner_rounds else links["ranks"]
-            price = cost.step_seconds(plan.cost, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
+            link = links.get("between", links["ranks"]) if plan.compared.inner_rounds else links["ranks"]
+            price = cost.step_seconds(plan.compared, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
         through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
         return _Offer(plan, price + through)
 
@@ -256,7 +259,7 @@ class _Offer:
     @property
     def outward(self) -> int:
         """Bytes that leave the node."""
-        return self.plan.cost.bytes_sent - self.plan.cost.inner_bytes
+        return self.plan.compared.bytes_sent - self.plan.compared.inner_bytes
 
     @classmethod
     def apart(cls, offers: Sequence[_Offer], numels: Sequence[int]) -> _Offer:

@@ -86,6 +86,11 @@ class ExchangePlan(ABC):
     straight: Straight | None = None
     in_pieces: bool = False
 
+    @property
+    def compared(self) -> Cost:
+        """The cost by which ways are compared, the same on all ranks: that of the rank of which it takes most."""
+        return self.cost
+
     def is_dense(self, span: slice) -> bool:
         """Whether this slice of the vector is sent as it is."""
         return any(dense.start <= span.start and span.stop <= dense.stop for dense in self.dense_spans)

@@ -80,9 +80,16 @@ class CompositePlan(ExchangePlan):
     ) -> None:
         self._plans = plans
         self._one_key = one_key
+        self._shares = shares
         self.cost = reduce(add, (plan.cost.scaled(share) for plan, share in zip(plans, shares, strict=True)))
         self.description = description or ", ".join(plan.description for plan in plans)
         self.dense_spans = [span for plan in plans for span in plan.dense_spans]
+
+    @property
+    def compared(self) -> Cost:
+        """See ``ExchangePlan.compared``."""
+        costs = (plan.compared.scaled(share) for plan, share in zip(self._plans, self._shares, strict=True))
+        return reduce(add, costs)
 
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.mean``."""

@@ -88,9 +88,8 @@ def plan_parts(
     own, apart = parts[inside.rank], world.among(between)
     widest = max(parts, key=_numel)
     plan = outer.plan(side_by_side(own), apart)
-    # All ranks compare it with other ways by the same figures, whichever part is theirs.
-    cost = plan.cost if own is widest else outer.plan(side_by_side(widest), apart._replace(device=META)).cost
-    return _PartsPlan(parts, plan, cost, inside, device)
+    most = plan if own is widest else outer.plan(side_by_side(widest), apart._replace(device=META))
+    return _PartsPlan(parts, plan, most.cost, inside, device)
 
 
 def side_by_side(sections: Sequence[Section]) -> list[Section]:
@@ -108,7 +107,7 @@ def _numel(part: Sequence[Section]) -> int:
 
 class _PartsPlan(ExchangePlan):
     def __init__(
-        self, parts: list[list[Section]], outer: ExchangePlan, cost: Cost, inside: Collective, device: torch.device
+        self, parts: list[list[Section]], outer: ExchangePlan, most: Cost, inside: Collective, device: torch.device
     ) -> None:
         self._spans = [[each.span for each in part] for part in parts]
         self._numels = [_numel(part) for part in parts]
@@ -120,10 +119,15 @@ class _PartsPlan(ExchangePlan):
         sent = 2 * (inside.size - 1) * 4 * width
         rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
         inner = Cost(bytes_sent=sent, rounds=rounds, inner_bytes=sent, inner_rounds=rounds)
-        self.cost = replace(
-            cost.scaled(1 / inside.size) + inner, copies=4.0
-        )  # into rows, their sum, what is left, out of rows
+        # copies: into rows, their sum, what is left, out of rows
+        self.cost, self._compared = (
+            replace(each.scaled(1 / inside.size) + inner, copies=4.0) for each in (outer.cost, most)
+        )
         self.sum_ranks = outer.sum_ranks
+
+    @property
+    def compared(self) -> Cost:
+        return self._compared
 
     @cached_property
     def _rows(self) -> Tensor:
