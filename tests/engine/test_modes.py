@@ -239,7 +239,7 @@ def _adam(compressor):
 @pytest.mark.parametrize(
     ("compressor", "warned"),
     [
-        ("onebit", ["A slow average", "LoCo(beta=0.05", "1.021"]),
+        ("onebit", ["A slow average", "LoCo(beta=0.05", "1.024"]),
         ("topk", ["in full (error feedback)", "none is measured"]),
         ({"name": "topk", "density": 0.5}, []),
         ("bf16", []),
