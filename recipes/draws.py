@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 __all__ = ["draw", "own_seed"]
@@ -23,10 +22,7 @@ def draw(index: Tensor, epoch: int, seed: int) -> Tensor:
     Returns:
         int64, the shape of ``index``.
     """
-    state = torch.zeros((), dtype=torch.int64, device=index.device)
-    for value in (seed, epoch, index):  # not their sum, by which seed 1 would have the draws of seed 0, an epoch late
-        state = _mix((state + (value & 0xFFFFFFFF)) & 0xFFFFFFFF)
-    return state
+    return _absorb(index, seed, epoch)
 
 
 def own_seed(seed: int, number: int = 0) -> int:
@@ -36,10 +32,15 @@ def own_seed(seed: int, number: int = 0) -> int:
         seed: seed of the run.
         number: such as a rank, where each has its own.
     """
+    return _absorb(number, seed, 0)  # what draw() gives, in plain integers: at every step, that is 20 times as fast
+
+
+def _absorb(last: Bits, *first: int) -> Bits:
+    """A hash of them all, and not of their sum, by which seed 1 would have the draws of seed 0, an epoch late."""
     state = 0
-    for value in (seed, 0, number):  # what draw() gives, in plain integers: at every step, that is 20 times as fast
+    for value in first:
         state = _mix((state + (value & 0xFFFFFFFF)) & 0xFFFFFFFF)
-    return state
+    return _mix((state + (last & 0xFFFFFFFF)) & 0xFFFFFFFF)
 
 
 def _mix(x: Bits) -> Bits:

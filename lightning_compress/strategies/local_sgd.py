@@ -24,12 +24,13 @@ from lightning_compress.engine.attach import check_setup
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import decide, forecast
 from lightning_compress.exchanges import Exchange
+from lightning_compress.local.allowed import alone, check
 from lightning_compress.local.inner import average_gradients, forget_nonfinite
 from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
-from lightning_compress.local.settings import alone, check, whole_rounds
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
+from lightning_compress.settings import readers
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
@@ -94,15 +95,13 @@ class LocalSGDMixin(UnwrappedMixin):
         blend = (0.5 if delay else 0.0) if alpha is None else alpha
         self._rounds = Rounds(sync_every, fragments, delay, blend)
         self._outer = Outer.of(outer)
-        if isinstance(averaged_steps, bool) or not isinstance(averaged_steps, int) or averaged_steps < 0:
-            raise ValueError(f"averaged_steps={averaged_steps!r} must be an integer, 0 or more")
+        readers.whole("averaged_steps", averaged_steps)
         self._averaged_steps = averaged_steps
         if evaluate not in ("anchor", "mean"):
             raise ValueError(f"evaluate={evaluate!r} must be 'anchor' or 'mean'")
         self._evaluate = evaluate
-        self._settings = Settings.of(
-            **{name: given[name] for name in _SETTINGS}, warmup_steps=whole_rounds(warmup_rounds)
-        )
+        readers.whole("warmup_rounds", warmup_rounds)
+        self._settings = Settings.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=warmup_rounds)
         check(self._settings)
         self._local: LocalSteps | None = None
 

@@ -5,17 +5,6 @@ from __future__ import annotations
 from lightning_compress.settings.settings import Settings
 
 
-def whole_rounds(rounds: object) -> int:
-    """Rounds before compression begins.
-
-    Raises:
-        ValueError: they are no integer, 0 or more.
-    """
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-        raise ValueError(f"warmup_rounds={rounds!r} must be an integer, 0 or more")
-    return rounds
-
-
 def check(settings: Settings) -> None:
     """Refuse what gives the outer optimizer anything else than a mean, or looks at the inner optimizer.
 
