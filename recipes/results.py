@@ -57,7 +57,7 @@ OWN_WARMUP = {"dgc": ["compressor.warmup=false"]}
 """Further ones of methods that bring a warm-up along."""
 COLUMNS = (
     *("recipe", "data", "experiment", "method", "compressor", "settings", "seed", "ranks", "steps", "metric", "goal"),
-    *("unit", "score", "bytes_per_step", "ratio", "step_ms", "seconds", "versions", "date", "command"),
+    *("unit", "score", "val_loss", "bytes_per_step", "ratio", "step_ms", "seconds", "versions", "date", "command"),
 )
 """Of a CSV file; ``command`` is what a run is known by."""
 
@@ -203,9 +203,13 @@ def retime(comparisons: list[Comparison], data: Path | None, out: Path) -> None:
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """The columns that ``recipes.train`` measured, from its ``result.json``; the score as it prints it."""
+    """The columns that ``recipes.train`` measured, from its ``result.json``; the score as it prints it.
+
+    The loss is that of the last validation, empty where there was none.
+    """
     score, _, unit = result["written"].partition(" ")
     judged = {"metric": result["score"]["label"], "goal": result["score"]["goal"], "score": score, "unit": unit}
+    judged["val_loss"] = f"{result['metrics']['val/loss']:.5f}" if "val/loss" in result["metrics"] else ""
     return judged | {
         **{key: round(result[key]) for key in ("ranks", "steps", "bytes_per_step")},
         **{key: round(result[key], 3) for key in ("ratio", "step_ms")},

@@ -16,9 +16,10 @@ __all__ = ["write_page"]
 HEAD = """# Recipes: quality against bytes
 
 Made by `make results`, from the CSV files beside it; do not edit. In each table all runs have the same steps; "- dense"
-is the mean over seeds of the score minus dense's of the same seed. Bytes are what each rank sends per step; the ratio
-is what float32 would send over them. Steps were timed on one machine, where nothing is gained by sending less: what
-compression saves on a network is in [results](../results.md). Commands leave out where the data is (`data.root=...`).
+is the mean over seeds of the score minus dense's of the same seed. The loss is that of the last validation, mean over
+seeds, and what it has over dense's. Bytes are what each rank sends per step; the ratio is what float32 would send over
+them. Steps were timed on one machine, where nothing is gained by sending less: what compression saves on a network is
+in [results](../results.md). Commands leave out where the data is (`data.root=...`).
 """
 COLORS = (
     *("#000000", "#1f77b4", "#17becf", "#9467bd", "#d62728", "#8c564b", "#ff7f0e", "#2ca02c", "#98df8a", "#e377c2"),
@@ -33,25 +34,35 @@ class Line:
     Args:
         label: the method.
         rows: its CSV rows, one per seed.
-        dense: the first method's score of each seed.
+        dense: the first method's row of each seed.
     """
 
-    def __init__(self, label: str, rows: list[dict[str, str]], dense: dict[str, float]) -> None:
+    def __init__(self, label: str, rows: list[dict[str, str]], dense: dict[str, dict[str, str]]) -> None:
         self.label = label
         self.rows = rows
         self.scores = [float(row["score"]) for row in rows]
         self.bytes = statistics.mean(float(row["bytes_per_step"]) for row in rows)
         self.ratio = statistics.mean(float(row["ratio"]) for row in rows)
         self.step_ms = statistics.median(float(row["step_ms"]) for row in rows)
-        against = [float(row["score"]) - dense[row["seed"]] for row in rows if row["seed"] in dense]
-        self.against = statistics.mean(against) if against else None
+        pairs = [(row, dense[row["seed"]]) for row in rows if row["seed"] in dense]
+        self.against = statistics.mean([_of("score", a) - _of("score", b) for a, b in pairs]) if pairs else None
+        judged = [(a, b) for a, b in pairs if a["val_loss"] and b["val_loss"]]
+        self.losses = [_of("val_loss", row) for row, _ in judged]
+        self.loss_against = [100 * (_of("val_loss", a) / _of("val_loss", b) - 1) for a, b in judged]
 
     def cells(self) -> list[str]:
         """Of a Markdown table's row."""
         scores = ", ".join(f"{score:.2f}" for score in self.scores)
         against = "" if self.against is None else f"{self.against:+.2f}"
         mean = f"{statistics.mean(self.scores):.2f}"
-        return [self.label, scores, mean, against, f"{self.bytes:,.0f}", f"{self.ratio:.1f} x", f"{self.step_ms:.0f}"]
+        loss = f"{statistics.mean(self.losses):.4f}" if self.losses else ""
+        over = f"{statistics.mean(self.loss_against):+.1f} %" if self.losses else ""
+        costs = [f"{self.bytes:,.0f}", f"{self.ratio:.1f} x", f"{self.step_ms:.0f}"]
+        return [self.label, scores, mean, against, loss, over, *costs]
+
+
+def _of(column: str, row: dict[str, str]) -> float:
+    return float(row[column])
 
 
 def lines(out: Path, comparison: Comparison, planned: list[Run]) -> list[Line]:
@@ -65,7 +76,7 @@ def lines(out: Path, comparison: Comparison, planned: list[Run]) -> list[Line]:
     for run in planned:
         if run.command in rows:
             by_method[run.method].append(rows[run.command])
-    dense = {row["seed"]: float(row["score"]) for row in by_method[next(iter(comparison.methods))]}
+    dense = {row["seed"]: row for row in by_method[next(iter(comparison.methods))]}
     return [Line(label, found, dense) for label, found in by_method.items() if found]
 
 
@@ -81,6 +92,8 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
         f"{metric}{' ' + unit if unit else ''}, by seed",
         "mean",
         "- dense",
+        "val. loss",
+        "over dense",
         "bytes a step",
         "ratio",
         "step, ms",

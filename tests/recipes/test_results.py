@@ -83,6 +83,7 @@ class Pretended:
         row = {"recipe": "resnet", "data": "digits", "method": run.method, "settings": shlex.join(run.settings)}
         row |= {"seed": run.seed, "ranks": 2, "steps": 9, "metric": "accuracy", "goal": "maximize", "unit": "%"}
         row |= {"bytes_per_step": 100, "ratio": 50} if sparse else {"bytes_per_step": 5000, "ratio": 1}
+        row |= {"val_loss": "" if run.comparison == "second" else 2 + sparse + run.seed}
         row |= {"score": 90 + run.seed - sparse, "step_ms": 7.5, "seconds": 1, "versions": "torch 2"}
         return row | {"date": "2026-01-02", "command": run.command}
 
@@ -126,13 +127,14 @@ def test_page(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatc
     told = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
     main(told)
     page = (tmp_path / "out/recipes.md").read_text()
-    assert "| dense | 90.00, 91.00 | 90.50 | +0.00 | 5,000 | 1.0 x | 8 |" in page
-    assert "| topk 1 % | 89.00, 90.00 | 89.50 | -1.00 | 100 | 50.0 x | 8 |" in page
+    assert "| dense | 90.00, 91.00 | 90.50 | +0.00 | 2.5000 | +0.0 % | 5,000 | 1.0 x | 8 |" in page
+    assert "| topk 1 % | 89.00, 90.00 | 89.50 | -1.00 | 3.5000 | +41.7 % | 100 | 50.0 x | 8 |" in page
     assert "Seeds 0, 1; 2 ranks; 9 steps; the higher the better. 2026-01-02; torch 2." in page
     assert "    python -m recipes.train trainer=cpu_2proc trainer.max_epochs=9 compressor=none\n" in page
     others = (
         "for the other rows, in place of the compressor:\n\n- topk 1 %: `compressor=topk compressor.density=0.01`\n\n|"
     )
+    assert "| dense | 90.00, 92.00 | 91.00 | +0.00 |  |  | 5,000" in page  # the second logs no validation loss
     assert others in page
     assert page.count("for the other rows") == 1  # the second has none
     assert (tmp_path / "out/first.png").read_bytes()[:4] == b"\x89PNG"
@@ -161,7 +163,7 @@ def test_times_are_measured_again(tmp_path: Path, trained: Pretended, monkeypatc
             "ratio": 1.0,
             "step_ms": 3.0 + ("topk" in run.command),
         }
-        return {"score": score, "written": "50.00 %", **costs}
+        return {"score": score, "written": "50.00 %", "metrics": {"val/loss": 1.0}, **costs}
 
     monkeypatch.setattr(results, "train", train)
     assert main([*told, "--time"]) == 0
