@@ -16,8 +16,9 @@ from torch import Tensor
 from lightning_compress.codecs import CODECS, Codec, Dense, OneBit, Plan
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.corrections import Corrected
+from lightning_compress.corrections import CORRECTED, Corrected
 from lightning_compress.settings.arguments import CompressorLike, build_compressor
+from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import Rules
 
 Gradients = Mapping[str, Tensor]
@@ -163,7 +164,9 @@ def compare(
     Args:
         gradients: by name; or a sequence of such mappings, of successive steps; or the path of either, written by
             ``torch.save``. Floating-point tensors of any shape, on one device, all finite; they are not changed.
-        compressors: names, mappings with a ``name`` and settings, or codecs; None takes all, with their defaults.
+        compressors: names, mappings with a ``name`` and settings, or codecs; None takes all codecs, with their
+            defaults. Of ``dgc``, ``onebit_adam`` and ``ef21`` the codec inside is measured, on gradients: neither
+            their momentum nor their first, dense steps.
         error_feedback: add what was left behind to the next step; None: as in training, on for contractive methods.
             One step shows no difference.
         min_numel: parameters with fewer elements are left out.
@@ -173,8 +176,9 @@ def compare(
         The measured rows.
 
     Raises:
-        ValueError: there is no such compressor, no gradient to compare on, or it is not a finite floating-point
-            tensor; steps differ in names, shapes or devices; or the file holds something else.
+        ValueError: there is no such compressor, or it works among several ranks; no gradient to compare on, or it is
+            not a finite floating-point tensor; steps differ in names, shapes or devices; or the file holds something
+            else.
     """
     steps = read(gradients)
     codecs = [_codec(each) for each in (CODECS if compressors is None else _listed(compressors))]
@@ -191,12 +195,14 @@ def compare(
     vectors = [torch.cat([step[name].detach().reshape(-1).float() for name in layout.names]) for step in steps]
     if not all(vector.any() for vector in vectors):
         raise ValueError("the gradients of a step are all zero; take them after backward() and before zero_grad()")
-    rows = tuple(_measure(codec, layout, vectors, error_feedback, seed) for codec in codecs)
+    rows = tuple(_measure(*codec, layout, vectors, error_feedback, seed) for codec in codecs)
     total = sum(gradient.numel() for gradient in steps[0].values())
     return Comparison(rows, len(steps), layout.names, layout.numel, total - layout.numel)
 
 
-def _measure(codec: Codec, layout: Layout, gradients: list[Tensor], feedback: bool | None, seed: int) -> Row:
+def _measure(
+    label: str, codec: Codec, layout: Layout, gradients: list[Tensor], feedback: bool | None, seed: int
+) -> Row:
     feedback = codec.contractive if feedback is None else feedback
     plan = codec.plan(layout, gradients[0].device)
     message = torch.zeros(1, plan.message_size, dtype=torch.uint8, device=gradients[0].device)
@@ -216,7 +222,7 @@ def _measure(codec: Codec, layout: Layout, gradients: list[Tensor], feedback: bo
         sent += decoded
         residual = vector
     return Row(
-        compressor=_label(codec),
+        compressor=label,
         bits=_mean(bits),
         error=_mean(errors),
         sum_error=_ratio(wanted - sent, wanted),
@@ -257,13 +263,17 @@ def _clock(device: torch.device, work: Callable[[], None]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def _codec(compressor: CompressorLike) -> Codec:
+def _codec(compressor: CompressorLike) -> tuple[str, Codec]:
+    """What makes the messages, and what the table calls it."""
     built = build_compressor(compressor)
+    if isinstance(built, Automatic):
+        raise ValueError("compressor 'auto' chooses by the link and the model: name what it chooses from")
     if isinstance(built, Corrected):
-        return built.codec
+        names = {kind: name for name, kind in CORRECTED.items()}
+        return f"{names.get(type(built), type(built).__name__)}: {_label(built.codec)}", built.codec
     if not isinstance(built, Codec):
         raise ValueError(f"{built} works among several ranks: it cannot be compared on the gradients of one")
-    return built
+    return _label(built), built
 
 
 def _listed(compressors: object) -> list[CompressorLike]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     trainer.test(model, datamodule=data, verbose=False)
     facts = {"recipe": model.recipe, "choices": choices(), "seed": cfg.seed, "ranks": trainer.world_size}
     result = describe(model.score, fitted | trainer.callback_metrics, **facts)
-    _report(result, folder)
+    _report(result, folder, getattr(trainer.checkpoint_callback, "best_model_path", ""))
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.close()
@@ -208,9 +209,11 @@ def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
 
 
 @rank_zero_only
-def _report(result: dict[str, Any], folder: Path) -> None:
+def _report(result: dict[str, Any], folder: Path, checkpoint: str) -> None:
     saving = f", {result['ratio']:.1f} x fewer bytes than float32" if result["ratio"] > 1 else ""
     print(f"test {result['score']['label']} {result['written']}{saving}")
+    if checkpoint:
+        print(f"try it: python -m recipes.predict {shlex.quote(os.path.relpath(checkpoint))} INPUT")
     write_result(folder, result)
 
 

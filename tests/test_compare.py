@@ -57,6 +57,13 @@ def test_figures_of_topk():
     assert row.cosine == pytest.approx(math.sqrt(1 - float(left) ** 2), rel=1e-6)  # what is kept is exact
 
 
+def test_what_a_correction_sends_has_its_name():
+    given = gradients()
+    rows = compare(given, ["dgc", {"name": "topk", "density": 0.001}, "onebit_adam"]).rows
+    assert [row.compressor for row in rows] == ["dgc: topk density=0.001", "topk density=0.001", "onebit_adam: efsign"]
+    assert (rows[0].bits, rows[0].error) == (rows[1].bits, rows[1].error)
+
+
 @pytest.mark.parametrize("feedback", [True, False])
 def test_error_feedback_over_steps(feedback):
     steps = [gradients(0)] * 6
@@ -178,6 +185,8 @@ WRONG = {
     "names or shapes of 'b'": ([{"a": torch.ones(64, 64)}, {"a": torch.ones(64, 64), "b": torch.ones(1)}], {}),
     "min_numel=1024": ({"a": torch.ones(5000), "b": torch.ones(30, 30)}, {}),
     "all zero": ({"a": torch.zeros(64, 64)}, {}),
+    "chooses by the link": (gradients(), {"compressors": ["auto"]}),
+    "works among several ranks": (gradients(), {"compressors": ["powersgd"]}),
     "names none": (gradients(), {"compressors": []}),
     r"compressors=\['topk'\]": (gradients(), {"compressors": "topk"}),
     "unknown compressor 'zip'": (gradients(), {"compressors": ["zip"]}),

@@ -81,12 +81,13 @@ def conclusion(rows: list[Row]) -> str:
 
 def _speed(rate: str, factors: dict[str, float]) -> str:
     """Where compression pays at a rate."""
-    low, high = min(factors.values()), max(factors.values())
-    span = f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
     slow = [name for name, factor in factors.items() if factor < PAYS]
+    paying = [factor for factor in factors.values() if factor >= PAYS] or list(factors.values())
+    low, high = f"{min(paying):.1f}", f"{max(paying):.1f}"
+    span = low if low == high else f"{low} to {high}"
     if not slow:
         return f"At {rate} compression pays in every row: a step is {span} times as fast as dense."
     if len(slow) == len(factors):
         return f"At {rate} it pays in no row: a step is {span} times as fast as dense."
-    count = f"{len(factors) - len(slow)} of {len(factors)}"
-    return f"At {rate} it pays in {count} rows ({span} times as fast), not in {'; '.join(slow)}."
+    where = f"in {len(paying)} of {len(factors)} rows ({span} times as fast)"
+    return f"At {rate} it pays {where}, by less than a tenth or not at all in {'; '.join(slow)}."

@@ -36,6 +36,12 @@ def build_compressor(compressor: CompressorLike) -> Compressor | Automatic:
     Raises:
         ValueError: there is no such compressor or setting, or a value is out of range.
     """
+    name = compressor.get("name") if isinstance(compressor, Mapping) else getattr(compressor, "name", compressor)
+    if name == "moniqua":
+        raise ValueError(
+            f"compressor={compressor!r} averages models with neighbours, not gradients: it needs strategy='gossip' "
+            "(strategy=gossip in Hydra; GossipStrategy)"
+        )
     built = build("compressor", compressor, COMPRESSORS, (Codec, Reducer, Corrected, Automatic))
     assert isinstance(built, Method | Corrected | Automatic)
     return built

@@ -21,7 +21,7 @@ from recipes.build import build
 from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import PARENT
 from recipes.record import read_result
-from recipes.train import go_on_writing, in_a_line, null_for_none, refuse_multirun, refuse_unwritable
+from recipes.train import _report, go_on_writing, in_a_line, null_for_none, refuse_multirun, refuse_unwritable
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
@@ -179,6 +179,16 @@ def test_errors_in_a_line() -> None:
         assert in_a_line(info.value).startswith(f"ValueError: {words}")
         assert "\n" not in in_a_line(info.value)
     assert in_a_line(RuntimeError("?")) == ""
+
+
+def test_a_run_says_how_to_try_what_it_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = {"ratio": 1.0, "score": {"label": "accuracy"}, "written": "50.00 %"}
+    _report(result, tmp_path, f"{Path.cwd()}/outputs/epoch=9.ckpt")
+    assert capsys.readouterr().out == (
+        "test accuracy 50.00 %\ntry it: python -m recipes.predict outputs/epoch=9.ckpt INPUT\n"
+    )
+    _report(result, tmp_path, "")  # nothing was kept
+    assert "predict" not in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import CompressedDDPStrategy, attach
+from lightning_compress import CompressedDDPStrategy, Moniqua, attach
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.cast import Narrow
 from lightning_compress.corrections import Corrected
@@ -25,6 +25,8 @@ from tests.helpers.training import Net, fit
             {"compressor": "nosuch"},
             "unknown compressor 'nosuch'; there are: auto, none, fp16, bf16, topk, onebit, efsign, qsgd, rotated, ",
         ),
+        ({"compressor": {"name": "moniqua", "bits": 1}}, "neighbours, not gradients: it needs strategy='gossip'"),
+        ({"compressor": Moniqua()}, "it needs strategy='gossip'"),
         ({"bucket_cap": 3}, "CompressedDDPStrategy has no argument 'bucket_cap'; did you mean 'bucket_cap_mb'?"),
         ({"warm_up_steps": 3}, "has no argument 'warm_up_steps'; did you mean 'warmup_steps'?"),
         ({"find_unused": True}, "did you mean 'find_unused_parameters'?"),
