@@ -1,5 +1,6 @@
-"""Every code block of the README runs."""
+"""Every code block of the README runs, and those of Python on pages that have no test of their own."""
 
+import json
 import os
 import re
 import shlex
@@ -27,6 +28,32 @@ COMMANDS = [
 TRAIN = [command for command in COMMANDS if command.startswith("python -m recipes.train")]
 
 
+PAGES = {"README": README} | {
+    page: (ROOT / f"docs/{page}.md").read_text() for page in ("gossip", "local-steps", "reliability")
+}
+PYTHON = {
+    f"{page} {number}": body
+    for page, text in PAGES.items()
+    for number, body in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+}
+EVERY_BLOCK = """
+import json, os, pathlib, traceback
+import lightning.pytorch, torch  # once: it takes seconds
+failed = {}
+for name, code in json.loads(pathlib.Path("blocks.json").read_text()).items():
+    if not (child := os.fork()):
+        status = 1
+        try:
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            pathlib.Path("said").write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        failed[name] = pathlib.Path("said").read_text() if os.path.exists("said") else "it died"
+pathlib.Path("failed.json").write_text(json.dumps(failed))
+"""
 EVERY_HELP = """
 import contextlib, importlib, sys
 for name in sys.argv[1:]:
@@ -43,9 +70,18 @@ def run(command, cwd=ROOT):
     return done.stdout
 
 
-@pytest.mark.parametrize("code", [body for kind, body in BLOCKS if kind == "python"])
-def test_python(code, tmp_path):
-    run([sys.executable, "-c", code], tmp_path)
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    """What each Python block printed where it failed, none where it ran; each in a process forked from one."""
+    folder = tmp_path_factory.mktemp("blocks")
+    (folder / "blocks.json").write_text(json.dumps(PYTHON))
+    run([sys.executable, "-c", EVERY_BLOCK], folder)
+    return json.loads((folder / "failed.json").read_text())
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python(name, tried):
+    assert name not in tried, tried[name]
 
 
 @pytest.mark.parametrize("text", [body for kind, body in BLOCKS if kind == "yaml"])

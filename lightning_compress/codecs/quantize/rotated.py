@@ -82,7 +82,7 @@ class Rotated(Codec):
 
     Args:
         bits: 2 (the expected squared error is 0.7 of normal data's squared norm) over 4 (0.028) to 8 (1e-4); 4 and
-            more are within 0.4 % of dense in training with SGD and with AdamW (``docs/results.md``).
+            more cost half a percent at most on average, with SGD and with AdamW (``docs/results.md``).
         block: elements that are rotated together and share a scale; a power of two from 64 (half a bit each for the
             scale) to 8192 (slowest). Smaller ones have smaller m on normal data, and larger ones spread an outlier
             further: on normal data 128 to 512 have the least error for the bits in all.
