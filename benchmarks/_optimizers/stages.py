@@ -128,6 +128,7 @@ STAGES = {
     "transformer": Stage("transformer", steps=1500, seeds=3, best=4, after="long"),
     "ranks": Stage(ranks=8, steps=1500, seeds=3, best=1, after="long"),
     "sgd": Stage(optimizer="sgd"),
+    "sgd_long": Stage(optimizer="sgd", steps=1500, best=8, after="sgd"),
 }
 RATES = {("lstm", "adamw"): 1e-2, ("lstm", "sgd"): 1.0, ("transformer", "adamw"): 1e-2}
 """The dense run's best: see ``benchmarks/optimizers.py``. Of the Transformer, 4 ranks, seed 0, held-out loss at 1e-3,
