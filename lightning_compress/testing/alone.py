@@ -18,7 +18,7 @@ from lightning_compress.testing.vectors import CPU, KINDS, LENGTHS, layout, make
 
 Size = Callable[[Layout], int]
 Reference = Callable[[Tensor], Tensor]
-INPUTS = 40
+INPUTS = 30
 """Of bytes that no ``encode`` wrote."""
 
 
@@ -32,7 +32,7 @@ def check_alone(codec: Codec, size: Size | None, reference: Reference | None) ->
                 _check_vector(codec, make(kind, numel), where, reference)
         with named(f"{codec}: messages of {numel} elements"):
             _check_rows(codec, numel)
-    with named(f"{codec} of 300 elements (normal)"):
+    with named(f"{codec} of 64 elements (normal)"):
         call = changing_call(codec)
     figures = f"given the same vector and key {CALLS} times, a plan has other bytes or another decode in call {call}"
     law(6, call is None, f"{codec}: {figures}; a plan keeps nothing from step to step")

@@ -106,7 +106,7 @@ def missing(send: Send, given: Tensor, target: Tensor, most: int) -> float:
         send: see ``Send``.
         given: float32 ``[n]``.
         target: the mean of the ranks' gradients, ``[n]``.
-        most: steps; fewer, where less than ``LEFT`` is missing of each part by then, or where a quarter more of them
+        most: steps; fewer, where less than ``LEFT`` is missing of each part, or where the second eighth of the steps
             changed nothing.
 
     Returns:
@@ -119,9 +119,9 @@ def missing(send: Send, given: Tensor, target: Tensor, most: int) -> float:
         total += send(vector, mix(step, 7))
         if step % 20 == 0 or step == most:
             left = float((_norms(total / step - target) / norms).max())
-            if left <= LEFT or (step == most // 2 and left >= 0.98 * earlier):
+            if left <= LEFT or (step == most // 4 and left >= 0.98 * earlier):
                 break
-        if step == most // 4:
+        if step == most // 8:
             earlier = left
     return left
 

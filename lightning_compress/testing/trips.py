@@ -73,8 +73,8 @@ def rows_added(codec: Codec, numel: int, accumulate: bool, anywhere: bool = Fals
 
 def changing_call(codec: Codec) -> int | None:
     """Law 6: the first of ``CALLS`` calls of one plan whose message or decode is not that of the first; None: none."""
-    given = make("normal", 300)
-    send = sender(codec, layout(300))
+    given = make("normal", 64)
+    send = sender(codec, layout(len(given)))
     first = Trip(*(each.clone() for each in send(given.clone(), 1)))
     for call in range(2, CALLS + 1):
         again = send(given.clone(), 1)
