@@ -57,7 +57,7 @@ def check_sent(method: Method, where: str, measured: Measured) -> None:
             return float(measured(SMALL, lambda send, given, right: missing(send, scale * given, scale * right, most)))
 
         arrives = any(left(scale) <= LEFT for scale in SCALES)
-        figures = f"of a constant gradient, sent {most} times with what stayed added, an eighth does not arrive"
+        figures = f"of a constant gradient, sent up to {most} times with what stayed added, an eighth does not arrive"
         law(8, arrives, f"{where} is declared contractive, but {figures}: some elements are hardly ever sent")
     else:
         found = measured(LARGE, largest_bias)
