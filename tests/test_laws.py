@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_compress import testing
 from lightning_compress.codecs import ATOMO, CODECS, QSGD, Codec, Dense, Natural, RandomK, Rotated, TernGrad
 from lightning_compress.collectives import LocalCollective, TorchCollective, run_threads
 from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Exchange, Hierarchical, probe
 from lightning_compress.exchanges.cost import Link
 from lightning_compress.reducers import REDUCERS
-from lightning_compress.testing import CPU, DENSE, LARGE
+from lightning_compress.testing import means
+from lightning_compress.testing.vectors import CPU, DENSE, LARGE
 from tests.cases import CASES, unbiased_cases
 from tests.helpers.sizes import by_turns
 
@@ -34,7 +34,7 @@ PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Hierarchical("b
 
 def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
     """The plan of a group as the rules make it, by an exchange or its name: a dense stretch, then the method's."""
-    return testing.group_plan(method, pattern(exchange), collective, meter, dense, large)
+    return means.group_plan(method, pattern(exchange), collective, meter, dense, large)
 
 
 def pattern(exchange):
@@ -63,18 +63,18 @@ def can_travel(case, exchange, size=2):
 
 def average(codec, exchange, size, flag_rank=None):
     """One mean on every rank."""
-    return testing.means(codec, pattern(exchange), size, flag_rank)
+    return means.means(codec, pattern(exchange), size, flag_rank)
 
 
 def over_sockets(codec, exchanges):
     """A mean by each exchange on a rank of a pool."""
-    return [testing.mean_on(TorchCollective(), codec, pattern(exchange)) for exchange in exchanges]
+    return [means.mean_on(TorchCollective(), codec, pattern(exchange)) for exchange in exchanges]
 
 
 @cache
 def outcome(codec, exchange, size):
     """Of a mean that several laws look at."""
-    return testing.outcome_of(average(codec, exchange, size))
+    return means.outcome_of(average(codec, exchange, size))
 
 
 GRID = [
@@ -103,7 +103,7 @@ def test_the_same_over_sockets(pools, case, size):
     answers = pools[size].run(over_sockets, case.codec, exchanges)
     for number, exchange in enumerate(exchanges):
         ranks = [answer[number] for answer in answers]
-        check_conservation(testing.outcome_of(ranks), case, exchange, size)
+        check_conservation(means.outcome_of(ranks), case, exchange, size)
         threads = average(case.codec, exchange, size)
         summed = not isinstance(case.codec, Codec) or case.codec.sum_dtype is not None
         if not summed or exchange in ("all_gather", "two_shot"):  # the transport does not add
@@ -143,12 +143,12 @@ def test_bytes_equal_the_formula(case, exchange, size):
 
 @pytest.mark.parametrize(("case", "exchange", "size"), [each for each in GRID if each.values[0].lossless])
 def test_lossless_settings_are_the_mean(case, exchange, size):
-    assert testing.lost(average(case.lossless, exchange, size)) <= 1e-6
+    assert means.lost(average(case.lossless, exchange, size)) <= 1e-6
 
 
 @pytest.mark.parametrize(("case", "exchange", "size"), [each for each in GRID if each.values[2] in (2, 3)])
 def test_a_flag_on_any_rank_reaches_every_rank(case, exchange, size):
-    assert testing.flags_arrive(case.codec, pattern(exchange), size)
+    assert means.flags_arrive(case.codec, pattern(exchange), size)
     assert outcome(case.codec, exchange, size).zero_flags
 
 
@@ -196,13 +196,13 @@ NOISY = PATTERNS | {
 @cache
 def own_noise(codec):
     """Of one rank's message."""
-    return testing.noise(AllGather(), codec, LocalCollective())[0]
+    return means.noise(AllGather(), codec, LocalCollective())[0]
 
 
 @pytest.mark.parametrize("exchange", NOISE)
 @pytest.mark.parametrize(("codec", "size"), by_turns(UNBIASED, (4, 8), 1, repr))
 def test_private_noise_averages_out(codec, exchange, size):
-    left = run_threads(size, lambda collective: testing.noise(NOISY[exchange], codec, collective)[0])[0]
+    left = run_threads(size, lambda collective: means.noise(NOISY[exchange], codec, collective)[0])[0]
     room = 1.4 if isinstance(codec, ATOMO) else 1.1  # one number decides what is sent of a matrix
     assert left <= room * NOISE[exchange](size) * own_noise(codec) / size
     if exchange == "all_gather":

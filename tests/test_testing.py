@@ -1,7 +1,6 @@
 """The law suite for methods from outside: ours pass it, and each way of breaking a law is named."""
 
 import itertools
-import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import Codec, Dense, Plan, TopK
-from lightning_compress.reducers import Reducer, ReducerPlan
+from lightning_compress.reducers import Declared, Reducer, ReducerPlan, all_reduce_bytes
 from lightning_compress.testing import check_codec
 from tests.cases import CASES
 
@@ -31,6 +30,9 @@ def test_ours_pass(case):
 class BytesPlan(Plan):
     """Whole steps of the largest element's 127th part, a byte each."""
 
+    levels = 127
+    factor = 1.0
+
     def __init__(self, layout, codec):
         super().__init__(layout)
         self.codec, self.message_size = codec, 16 + layout.numel
@@ -39,8 +41,9 @@ class BytesPlan(Plan):
         return (vector / scale).nan_to_num_().round_().clamp_(-127, 127)
 
     def encode(self, vector, message, key):
-        scale = vector.abs().amax() / 127
+        scale = vector.abs().amax() / self.levels
         codes = self.codes(vector, scale, key)
+        scale = scale * self.factor
         message[:16].view(torch.float32)[:] = scale
         message[16:].view(torch.int8).copy_(codes)
         vector -= codes * scale
@@ -118,9 +121,98 @@ def in_common(self, vector, scale, key):
 COMMON = broken({"share": remembers, "codes": in_common, "common": 1}, contractive=False)
 
 
+def without_half(self, vector, message, key):
+    rest = vector[len(vector) // 2 :].clone()
+    vector[len(vector) // 2 :] = 0.0
+    BytesPlan.encode(self, vector, message, key)
+    vector[len(vector) // 2 :] += rest
+
+
+def without_small(self, vector, message, key):
+    small = vector.abs() < 0.3 * vector.square().mean().sqrt()
+    rest = vector * small
+    vector[small] = 0.0
+    BytesPlan.encode(self, vector, message, key)
+    vector += rest
+
+
+def called(self, most):
+    """Whether there were more calls than that."""
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.calls > most
+
+
+def coarser_later(self, vector, message, key):
+    self.levels = 3 if called(self, 10) else 127
+    BytesPlan.encode(self, vector, message, key)
+
+
+def smaller_later(self, messages, out, weight, accumulate):
+    BytesPlan.decode(self, messages, out, weight * 0.99 if called(self, 4) else weight, accumulate)
+
+
+def centred(self, vector, message, key):
+    message[8:12].view(torch.float32)[:] = middle = vector.mean()
+    vector -= middle
+    kept = message[8:12].clone()
+    BytesPlan.encode(self, vector, message, key)
+    message[8:12] = kept
+
+
+def with_middle(self, messages, out, weight, accumulate):
+    BytesPlan.decode(self, messages, out, weight, accumulate)
+    for message in messages:
+        out.add_(message[8:12].view(torch.float32), alpha=weight)
+
+
+def largest(self, vector, message, key):
+    message[:16].view(torch.float32)[:] = vector.abs().amax()
+    codes = self.codes(vector, vector.abs().amax() / 127, key)
+    message[16:].view(torch.int8).copy_(codes)
+    vector -= codes * (vector.abs().amax() / 127)
+
+
+def in_another_order(self, messages, out, weight, accumulate):
+    if not accumulate:
+        out.zero_()
+    for message in messages:
+        out.add_(message[16:].view(torch.int8) * message[:4].view(torch.float32) / 127, alpha=weight)
+
+
+def trusts(self, messages, out, weight, accumulate):
+    if not all(message[:4].view(torch.float32).isfinite() for message in messages):
+        raise IndexError("no such place")
+    BytesPlan.decode(self, messages, out, weight, accumulate)
+
+
+def writes_there(self, messages, out, weight, accumulate):
+    BytesPlan.decode(self, messages, out, weight, accumulate)
+    messages[:, 4:8] = 0
+
+
+def needs_one(self, messages, out, weight, accumulate):
+    messages[0]
+    BytesPlan.decode(self, messages, out, weight, accumulate)
+
+
+def overflows(self, vector, message, key):
+    if vector.isfinite().all() and vector.abs().amax() > 1e20:
+        raise OverflowError("too large for me")
+    BytesPlan.encode(self, vector, message, key)
+
+
+TERNARY = {"codes": at_random, "levels": 1}
+
+
 def test_a_codec_of_a_few_lines_passes():
     check_codec(Bytes(), size=lambda layout: 16 + layout.numel)
     check_codec(broken({"codes": at_random}, contractive=False))
+    check_codec(broken(TERNARY, contractive=False), ranks=(2,))
+    check_codec(broken({"encode": centred, "decode": with_middle}), ranks=(2,))
+
+
+def test_denormals_may_be_rounded_in_another_order():
+    check_codec(broken({"encode": largest, "decode": in_another_order}), ranks=(2,))
 
 
 @pytest.mark.parametrize(
@@ -138,6 +230,23 @@ def test_a_codec_of_a_few_lines_passes():
         (broken({"codes": alike}, contractive=False), {}, "law 8 (faithful): "),
         (COMMON, {}, "draw from the key that encode is given"),
         (Bytes(), {"reference": lambda vector: vector}, "is off its reference"),
+        (broken({"encode": without_half}), {}, "law 8 (faithful): Broken() is declared contractive, but of a constant"),
+        (broken(TERNARY | {"factor": 0.95}, contractive=False), {}, "over 32 keys is off by -7.2% in "),
+        (broken(TERNARY | {"factor": 1.2}, contractive=False), {}, "law 8 (faithful): "),
+        (broken(TERNARY | {"encode": without_small}, contractive=False), {}, "off by -100.0% in eighth 1 by size"),
+        (broken(TERNARY | {"encode": without_half}, contractive=False), {}, "is off by -100.0% in eighth "),
+        (broken({"encode": coarser_later}), {}, "law 6 (state is committed): Broken(): given the same vector and key"),
+        (broken({"decode": smaller_later}), {}, "law 6 (state is committed): "),
+        (broken({"encode": centred, "decode": with_middle}, keeps_zeros=True), {}, "law 8 (faithful): Broken() of 300"),
+        (broken({"levels": 15}, sparse=True), {}, "is declared sparse, but a message holds 9"),
+        (broken(elementwise=True), {}, "is declared elementwise, and "),
+        (broken({"codes": at_random}, contractive=False, correlated=True), {}, "same message after Plan.correlate"),
+        (broken({"decode": trusts}), {}, "law 9 (any bytes): "),
+        (broken({"decode": writes_there}), {}, "the messages were changed"),
+        (broken({"decode": needs_one}), {}, "Broken(): messages of 1 elements: IndexError: index 0"),
+        (broken({"used": 10**6}), {}, "law 2 (size): Broken() of 1 elements used 1000000 bytes"),
+        (broken({"expected_size": 10**6}), {}, "law 2 (size): Broken() of 1 elements: expected_size is 1000000"),
+        (broken({"encode": overflows}), {}, "Broken() of 1 elements (huge): OverflowError: too large for me"),
     ],
 )
 def test_a_broken_law_is_named(codec, arguments, words):
@@ -146,45 +255,134 @@ def test_a_broken_law_is_named(codec, arguments, words):
 
 
 class SumPlan(ReducerPlan):
+    """The mean, by an all-reduce; faults by their names."""
+
     rounds = 1
 
-    def __init__(self, layout, carried, world, fault):
-        self.world, self.fault = world, fault
-        size = world.collective.size
-        self.bytes_sent = math.floor(2 * (size - 1) / size * 4 * (layout.numel + carried))
+    def __init__(self, layout, carried, world, settings, states):
+        self.world, self.fault, self.states = world, settings.fault, states
+        self.hidden = torch.zeros(layout.numel)
+        self.bytes_sent = all_reduce_bytes(4 * (layout.numel + carried), world.collective.size)
+        if self.fault == "bytes":
+            self.bytes_sent //= 2
 
     def mean(self, vector, out, carried, key):
+        before, own = vector.clone(), carried[0].clone()
         whole = torch.cat([vector, carried])
+        if self.fault == "own" and self.world.collective.rank:
+            whole[: len(vector)] = 0.0
         self.world.collective.all_reduce(whole)
         out.copy_(whole[: len(vector)]).div_(self.world.collective.size)
-        own = carried[0].clone()
         carried.copy_(whole[len(vector) :])
-        if self.fault == "flag":
-            carried[0] = own
-        if self.fault == "rank":
-            out += 1e-6 * self.world.collective.rank
-        if self.fault != "mass":
-            vector.zero_()
+        vector.zero_()
+        if self.fault:
+            getattr(self, self.fault, lambda *given: None)(vector, out, before, carried, own)
+
+    def flag(self, vector, out, before, carried, own):
+        carried[0] = own
+
+    def rank(self, vector, out, before, carried, own):
+        out += 1e-6 * self.world.collective.rank
+
+    def mass(self, vector, out, before, carried, own):
+        vector += before
+
+    def nothing(self, vector, out, before, carried, own):
+        vector += before
+        out.zero_()
+
+    def half(self, vector, out, before, carried, own):
+        vector += 0.5 * before
+        out *= 0.5
+
+    def lost(self, vector, out, before, carried, own):
+        out *= 0.5
+
+    def own(self, vector, out, before, carried, own):
+        if self.world.collective.rank:
+            vector += before
+
+    def noise(self, vector, out, before, carried, own):
+        out += 1e-3
+        vector -= 1e-3
+
+    def kept(self, vector, out, before, carried, own):
+        """A mean of the means so far, in which the plan has the earlier ones."""
+        self.hidden.mul_(0.5).add_(out, alpha=0.5)
+        out.copy_(self.hidden)
+
+    def declared(self, vector, out, before, carried, own):
+        state = self.states["mean"]
+        torch.mul(state.base(), 0.5, out=state.pending).add_(out, alpha=0.5)
+        out.copy_(state.pending)
+
+    def too_soon(self, vector, out, before, carried, own):
+        self.declared(vector, out, before, carried, own)
+        self.states["mean"].committed.copy_(out)
 
 
 @dataclass(frozen=True)
 class Sum(Reducer):
     fault: str = ""
 
+    def state(self, layout):
+        return {"mean": Declared(layout)} if self.fault in ("declared", "too_soon") else {}
+
     def plan(self, layout, carried, world, states):
-        return SumPlan(layout, carried, world, self.fault)
+        return SumPlan(layout, carried, world, self, states)
+
+
+def failing(fault, **flags):
+    """``Sum`` with a fault, and other flags."""
+    return type("Failing", (Sum,), flags)(fault)
 
 
 def test_a_reducer_of_a_few_lines_passes():
     check_codec(Sum(), lossless=Sum(), ranks=(2, 4))
+    check_codec(failing("declared", conserves=False))
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("flag", "law 7 (bad numbers pass): "), ("rank", "law 4 ("), ("mass", "law 1 (")]
+    ("reducer", "words"),
+    [
+        (Sum("flag"), "law 7 (bad numbers pass): "),
+        (Sum("rank"), "law 4 ("),
+        (Sum("mass"), "law 1 ("),
+        (Sum("bytes"), "law 2 (size): "),
+        (Sum("nothing"), "law 8 (faithful): "),
+        (Sum("half"), "law 8 (faithful): Sum(fault='half') by auto on 2 ranks is not declared contractive"),
+        (Sum("kept"), "law 1 (conservation): "),
+        (failing("nothing", conserves=False), "has a cosine to it of 0.00 in an eighth"),
+        (failing("lost", conserves=False), "what is sent is the mean 0.5 times"),
+        (failing("own", contractive=True), "law 8 (faithful): "),
+        (failing("noise", keeps_zeros=True), "is declared keeps_zeros, and "),
+        (failing("kept", conserves=False), "law 6 (state is committed): "),
+        (failing("too_soon", conserves=False), "goes on otherwise after a step that was rolled back"),
+    ],
+    ids=lambda each: f"{each.fault}-{type(each).__name__}" if isinstance(each, Sum) else "",
 )
-def test_a_broken_reducer_is_named(fault, words):
+def test_a_broken_reducer_is_named(reducer, words):
     with pytest.raises(AssertionError, match=re.escape(words)):
-        check_codec(Sum(fault))
+        check_codec(reducer)
+
+
+@pytest.mark.parametrize(
+    ("codec", "arguments", "words"),
+    [
+        (Bytes, {}, "check_codec(Bytes): give an object, made with its settings: check_codec(Bytes())"),
+        ("topk", {}, "check_codec('topk'): give the method itself: check_codec(TopK())"),
+        ("tpok", {}, "check_codec(MyCodec())"),
+        (BytesPlan, {}, "that is a plan"),
+        (Bytes(), {"lossless": Bytes}, "check_codec(lossless=Bytes): give an object"),
+        (Bytes(), {"ranks": 2}, "such as ranks=(2, 3)"),
+        (Bytes(), {"ranks": ()}, "check_codec(ranks=()): give numbers of ranks, at least one"),
+        (Bytes(), {"ranks": (0,)}, "such as ranks=(2, 3)"),
+        (Bytes(), {"exchanges": "two_shot"}, "exchanges={'mine': MyExchange()}"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_right_call(codec, arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_codec(codec, **arguments)
 
 
 def test_exchanges_and_ranks_are_chosen_by_the_caller():

@@ -6,6 +6,7 @@ A line here makes a codec known by its ``name``; errors and tables list them in 
 
 from __future__ import annotations
 
+from lightning_compress.core.random import RandomBits as RandomBits, Stream as Stream
 from lightning_compress.codecs.base import Codec as Codec, Method as Method, Plan as Plan
 from lightning_compress.codecs.dense import Dense as Dense
 from lightning_compress.codecs.cast import FP16 as FP16, BF16 as BF16
@@ -31,4 +32,4 @@ from lightning_compress.core.registry import Names, named
 CODECS: Names[Codec] = Names(named(globals(), Codec), Codec)  # type: ignore[type-abstract]
 """What ``compressor=`` takes by name."""
 
-__all__ = ["CODECS", "Codec", "Method", "Plan", *(each.__name__ for each in CODECS.values())]
+__all__ = ["CODECS", "Codec", "Method", "Plan", "RandomBits", "Stream", *(each.__name__ for each in CODECS.values())]

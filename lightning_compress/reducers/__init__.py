@@ -6,6 +6,9 @@ A line here makes a reducer known by its ``name``; errors and tables list them i
 
 from __future__ import annotations
 
+from lightning_compress.collectives import World as World
+from lightning_compress.collectives.counting import all_reduce_bytes as all_reduce_bytes
+from lightning_compress.core.state import Declared as Declared, States as States
 from lightning_compress.reducers.base import Reducer as Reducer, ReducerPlan as ReducerPlan
 from lightning_compress.reducers.terngrad_shared import TernGradShared as TernGradShared
 from lightning_compress.reducers.signsgd import SignSGD as SignSGD
@@ -17,4 +20,13 @@ from lightning_compress.core.registry import Names, named
 REDUCERS: Names[Reducer] = Names(named(globals(), Reducer), Reducer)  # type: ignore[type-abstract]
 """What ``compressor=`` takes by name, beside the codecs."""
 
-__all__ = ["REDUCERS", "Reducer", "ReducerPlan", *(each.__name__ for each in REDUCERS.values())]
+__all__ = [
+    "REDUCERS",
+    "Declared",
+    "Reducer",
+    "ReducerPlan",
+    "States",
+    "World",
+    "all_reduce_bytes",
+    *(each.__name__ for each in REDUCERS.values()),
+]

@@ -6,7 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_compress.codecs import Codec
-from lightning_compress.testing import CPU, KINDS, layout, make, trip
+from lightning_compress.testing.trips import trip
+from lightning_compress.testing.vectors import CPU, KINDS, layout, make
 from tests.cases import CASES
 
 __all__ = ["CODECS", "CPU", "KINDS", "layout", "make", "trip", "vectors"]

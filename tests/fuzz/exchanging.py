@@ -12,8 +12,8 @@ from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
 from lightning_compress.exchanges import EXCHANGES, Hierarchical, composite
 from lightning_compress.exchanges.message import Section
+from lightning_compress.testing.mutations import mutate
 from tests.cases import CASES
-from tests.fuzz.mutations import mutate
 
 CPU = torch.device("cpu")
 DENSE = Layout.of([("bias", (37,))])

@@ -17,7 +17,7 @@ from lightning_compress.core import snapshot
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.settings import Settings
 from lightning_compress.strategies.resume import Resume
-from tests.fuzz.mutations import mutate
+from lightning_compress.testing.mutations import mutate
 
 CPU = torch.device("cpu")
 METHODS = ["onebit", "powersgd", {"name": "dgc", "density": 0.05}]

@@ -13,7 +13,7 @@ from tests.helpers.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-CODEC, LAWS, TRAINING = [body for kind, body in BLOCKS if kind == "python"]
+CODEC, UNBIASED, LAWS, TRAINING, REDUCER = [body for kind, body in BLOCKS if kind == "python"]
 
 RESUMED = """
 import torch
@@ -62,7 +62,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("extending")
     source = folder / "source"
     (source / "lightning_linear8").mkdir(parents=True)
-    (source / "lightning_linear8" / "__init__.py").write_text(CODEC)
+    (source / "lightning_linear8" / "__init__.py").write_text(f"{CODEC}\n\n{UNBIASED}")
     (settings,) = [body for kind, body in BLOCKS if kind == "toml"]
     (source / "pyproject.toml").write_text(settings)
     build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
@@ -75,12 +75,12 @@ def site(tmp_path_factory):
 
 
 def test_every_block_is_tried_here():
-    assert sorted(kind for kind, _ in BLOCKS) == ["bash", "python", "python", "python", "toml", "yaml"]
+    assert sorted(kind for kind, _ in BLOCKS) == ["bash", *5 * ["python"], "toml", "yaml"]
     assert [body for kind, body in BLOCKS if kind == "bash"] == ["pip install .\n"]
 
 
 def test_it_keeps_the_laws(site, tmp_path):
-    run(sys.executable, "-c", LAWS, cwd=tmp_path, site=site)
+    run(sys.executable, "-c", LAWS + REDUCER, cwd=tmp_path, site=site)
 
 
 def test_it_trains_by_name_and_goes_on(site, tmp_path):

@@ -1,0 +1,128 @@
+"""A codec alone, on this rank, held to the laws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec
+from lightning_compress.core.layout import Layout
+from lightning_compress.testing.faithful import Measure, T, check_sent
+from lightning_compress.testing.hostile import CodecReader, Guarded
+from lightning_compress.testing.laws import law, named
+from lightning_compress.testing.trips import CALLS, changing_call, rows_added, sender, trip, written
+from lightning_compress.testing.vectors import CPU, KINDS, LENGTHS, layout, make
+
+Size = Callable[[Layout], int]
+Reference = Callable[[Tensor], Tensor]
+INPUTS = 30
+"""Of bytes that no ``encode`` wrote."""
+
+
+def check_alone(codec: Codec, size: Size | None, reference: Reference | None) -> None:
+    """Hold a codec to the laws on vectors of every kind, then to those that need many steps, on one."""
+    for numel in LENGTHS:
+        _check_size(codec, numel, size)
+        for kind in KINDS:
+            where = f"{codec} of {numel} elements ({kind})"
+            with named(where):
+                _check_vector(codec, make(kind, numel), where, reference)
+        with named(f"{codec}: messages of {numel} elements"):
+            _check_rows(codec, numel)
+    with named(f"{codec} of 64 elements (normal)"):
+        call = changing_call(codec)
+    figures = f"given the same vector and key {CALLS} times, a plan has other bytes or another decode in call {call}"
+    law(6, call is None, f"{codec}: {figures}; a plan keeps nothing from step to step")
+    _check_flags(codec)
+    _check_any_bytes(codec)
+    with named(f"{codec} over many steps"):
+        check_sent(codec, str(codec), lambda whole, measure: _measured(codec, whole, measure))
+
+
+def _measured(codec: Codec, whole: Layout, measure: Measure[T]) -> T:
+    given, send = make("normal", whole.numel, 3), sender(codec, whole)
+    return measure(lambda vector, key: send(vector, key).decoded, given, given)
+
+
+def _check_size(codec: Codec, numel: int, size: Size | None) -> None:
+    where = f"{codec} of {numel} elements"
+    with named(where):
+        plan = codec.plan(layout(numel), CPU)
+        wanted = plan.message_size if size is None else size(layout(numel))
+        usual = plan.expected_size
+    fits = plan.message_size <= wanted if plan.variable else plan.message_size == wanted
+    law(2, fits, f"{where} takes {plan.message_size} bytes, and the formula says {wanted}")
+    law(2, usual <= plan.message_size, f"{where}: expected_size is {usual}, and message_size {plan.message_size}")
+
+
+def _check_vector(codec: Codec, given: Tensor, where: str, reference: Reference | None) -> None:
+    plan = codec.plan(layout(len(given)), CPU)
+    decoded, residual, message = trip(codec, given)
+    whole = f"{where} wrote {len(message)} bytes, not {plan.message_size}"
+    law(2, plan.variable or len(message) == plan.message_size, whole)
+    error = float((decoded.double() + residual.double() - given.double()).abs().max())
+    # a step among denormals is off by half of the smallest number, as often as it was taken
+    room = 2.0**-22 * float(given.abs().max() + decoded.abs().max()) + 2.0**-142
+    law(1, error <= room, f"{where}: message and rest differ from the vector by {error:.3g}, over {room:.3g}")
+    first, again, sent = written(codec, given, 1)
+    law(2, first.equal(again), f"{where}: the message depends on more than vector and key, or has unwritten bytes")
+    law(2, first.equal(sent), f"{where}: send writes another message than encode")
+    before, after = float(given.double().norm()), float(residual.double().norm())
+    shrinks = not codec.contractive or after <= before * (1 + 1e-6)
+    law(8, shrinks, f"{where} is declared contractive, and leaves a norm of {after:.6g} of {before:.6g}")
+    kept = not codec.keeps_zeros or not decoded[given == 0].any()
+    law(8, kept, f"{where} is declared keeps_zeros, and decodes zeros to other numbers")
+    if reference is not None:
+        off = float((reference(given.clone()) - decoded).abs().max())
+        law(8, off <= room, f"{where} is off its reference by {off:.3g}")
+
+
+def _check_rows(codec: Codec, numel: int) -> None:
+    for accumulate in (False, True):
+        out, expected = rows_added(codec, numel, accumulate)
+        off = float((out - expected).abs().max() / (1 + expected.abs().max()))
+        law(4, off <= 1e-5, f"{codec}: three messages decoded at once are off their sum by {off:.3g}")
+    plan = codec.plan(layout(numel), CPU)
+    plan.decode(torch.zeros(0, plan.message_size, dtype=torch.uint8), out, 0.25, False)
+    law(4, not out.any(), f"{codec} of {numel} elements: no messages decode to other numbers than zeros")
+
+
+def _check_flags(codec: Codec) -> None:
+    """What exchanges take for granted."""
+    given, where = make("normal", 300), f"{codec} of 300 elements (normal)"
+    with named(where):
+        decoded, residual, message = trip(codec, given)
+        if codec.elementwise:
+            other = given.clone()
+            other[150:] *= 100
+            alone = trip(codec, other).decoded[:150].equal(decoded[:150])
+            law(8, alone, f"{where} is declared elementwise, and elements change what others are decoded to")
+        if codec.sparse:
+            held = decoded != 0
+            rest = float(residual[held].norm() / given[held].norm()) if held.any() else 0.0
+            share = float(held.double().mean())
+            few = share <= max(0.5, codec.sent_share if codec.sent_share < 1 else 0.0)
+            figures = f"a message holds {share:.0%} of the elements, and leaves {rest:.0%} of these"
+            law(8, few or rest <= 1e-2, f"{where} is declared sparse, but {figures}")
+        if codec.correlated:
+            plan = codec.plan(layout(300), CPU)
+            plan.correlate(5, 1, 4)
+            correlated = torch.empty(plan.message_size, dtype=torch.uint8)
+            plan.encode(given.clone(), correlated, 1)
+            changes = not correlated[: plan.used].equal(message)
+            figures = "writes the same message after Plan.correlate; draw random bits from self.stream(key)"
+            law(8, changes, f"{where} is declared correlated, and {figures}")
+
+
+def _check_any_bytes(codec: Codec) -> None:
+    guarded = Guarded(CodecReader(codec, layout(300)), seed=1)
+    for number in range(INPUTS):
+        try:
+            guarded.attempt(np.random.default_rng([1, number]))
+        except Exception as error:
+            what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            figures = f"decode makes numbers of any bytes, or refuses them with ValueError; of input {number}: {what}"
+            law(9, False, f"{codec} of 300 elements: {figures}")
