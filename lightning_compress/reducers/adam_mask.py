@@ -26,8 +26,8 @@ class AdamMask(Reducer):
     """Average the elements whose average gradient so far is largest: values alone travel, in one all-reduce.
 
     With the moment ``m <- beta m + (1 - beta) mean``, which is Adam's first one and the same on all ranks, a step of n
-    elements takes ``k = ceil(density n)`` of them: ``round(explore k)`` at random, one in each of as many equal
-    stretches, and of the others those with the largest ``|m|``. What is drawn by chance is drawn alike by all: an
+    elements takes ``k = ceil(density n)`` of them: ``round(explore k)`` at random (one at least, unless explore is 0),
+    each in one of as many equal stretches, and of the others those with the largest ``|m|``. What is drawn by chance is drawn alike by all: an
     element that is never chosen has a moment that decays and would never come back. As long as m is 0, as in the first
     step, everything is sent. The optimizer is given the mean of what was chosen, and of the rest:
 
@@ -97,7 +97,7 @@ class _Plan(ReducerPlan):
         self._settings, self._moment = settings, states["moment"]
         numel = layout.numel
         self._count = math.ceil(settings.density * numel)
-        self._drawn = min(round(settings.explore * self._count), self._count)
+        self._drawn = max(round(settings.explore * self._count), 1 if settings.explore else 0)
         self._begun = False
         self._sizes = scratch("mask sizes", numel, torch.float32, device)
         self._random = RandomBits(PER_WORD * self._drawn, device)

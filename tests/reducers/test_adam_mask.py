@@ -75,6 +75,14 @@ def test_traffic_does_not_grow_with_the_ranks():
     assert max(sent.values()) <= 1.01 * 4 * np.ceil(0.02 * NUMEL)
 
 
+def test_one_of_few_is_drawn():
+    given = torch.full((NUMEL,), 0.01)
+    given[:4] = 1.0
+    method = AdamMask(density=0.001, explore=0.1)  # 4 elements, a tenth of which is less than half of one
+    means, _ = steps_of(method, [[given, given]] * 10, "residual")[0]
+    assert all(mean[4:].any() and mean[:4].count_nonzero() >= 3 for mean in means[1:])
+
+
 def test_what_is_never_large_is_still_sent():
     """An element whose moment is 0 is drawn some time."""
     means, _ = walk(2, AdamMask(density=0.1, explore=0.5), 60, _quiet, exchange="auto", min_numel=1)
