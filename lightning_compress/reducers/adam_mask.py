@@ -27,9 +27,9 @@ class AdamMask(Reducer):
 
     With the moment ``m <- beta m + (1 - beta) mean``, which is Adam's first one and the same on all ranks, a step of n
     elements takes ``k = ceil(density n)`` of them: ``round(explore k)`` at random (one at least, unless explore is 0),
-    each in one of as many equal stretches, and of the others those with the largest ``|m|``. What is drawn by chance is drawn alike by all: an
-    element that is never chosen has a moment that decays and would never come back. As long as m is 0, as in the first
-    step, everything is sent. The optimizer is given the mean of what was chosen, and of the rest:
+    each in one of as many equal stretches, and of the others those with the largest ``|m|``. What is drawn by chance is
+    drawn alike by all: an element that is never chosen has a moment that decays and would never come back. As long as m
+    is 0, as in the first step, everything is sent. The optimizer is given the mean of what was chosen, and of the rest:
 
     * ``rest="residual"``: 0, and what was not sent is fed back, as for other sparse methods. Conserved as by these.
     * ``rest="moment"``: m, so that Adam's moment stays where it is; what was not sent is dropped. Nothing is
