@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.state import State
 from lightning_compress.engine.gradients import clean, spoil
 
 
@@ -43,6 +45,13 @@ def test_replacing(dtype, device):
     assert not target.any()
     state_triton.replace(torch.tensor(True, device=device), target, source)
     assert target.equal(source)
+
+
+def test_kernels_run_where_their_tensors_are(launched, device):
+    """A main thread that never called set_device(r) rolls back the residuals of the GPU r."""
+    state = State(Layout.of([("weight", (64,))]), device)
+    state.reject(torch.tensor(False, device=device))
+    assert [each.device for each in launched] == [state.pending.device]
 
 
 def test_parameters_that_are_not_used(device):

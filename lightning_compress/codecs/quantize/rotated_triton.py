@@ -16,6 +16,7 @@ from lightning_compress.kernels.triton.launch import (
     Summands,
     clear,
     float_view,
+    kernel,
     read,
     read_sum,
     sources,
@@ -117,7 +118,7 @@ def _options(warps: int, most: int) -> dict[str, Any]:
     return OPTIONS | {"num_warps": min(most, max(1, warps))}
 
 
-@triton.jit(do_not_specialize=["padding", "count", "start", "move", "begin"])
+@kernel(do_not_specialize=["padding", "count", "start", "move", "begin"])
 def _encode(
     first, second, vector, signs, rest, header, gap, padding, body, middle, last, numel: tl.int64, count,
     start: tl.int64, move, begin,
@@ -143,7 +144,7 @@ def _encode(
         clear(gap, padding)
 
 
-@triton.jit(do_not_specialize=["count", "begin"])
+@kernel(do_not_specialize=["count", "begin"])
 def _decode(
     header, step: tl.int64, body, stride: tl.int64, middle, last, out, signs, rest, weight, numel: tl.int64,
     count, begin,

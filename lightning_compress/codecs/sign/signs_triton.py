@@ -13,6 +13,7 @@ from lightning_compress.kernels.triton.launch import (
     clear,
     float_view,
     indices,
+    kernel,
     read,
     read_sum,
     sources,
@@ -66,7 +67,7 @@ def _tile(block: int) -> tuple[int, int]:
     return width, max(1, _TILE // width)
 
 
-@triton.jit
+@kernel
 def _encode(
     first, second, vector, header, gap, padding, bits, numel: tl.int64, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, SUM: tl.constexpr,
@@ -107,7 +108,7 @@ def _encode_tile(
     write_codes(signs, bits, 0, 0, number * BLOCK, numel, BLOCK, 1, WHOLE)
 
 
-@triton.jit
+@kernel
 def _decode(
     header, step: tl.int64, bits, stride: tl.int64, out, weight, numel: tl.int64, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, ADD: tl.constexpr,
