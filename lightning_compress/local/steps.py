@@ -23,9 +23,9 @@ from lightning_compress.settings.settings import Settings
 class LocalSteps:
     """One model's fragments, and the rounds in which they are averaged over the ranks.
 
-    Fragments that travel while local steps go on are sent from one thread on the CPU, and on one stream on CUDA, in the
-    order of their steps. Outer step and commit happen when a fragment is back; only its use, or that it is left out,
-    waits for its step, so that what is evaluated or saved before depends on steps alone.
+    Fragments that travel while local steps go on are sent from one thread, and on CUDA on one stream, in the order of
+    their steps. Outer step and commit happen when a fragment is back; only its use, or that it is left out, waits for
+    its step, so that what is evaluated or saved before depends on steps alone.
 
     Args:
         module: the model, the same on all ranks.
@@ -337,16 +337,27 @@ class _Thread(_Now):
         return wait
 
 
-class _Stream(_Now):
-    """Does it on one stream of a CUDA device."""
+class _Stream(_Thread):
+    """Does it in one thread and on one stream of a CUDA device: what waits for that stream holds up no local step."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
 
     def carry(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Have it done; what waits for its end lets the current stream wait."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            work()
-            event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+        """Have it done; what waits for its end raises its error, and lets the current stream wait."""
+        begun, ended = torch.cuda.current_stream(self._device).record_event(), torch.cuda.Event()
+
+        def there() -> None:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(begun)
+                work()
+                ended.record(self._stream)
+
+        issued = super().carry(there)
+
+        def wait() -> None:
+            issued()
+            torch.cuda.current_stream(self._device).wait_event(ended)
+
+        return wait

@@ -209,17 +209,18 @@ class LocalSGDMixin(UnwrappedMixin):
         said = self.meeting.ask()  # where this rank is now, and not when a thread comes to it
         if self.local.after(local, lambda: self._tell(said)) and self._said is not None:
             said, self._said = self._said, None
-            self.meeting.heed(said.cpu())
+            self.meeting.heed(said)
 
     def _tell(self, said: Tensor) -> None:
         """What ranks have to say to each other travels with a round's last fragment."""
         there = said.to(self.root_device)
         with failures.explained("telling the others of signals and batches", self.global_rank):
             self._transports[-1].all_reduce_max(there)
+            heard = there.cpu()  # here, where it waits for no local step
         if (joined := int(said[3])) != self._joined:  # which is sent next
-            self.meeting.check_joined(there.cpu())
+            self.meeting.check_joined(heard)
             self._joined = joined
-        self._said = there
+        self._said = heard
 
     def finish(self) -> None:
         """Synchronise what was learned since the last round."""

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from lightning_compress.collectives import World, run_threads
 from lightning_compress.core.failures import ExchangeError
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
+from lightning_compress.local import steps as local_steps
 from lightning_compress.local.inner import average_gradients, forget_nonfinite
 from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
@@ -639,3 +641,52 @@ def test_a_rank_that_is_gone_is_an_error_that_says_so():
 
     run_threads(2, lambda ranks: run(ranks, lambda each: average_gradients(torch.optim.SGD([each]), ranks)))
     run_threads(2, lambda ranks: run(ranks, lambda each: mean_of({"a": each}, ranks)))
+
+
+class Stream:
+    """One of CUDA, on a CPU: notes what is asked of it, and in which thread."""
+
+    def __init__(self, *_, **__):
+        self.asked = []
+
+    def note(self, what):
+        self.asked.append((what, threading.current_thread() is threading.main_thread()))
+
+    def record_event(self):
+        self.note("record")
+        return self
+
+    def wait_event(self, _):
+        self.note("wait")
+
+
+class Event:
+    def record(self, stream):
+        stream.note("record")
+
+
+def test_what_travels_on_cuda_holds_up_no_local_step(monkeypatch):
+    """Work that waits for its stream does so in a thread; what goes on waits on the device."""
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    carrier, synchronised = local_steps._Stream(CPU), threading.Event()
+
+    def work():
+        assert synchronised.wait(10)
+        carrier._stream.note("work")
+
+    wait = carrier.carry(work)
+    assert not carrier._stream.asked or carrier._stream.asked == [("wait", False)]
+    synchronised.set()
+    wait()
+    assert carrier._stream.asked == [("wait", False), ("work", False), ("record", False)]
+    assert current.asked == [("record", True), ("wait", True)]
+
+    def fails():
+        raise ValueError("of a thread")
+
+    with pytest.raises(ValueError, match="of a thread"):
+        carrier.carry(fails)()
