@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,12 +43,12 @@ def encode(vector: Tensor, summands: Summands, message: Tensor, block: int, valu
     count = -(-len(vector) // block)
     if not count:
         return
-    width, rows = _tile(block)
+    width, rows, options = _tile(block)
     first, second, both = sources(vector, summands)
     header = float_view(message, 0, values * count)
     parts = header, message[4 * values * count :], bits - 4 * values * count, message[bits:]
     shape = block, width, rows, values == 2
-    _encode[(triton.cdiv(count, rows),)](first, second, vector, *parts, len(vector), count, *shape, both, **OPTIONS)
+    _encode[(triton.cdiv(count, rows),)](first, second, vector, *parts, len(vector), count, *shape, both, **options)
 
 
 def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, block: int, values: int, bits: int) -> None:
@@ -54,17 +56,17 @@ def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, block
     count = -(-len(out) // block)
     if not count:
         return
-    width, rows = _tile(block)
+    width, rows, options = _tile(block)
     header, body = float_view(messages, 0, values * count), messages[:, bits:]
     parts = header, header.stride(0), body, body.stride(0)
     shape = block, width, rows, values == 2, accumulate, len(messages)
-    _decode[(triton.cdiv(count, rows),)](*parts, out, weight, len(out), count, *shape, **OPTIONS)
+    _decode[(triton.cdiv(count, rows),)](*parts, out, weight, len(out), count, *shape, **options)
 
 
-def _tile(block: int) -> tuple[int, int]:
-    """The width of a tile, and how many blocks it has."""
+def _tile(block: int) -> tuple[int, int, dict[str, Any]]:
+    """The width of a tile, how many blocks it has, and the warps that hold 32 elements a thread, at most."""
     width = width_of(block)
-    return width, max(1, _TILE // width)
+    return width, max(1, _TILE // width), OPTIONS | {"num_warps": max(4, width // 1024)}
 
 
 @kernel
