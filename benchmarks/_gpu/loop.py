@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._gpu.echo import device_of
+from benchmarks._gpu.nccl import share_a_gpu
 from lightning_compress import attach
 from recipes.draws import draw
 from recipes.resnet.augment import crop_and_flip
@@ -42,8 +44,8 @@ def rank_main(rank: int, told: dict[str, Any]) -> None:
     """
     folder = Path(told["folder"])
     try:
-        if told["backend"] == "nccl":  # which refuses two ranks of one host on a GPU, so they are of two
-            os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+        if told["backend"] == "nccl":
+            share_a_gpu(rank)
         if told["device"] == "cpu":
             torch.set_num_threads(1)
         begun = time.monotonic()
@@ -57,11 +59,36 @@ def rank_main(rank: int, told: dict[str, Any]) -> None:
         os._exit(1)
 
 
-def _read(folder: Path, count: int | None) -> tuple[Images, Images]:
-    from recipes.resnet.cifar10 import TEST_FILES, TRAIN_FILES, read_batches  # imports Lightning, which takes seconds
+def files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Those of CIFAR-10's binary version that there are, to train on and to test on.
 
-    train, test = read_batches(folder, TRAIN_FILES), read_batches(folder, TEST_FILES)
-    return (train.images[:count], train.labels[:count]), (test.images, test.labels)
+    Raises:
+        ValueError: there are none of one kind, or one does not hold whole images.
+    """
+    from recipes.resnet.cifar10 import RECORD, TEST_FILES, TRAIN_FILES  # imports Lightning, which takes seconds
+
+    train, test = (
+        [folder / name for name in names if (folder / name).is_file()] for names in (TRAIN_FILES, TEST_FILES)
+    )
+    if not (train and test):
+        lacking = TEST_FILES[0] if train else "data_batch_*.bin"
+        raise ValueError(f"no training: there is no {lacking} of CIFAR-10's binary version in {folder}; see --data")
+    for path in (*train, *test):
+        if not path.stat().st_size or path.stat().st_size % RECORD:
+            raise ValueError(f"no training: {path} has {path.stat().st_size} bytes; whole images have {RECORD} each")
+    return train, test
+
+
+def _read(folder: Path, count: int | None) -> tuple[Images, Images]:
+    train, test = map(_images, files(folder))
+    return (train[0][:count], train[1][:count]), test
+
+
+def _images(paths: list[Path]) -> Images:
+    from recipes.resnet.cifar10 import RECORD
+
+    records = torch.from_numpy(np.concatenate([np.fromfile(path, np.uint8).reshape(-1, RECORD) for path in paths]))
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
 
 class Loop:

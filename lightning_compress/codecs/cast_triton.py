@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, read, read_sum, sources, write
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, sources, write
 from lightning_compress.kernels.triton.random import random16, signed
 
 _ROWS = tl.constexpr(512)
@@ -59,7 +59,7 @@ def _halves(message: Tensor, dtype: torch.dtype) -> Tensor:
     return message.view(torch.int16 if dtype == torch.bfloat16 else dtype)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@kernel(do_not_specialize=["numel"])
 def _encode(first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr):
     if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
         _encode_tile(first, second, vector, halves, limit, numel, SUM, KEEP, True)
@@ -84,7 +84,7 @@ def _encode_tile(
         write(vector + start, index, numbers - _floats(half), inside, WHOLE)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@kernel(do_not_specialize=["numel"])
 def _decode(halves, stride: tl.int64, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr):
     if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
         _decode_tile(halves, stride, out, weight, numel, ADD, MESSAGES, True)
@@ -101,7 +101,7 @@ def _decode_tile(halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES
     write(out + start, index, total, inside, WHOLE)
 
 
-@triton.jit(do_not_specialize=["state", "numel"])
+@kernel(do_not_specialize=["state", "numel"])
 def _round(values, out, state: tl.int64, numel):
     if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
         _round_tile(values, out, state, numel, True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.core.buffers import CHUNK, pieces
+from lightning_compress.core.buffers import chunk_size, pieces
 
 BLOCK = 64
 """Numbers that share a scale."""
@@ -49,7 +49,10 @@ def add(coded: Tensor, out: Tensor) -> None:
         own = out.numpy()
         fast.add_to(codes.numpy(), scales.numpy(), own, own.view(np.int32), own)
         return
-    for piece in pieces(len(out), CHUNK):
+    if fused := kernels.backend(__name__, out.device, "triton"):
+        fused.add(codes, scales, out)
+        return
+    for piece in pieces(len(out), chunk_size(out.device)):
         out[piece].add_(_read(codes, scales, piece))
 
 
@@ -84,7 +87,10 @@ def blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -
         sources = codes.numpy(), scales.numpy(), np.float32(kept), values.numpy(), np.float32(share)
         fast.blend(*sources, new_codes.numpy(), new_scales.numpy())
         return
-    for piece in pieces(len(values), CHUNK):
+    if fused := kernels.backend(__name__, values.device, "triton"):
+        fused.blend(codes, scales, kept, values, share, new_codes, new_scales)
+        return
+    for piece in pieces(len(values), chunk_size(values.device)):
         part = _read(codes, scales, piece).mul_(kept).add_(values[piece] * share)
         blocks = torch.nn.functional.pad(part, (0, -len(part) % BLOCK)).view(-1, BLOCK)
         exponents = blocks.abs().amax(1).view(torch.int32) >> _SHIFT

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel
 
 _TILE = 2048
 """Elements that a program handles."""
@@ -18,7 +18,7 @@ def replace(condition: Tensor, target: Tensor, source: Tensor) -> None:
         _replace[(triton.cdiv(len(target), _TILE),)](condition, target, source, len(target), _TILE, **OPTIONS)
 
 
-@triton.jit
+@kernel
 def _replace(condition, target, source, numel, TILE: tl.constexpr):
     if tl.load(condition).to(tl.int32) != 0:
         index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

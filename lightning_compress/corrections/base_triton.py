@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel
 
 _TILE = 2048
 
@@ -17,7 +17,7 @@ def zero_where_zero(target: Tensor, source: Tensor) -> None:
         _zero_where_zero[(triton.cdiv(len(source), _TILE),)](target, source, len(source), _TILE, **OPTIONS)
 
 
-@triton.jit
+@kernel
 def _zero_where_zero(target, source, numel, TILE: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:

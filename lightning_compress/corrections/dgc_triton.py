@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS, read, write
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, write
 
 _TILE = 2048
 
@@ -26,7 +26,7 @@ def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nest
         _accumulate[grid](gradient, old, new, float(momentum), len(gradient), nesterov, _TILE, **OPTIONS)
 
 
-@triton.jit
+@kernel
 def _accumulate(
     gradient, old, new, momentum, numel, NESTEROV: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS, read
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read
 
 _TILE = 2048
 """Elements that a program handles."""
@@ -30,7 +30,7 @@ def add_flag(flag: Tensor, target: Tensor) -> None:
         _add_flag[(triton.cdiv(len(target), _TILE),)](flag, target, len(target), _TILE, **OPTIONS)
 
 
-@triton.jit
+@kernel
 def _clean(numbers, limit, flag, numel, TILE: tl.constexpr):
     if (tl.program_id(0) + 1).to(tl.int64) * TILE <= numel:
         _clean_tile(numbers, limit, flag, numel, TILE, True)
@@ -50,7 +50,7 @@ def _clean_tile(numbers, limit, flag, numel, TILE: tl.constexpr, WHOLE: tl.const
         tl.store(numbers + index, tl.where(finite, values, 0.0), mask=index < numel)
 
 
-@triton.jit
+@kernel
 def _add_flag(flag, target, numel, TILE: tl.constexpr):
     said = tl.load(flag)
     if said != 0.0:  # as NaN is

@@ -30,7 +30,7 @@ from lightning_compress.engine.vectors import Copied, Fed, Pass, pass_on
 from lightning_compress.exchanges import AllReduce, composite
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.exchanges.message import Section
-from lightning_compress.exchanges.straight import average_in_place
+from lightning_compress.exchanges.straight import average_in_place, side_by_side
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings
 
@@ -336,5 +336,7 @@ def _average(vector: Fed | Copied, plan: ExchangePlan, key: int) -> None:
 
 
 def _extremes(slices: Sequence[Tensor]) -> Tensor:
-    """The least and the largest number of each; NaN where there is one."""
+    """The least and the largest number of each, or of all; NaN where there is one."""
+    if not slices[0].is_cpu and (flat := side_by_side(slices)) is not None:  # there a launch costs more than a pass
+        slices = [flat]
     return torch.cat([torch.stack(torch.aminmax(each)) for each in slices])

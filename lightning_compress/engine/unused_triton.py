@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel
 
 TILE = 4096
 """Elements that a program handles, at most."""
@@ -54,7 +54,7 @@ def _tile(tiles, SIZE: tl.constexpr):
     return tl.load(row), index, index < tl.load(row + 2)
 
 
-@triton.jit
+@kernel
 def _find_used(tiles, vector, used, SIZE: tl.constexpr):
     part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
@@ -63,14 +63,14 @@ def _find_used(tiles, vector, used, SIZE: tl.constexpr):
             tl.store(used + part, 1)
 
 
-@triton.jit
+@kernel
 def _zero_unused(tiles, used, vector, SIZE: tl.constexpr):
     part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
         tl.store(vector + index, tl.zeros([SIZE], tl.float32), mask=inside)
 
 
-@triton.jit
+@kernel
 def _restore_unused(tiles, used, vector, kept, SIZE: tl.constexpr):
     part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:

@@ -76,12 +76,8 @@ class Straight:
             wait()
             with self._meter.span("decode"):
                 flag.add_(message[0].float() * 0.0)
-                for row, (index, start, stop) in zip(rows, pieces, strict=True):
-                    out = gradients[index][start:stop]
-                    if row.dtype == out.dtype:
-                        torch.mul(row, weight, out=out)
-                    else:
-                        out.copy_(row).mul_(weight)
+                outs = [gradients[index][start:stop] for index, start, stop in pieces]
+                (_scale_each if message.is_cpu else _scale_all)(outs, rows, weight)
 
     def _note_error(self, rows: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """What casting lost."""
@@ -107,6 +103,21 @@ class Straight:
         return cuts
 
 
+def _scale_each(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -> None:
+    """Multiply one piece after the other, while it is in the cache."""
+    for out, row in zip(outs, rows, strict=True):
+        if row.dtype == out.dtype:
+            torch.mul(row, weight, out=out)
+        else:
+            out.copy_(row).mul_(weight)
+
+
+def _scale_all(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -> None:
+    """The same in a few launches for all pieces."""
+    torch._foreach_copy_(list(outs), list(rows))
+    torch._foreach_mul_(list(outs), weight)
+
+
 def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Tensor:
     """What DistributedDataParallel does: divide, then add up, in the gradients' own dtype and memory.
 
@@ -118,7 +129,7 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
     Returns:
         float32 scalar: 0.0, or NaN where a mean is not finite; the same on all ranks.
     """
-    flat = _side_by_side(gradients)
+    flat = side_by_side(gradients)
     whole = torch.cat(list(gradients)) if flat is None else flat
     collective.all_reduce(whole.div_(collective.size))
     if flat is None:
@@ -127,7 +138,7 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
     return (lowest.float() * 0.0 + highest.float() * 0.0).float()
 
 
-def _side_by_side(gradients: Sequence[Tensor]) -> Tensor | None:
+def side_by_side(gradients: Sequence[Tensor]) -> Tensor | None:
     """One tensor of them all, if they follow one another in memory, in whatever order."""
     parts = sorted(gradients, key=lambda each: each.data_ptr())
     first = parts[0]

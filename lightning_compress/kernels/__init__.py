@@ -11,6 +11,7 @@ in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -92,7 +93,20 @@ def backend(module: str, device: torch.device, by: str | None = None) -> ModuleT
 
 @cache
 def _installed(name: str) -> bool:
-    return find_spec(name) is not None
+    """Whether a compiler is there, and numba works: it refuses a NumPy that is newer than it knows."""
+    if find_spec(name) is None:
+        return False
+    try:
+        if name == "numba":
+            import_module(name)
+    except ImportError as error:
+        warnings.warn(
+            f"numba is installed, but cannot be imported ({error}): tensor operations do its work, which takes longer; "
+            "install a numba that knows this NumPy (pip install -U numba)",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @cache

@@ -33,7 +33,6 @@ class Buffers:
         self.common = {name: tensor.detach().clone() for name, tensor in named().items()}
         self.sums: dict[torch.dtype, Tensor] = {}
         self.nbytes = 0
-        self._marks: list[int] = []
 
     def _named(self) -> dict[str, Tensor]:
         """Those that there were at first.
@@ -61,18 +60,17 @@ class Buffers:
     def look(self) -> None:
         """Take what they are now."""
         self.sums = self._collect()
-        self._marks = [_digest(part) for part in self._parts().values()]
 
-    def _parts(self) -> dict[str, Tensor]:
-        """What was taken of each, or its average, by name: ``[n]``, in the memory of ``sums``."""
-        places, found = dict.fromkeys(self.sums, 0), {}
+    def _parts(self, sums: Mapping[torch.dtype, Tensor]) -> dict[str, Tensor]:
+        """What was taken of each, or its average, by name: ``[n]``, in the memory of ``sums``, or of a copy of them."""
+        places, found = dict.fromkeys(sums, 0), {}
         for name, common in self.common.items():
             tensor = _real(common)
             wide = _wide(tensor)
-            dtype = wide if wide in self.sums else torch.int64  # where earlier checkpoints have those of one byte
+            dtype = wide if wide in sums else torch.int64  # where earlier checkpoints have those of one byte
             start = places[dtype]
             places[dtype] = start + tensor.numel()
-            found[name] = self.sums[dtype][start : places[dtype]]
+            found[name] = sums[dtype][start : places[dtype]]
         return found
 
     def average(self) -> None:
@@ -82,14 +80,16 @@ class Buffers:
             ExchangeError: a rank died, or did not come in time.
         """
         self.nbytes = 0
-        if not self._marks:
+        if not self.common:
             return
         with failures.explained("averaging the buffers", self._ranks.rank):
-            signed = [self._marks, [-each for each in self._marks]]
+            copied = {dtype: each.cpu() for dtype, each in self.sums.items()}  # a wait for the device each
+            marks = [_digest(part) for part in self._parts(copied).values()]
+            signed = [marks, [-each for each in marks]]
             said = torch.tensor(signed, device=next(iter(self.sums.values())).device)
             self._reduce(said, self._ranks.all_reduce_max)
             differ = (said[0] != -said[1]).tolist()
-            parts = [part for part, differs in zip(self._parts().values(), differ, strict=True) if differs]
+            parts = [part for part, differs in zip(self._parts(self.sums).values(), differ, strict=True) if differs]
             for dtype in self.sums:
                 if same := [part for part in parts if part.dtype == dtype]:
                     self._average(same)
@@ -113,14 +113,17 @@ class Buffers:
 
         Averages that are not finite are left out on all ranks, which go on from what they had in common.
         """
-        parts = self._parts()
+        parts = self._parts(self.sums)
+        floats = [name for name, part in parts.items() if part.is_floating_point()]
+        flags = torch.stack([parts[name].isfinite().all() for name in floats]).tolist() if floats else []
+        finite = dict(zip(floats, flags, strict=True))
         for name, whole in self._named().items():
             tensor, common = _real(whole), _real(self.common[name])
             mean = parts[name].view(tensor.shape)
             if not mean.is_floating_point():
                 common.copy_(mean)
                 tensor.copy_(torch.maximum(tensor.to(mean.dtype), mean))
-            elif mean.isfinite().all():
+            elif finite[name]:
                 common.copy_(mean)
                 tensor.lerp_(common, 1 - alpha)
             else:
@@ -140,6 +143,6 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Of 56 bits: running statistics differ in every round, which must never go unseen."""
-    numbers = tensor.cpu().view(torch.uint8).numpy()
+    """Of 56 bits, of a tensor of the CPU: running statistics differ in every round, which must never go unseen."""
+    numbers = tensor.view(torch.uint8).numpy()
     return int.from_bytes(hashlib.blake2b(numbers.data, digest_size=7).digest(), "little")

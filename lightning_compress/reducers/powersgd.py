@@ -168,12 +168,15 @@ class _PowerSGDPlan(ReducerPlan):
                 base.copy_(torch.linalg.qr(base.mT).Q.mT)
             for matrix, left, right in zip(matrices, self._left, rights, strict=True):
                 torch.bmm(left, matrix, out=right)
-                matrix.baddbmm_(left.mT, right, alpha=-1)
+                _add_product(matrix, left, right, -1.0)
         self._collective.all_reduce(second)
         with self._meter.span("decode"):
             second.mul_(1 / self._collective.size)
             for mean, left, right in zip(means, self._left, rights, strict=True):
-                torch.bmm(left.mT, right, out=mean)
+                if _rounds_products(mean.device):
+                    _add_product(mean.zero_(), left, right, 1.0)
+                else:
+                    torch.bmm(left.mT, right, out=mean)
             if self._state:  # a direction in which nothing was found is looked in again; 0 would stay 0
                 for right, before in zip(rights, _views(self._state.committed, self._rights), strict=True):
                     found = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True)
@@ -184,6 +187,24 @@ class _PowerSGDPlan(ReducerPlan):
         if self._state:
             return self._state.base()
         return self._drawn.copy_(normal(key, len(self._drawn), self._drawn.device))
+
+
+def _rounds_products(device: torch.device) -> bool:
+    """Whether products of matrices are rounded to less than float32 before they are added up: TensorFloat-32."""
+    if device.type != "cuda":
+        return False
+    matmul = torch.backends.cuda.matmul
+    precision: str | None = getattr(matmul, "fp32_precision", None)  # from torch 2.9 on, where the other may refuse
+    return precision not in ("ieee", "none") if precision else bool(matmul.allow_tf32)
+
+
+def _add_product(matrix: Tensor, left: Tensor, right: Tensor, sign: float) -> None:
+    """``matrix += sign * left^T right``, in float32: of what is sent, everything must be gone from what stays."""
+    if not _rounds_products(matrix.device):
+        matrix.baddbmm_(left.mT, right, alpha=sign)
+        return
+    for column in range(left.shape[1]):
+        matrix.addcmul_(left[:, column, :, None], right[:, column, None, :], value=sign)
 
 
 def _matrix(segment: Segment) -> tuple[int, int]:

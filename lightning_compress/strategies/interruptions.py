@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_compress.core import failures
 from lightning_compress.strategies.signals import Signals
@@ -23,7 +25,8 @@ class Interruptions:
 
     Args:
         trainer: of the fit, on two or more ranks; its signal handlers are not registered yet.
-        device: of the ranks, if the process group does not carry tensors of the CPU.
+        device: of the ranks; on CUDA, where the process group does not carry tensors of the CPU, questions travel on a
+            stream beside the batches, which nothing waits for but the answer.
     """
 
     def __init__(self, trainer: Any, device: torch.device) -> None:
@@ -31,7 +34,8 @@ class Interruptions:
         self._device = torch.device("cpu") if "gloo" in str(dist.get_backend()) else device
         self._rank = dist.get_rank()
         self._batches = 0
-        self._asked: tuple[torch.Tensor, Any] | None = None
+        self._asked: Callable[[], Tensor] | None = None
+        self._beside = _Beside(device) if self._device.type == "cuda" else None
 
     def next_batch(self) -> None:
         """Take the last question's answer, ask the next, or neither; save what is to be saved.
@@ -56,19 +60,52 @@ class Interruptions:
             self.signals.act()
 
     def _ask(self) -> None:
-        flags = torch.tensor([self.signals.end, self.signals.save], dtype=torch.int32, device=self._device)
-        self._asked = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
+        flags = torch.tensor([self.signals.end, self.signals.save], dtype=torch.int32)
+        self._asked = self._beside.ask(flags) if self._beside else _ask(flags.to(self._device))
 
     def _take(self) -> None:
         if self._asked is None:
             return
-        (flags, work), self._asked = self._asked, None
+        answer, self._asked = self._asked, None
         with failures.explained("asking the others whether a signal came", self._rank):
-            work.wait()
-            end, save = flags.tolist()
+            end, save = answer().tolist()
         self.signals.agreed(bool(end), bool(save))
 
     def close(self) -> None:
         """The fit is over: Lightning has its own back."""
         self._asked = None
         self.signals.release()
+
+
+def _ask(flags: Tensor) -> Callable[[], Tensor]:
+    """Have the largest of all ranks' flags made of them; what is returned waits for that."""
+    work = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
+    assert work is not None
+
+    def answer() -> Tensor:
+        work.wait()
+        return flags
+
+    return answer
+
+
+class _Beside:
+    """Asks on a stream of its own, from pinned memory and into it: one question at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._flags = torch.zeros(2, dtype=torch.int32).pin_memory()
+        with torch.cuda.stream(self._stream):
+            self._there = torch.zeros(2, dtype=torch.int32, device=device)
+
+    def ask(self, flags: Tensor) -> Callable[[], Tensor]:
+        self._flags.copy_(flags)
+        with torch.cuda.stream(self._stream):
+            self._flags.copy_(_ask(self._there.copy_(self._flags, non_blocking=True))(), non_blocking=True)
+            event = self._stream.record_event()
+
+        def answer() -> Tensor:
+            event.synchronize()
+            return self._flags
+
+        return answer

@@ -213,7 +213,8 @@ class LocalSGDMixin(UnwrappedMixin):
 
     def _tell(self, said: Tensor) -> None:
         """What ranks have to say to each other travels with a round's last fragment."""
-        there = said.to(self.root_device)
+        pinned = said.pin_memory() if self.root_device.type == "cuda" else said  # whose copy holds up no local step
+        there = pinned.to(self.root_device, non_blocking=True)
         with failures.explained("telling the others of signals and batches", self.global_rank):
             self._transports[-1].all_reduce_max(there)
         if (joined := int(said[3])) != self._joined:  # which is sent next

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from lightning_compress import attach
 from lightning_compress.backward import sufficient_factors as sf
 from lightning_compress.backward.sufficient_factors import rule
 from lightning_compress.backward.sufficient_factors.layers import choose
+from lightning_compress.backward.sufficient_factors.linear import Stash
 from tests.helpers.sizes import by_turns
 
 LINK = {"latency_s": 1e-6, "bytes_per_s": 1e7}
@@ -384,3 +385,18 @@ def _alone():
 
 def test_one_rank_changes_nothing(pools):
     pools[1].run(_alone)
+
+
+def test_on_cuda_the_stream_of_the_hook_waits_for_the_rows_of_backward(monkeypatch):
+    """A parameter's hook runs on the stream on which its node was made, perhaps by DistributedDataParallel."""
+    backward, hook, rows = Mock(), Mock(), Mock(is_cuda=True)
+    stash = Stash()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: backward)
+    stash.put(rows, rows)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: hook)
+    assert stash.take(-1) == [(rows, rows)]  # no pass is under way
+    hook.wait_event.assert_called_once_with(backward.record_event.return_value)
+    stash.put(torch.zeros(2, 3), torch.zeros(2, 4))
+    assert len(stash.take(-1)) == 1
+    hook.wait_event.assert_called_once()
+    hook.record_event.assert_not_called()

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,16 +133,20 @@ def test_steps_are_measured(tmp_path, monkeypatch, capsys):
     assert "no second stream" in said
 
 
-def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+def _parts(monkeypatch, folder, *given):
     scripts = {"tests": ["import sys; print('before'); sys.exit(3)", "print('after')"], "codecs": ["input()"]}
     scripts |= {"step": ["import time; print('begun', flush=True); time.sleep(60)"], "train": ["print('trained')"]}
 
-    def make(part, seconds, out, data):
+    def make(part, seconds, out, data, codecs):
         return [["-c", script] for script in scripts[part]]
 
     monkeypatch.setattr(gpu, "SHARES", {"tests": 1000, "codecs": 1000, "step": 1, "train": 1000})
-    monkeypatch.setattr(sys, "argv", ["gpu", "--seconds", "900", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--seconds", "900", "--out", str(folder), *given])
     gpu.main(make)
+
+
+def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    _parts(monkeypatch, tmp_path)
     said = capsys.readouterr().out
     assert "before\nafter" in said
     assert "begun" in said
@@ -149,8 +154,16 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_others(tmp_path, monkeypatc
     assert "tests: 3, 0; codecs: 1; step: ended, out of time; train: 0" in said
 
 
+def test_a_part_that_was_named_and_failed_is_an_exit_status(tmp_path, monkeypatch, capsys):
+    _parts(monkeypatch, tmp_path, "--part", "train")
+    with pytest.raises(SystemExit) as ended:
+        _parts(monkeypatch, tmp_path, "--part", "codecs", "train")
+    assert ended.value.code == 1
+    assert "ended with codecs: 1; train: 0" in capsys.readouterr().out
+
+
 def test_commands_are_told_where_and_how_long(tmp_path):
-    (codec,) = gpu.commands("codecs", 99.0, tmp_path, tmp_path)
+    (codec,) = gpu.commands("codecs", 99.0, tmp_path, tmp_path, "onebit,efsign")
     assert codec == [
         "-m",
         "benchmarks.codecs",
@@ -160,7 +173,17 @@ def test_commands_are_told_where_and_how_long(tmp_path):
         f"{tmp_path}/codecs.json",
         "--device",
         "cuda",
+        "--codecs",
+        "onebit,efsign",
     ]
-    assert gpu.commands("tests", 99.0, tmp_path, tmp_path)[-1][-1].endswith("triton")
+    files = {}
+    for part in ("kernels", "tests", "large"):
+        (command,) = gpu.commands(part, 99.0, tmp_path, tmp_path)
+        assert "--session-timeout=79" in command
+        files[part] = {Path(each).name for each in command if Path(each).exists()}
+    assert files["large"] == {"test_large.py"}
+    assert {"test_exchanges.py", "test_hook.py"} <= files["tests"]
+    assert "test_large.py" not in files["tests"]
+    assert "triton" in files["kernels"]
     (training,) = gpu.commands("train", 99.0, tmp_path, tmp_path / "data")
     assert training[-2:] == ["--data", str(tmp_path / "data")]

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 
+import pytest
 import torch
 
 from benchmarks._gpu import loop, train
@@ -42,7 +43,24 @@ def test_it_trains_as_long_as_there_is_time(pools, tmp_path):
     assert traffic["ratio"] == 1
 
 
-def test_without_images_it_says_so(tmp_path, monkeypatch, capsys):
+def test_without_images_it_says_so_and_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train", "--data", str(tmp_path)])
-    train.main()
-    assert "no training: data_batch_1.bin" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == 2
+    assert "no training: there is no data_batch_*.bin" in capsys.readouterr().err
+
+
+def test_some_of_the_images_will_do(tmp_path):
+    for name, count in (("data_batch_2.bin", 3), ("test_batch.bin", 2)):
+        records = torch.arange(count * 3073).view(count, 3073) % 251
+        records[:, 0] = torch.arange(count)
+        records.to(torch.uint8).numpy().tofile(tmp_path / name)
+    (images, labels), test = loop._read(tmp_path, None)
+    assert images.shape == (3, 3, 32, 32)
+    assert images[1, 0, 0, 0] == 3074 % 251
+    assert labels.tolist() == [0, 1, 2]
+    assert len(test[0]) == 2
+    (tmp_path / "test_batch.bin").write_bytes(b"1234")
+    with pytest.raises(ValueError, match="has 4 bytes"):
+        loop.files(tmp_path)

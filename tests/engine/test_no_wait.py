@@ -104,6 +104,7 @@ def test_a_step_of_a_correction(corrected, exchange, no_numbers_from_the_host):
         {"warmup_steps": 9},
         {"error_feedback": False},
         {"deterministic": True},
+        {"error_feedback": "loco"},
     ],
     ids=str,
 )

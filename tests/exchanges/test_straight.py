@@ -8,7 +8,7 @@ import torch
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core.meter import Meter
-from lightning_compress.engine.group import Group
+from lightning_compress.engine.group import Group, _extremes
 from lightning_compress.settings.settings import Settings
 
 CPU, SOUND = torch.device("cpu"), torch.tensor(False)
@@ -173,3 +173,26 @@ def test_an_element_that_is_not_finite_is_passed_on_alone(spoiling):
     for found, flags, *_ in ranks:
         assert flags[0].isnan()
         assert sum(int((~part.isfinite()).sum()) for part in found) == 1
+
+
+@pytest.mark.parametrize("spoiling", [torch.inf, -torch.inf, torch.nan, 1.0])
+@pytest.mark.parametrize("settings", [WARM, CAST], ids=["warming up", "cast"])
+def test_all_parameters_at_once_as_on_an_accelerator_have_the_same_bits(settings, spoiling, monkeypatch):
+    """Gradients of a bucket stand side by side there, and are asked together whether they are finite."""
+    kinds = {"spoilt": (1,), "spoiling": spoiling}
+    each = run_threads(2, lambda collective: averaged(collective, settings, True, **kinds))
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    all_at_once = run_threads(2, lambda collective: averaged(collective, settings, True, **kinds))
+    for one, other in zip(each, all_at_once, strict=True):
+        assert alike(one[0], other[0])
+        assert alike(one[1], other[1])
+
+
+def test_extremes_of_a_bucket_are_looked_for_once(monkeypatch):
+    bucket = torch.arange(60.0)
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(torch, "aminmax", lambda each, found=torch.aminmax: asked.append(each) or found(each))
+    assert _extremes(bucket.split([10, 30, 20])).tolist() == [0.0, 59.0]
+    assert len(asked) == 1
+    assert _extremes([bucket[:10], bucket[20:]]).tolist() == [0.0, 9.0, 20.0, 59.0]

@@ -11,15 +11,16 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from benchmarks._gpu.nccl import share_a_gpu
+
 
 class RankError(AssertionError):
     """A rank raised; carries its traceback."""
 
 
 def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
-    if backend == "nccl":  # ranks that share a GPU pass for other hosts, and talk over sockets
-        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
-        os.environ.update(NCCL_NVLS_ENABLE="0", NCCL_MNNVL_ENABLE="0", GLOO_SOCKET_IFNAME="lo")
+    if backend == "nccl":
+        share_a_gpu(rank)
     import torch
     import torch.distributed as dist
 

@@ -198,3 +198,18 @@ def test_random_bits_of_a_tile_are_those_of_the_stream(both):
     given = {"name": "rotated", "bits": 8}
     (_, fast, _), (_, slow, _) = both(lambda: _messages(given))
     assert np.array_equal(fast.numpy(), slow.numpy())
+
+
+def test_a_numba_that_cannot_be_imported_is_as_none_and_said_once(monkeypatch):
+    def refuse(name):
+        raise ImportError("Numba needs NumPy 2.4 or less. Got NumPy 2.5.")
+
+    kernels._installed.cache_clear()
+    monkeypatch.setattr(kernels, "import_module", refuse)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    try:
+        with pytest.warns(UserWarning, match="Got NumPy 2.5") as warned:
+            assert [kernels.compiler(CPU) for _ in range(3)] == [None] * 3
+        assert len(warned) == 1
+    finally:
+        kernels._installed.cache_clear()

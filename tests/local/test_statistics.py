@@ -65,3 +65,48 @@ def test_a_rank_that_is_gone_is_said():
 
     with pytest.raises(ExchangeError, match="averaging the buffers: a rank died or stopped"):
         averaged(Gone())
+
+
+class _One:
+    rank, size = 0, 1
+
+    def all_reduce_max(self, tensor):
+        pass
+
+    all_reduce = all_reduce_max
+
+
+def test_a_round_waits_for_an_accelerator_some_times_and_not_for_each_buffer(monkeypatch):
+    """What was taken is copied once a dtype, where it travels; all averages are asked at once whether they are finite.
+
+    Taking waits for nothing: it is done between two local steps.
+    """
+    counts = {"cpu": 0, "__bool__": 0, "item": 0, "tolist": 0}
+    for name in counts:
+        real = getattr(torch.Tensor, name)
+
+        def counted(self, *given, name=name, real=real):
+            counts[name] += 1
+            return real(self, *given)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    model = Masked()
+    buffers = Buffers(lambda: dict(model.named_buffers()), _One())
+    buffers.look()
+    assert not any(counts.values())
+    buffers.average()
+    assert counts == {"cpu": 3, "__bool__": 0, "item": 0, "tolist": 1}  # float32, int64 and bytes; which differ
+    buffers.use(0.0)
+    assert counts == {"cpu": 3, "__bool__": 0, "item": 0, "tolist": 2}
+
+
+def test_only_averages_that_are_not_finite_are_left_out():
+    model = Masked()
+    buffers = Buffers(lambda: dict(model.named_buffers()), _One())
+    model.scale.fill_(torch.inf)
+    model.seen.fill_(5.0)
+    buffers.look()
+    buffers.average()
+    buffers.use(0.0)
+    assert model.scale.equal(Masked().scale)
+    assert model.seen.tolist() == [5.0] * 5

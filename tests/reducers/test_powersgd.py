@@ -13,6 +13,7 @@ from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
+from lightning_compress.reducers import powersgd
 from lightning_compress.reducers.powersgd import PowerSGD, normal
 from tests.reducers.ranks import CARRIED, CPU, gradient, train
 from tests.reference import lowrank
@@ -241,3 +242,22 @@ def test_a_gradient_of_zeros_costs_no_direction(rank: int) -> None:
         states["q"].touch()
         states["q"].commit(torch.tensor(False), layout.names)
     assert torch.linalg.matrix_rank(mean.view(64, 32)) == rank
+
+
+def test_products_are_of_float32_where_those_of_matrices_are_not(monkeypatch) -> None:
+    """TensorFloat-32 has 10 bits of mantissa: of what is sent, a thousandth would be lost, or kept too."""
+    cuda = torch.device("cuda")
+    assert not powersgd._rounds_products(cuda)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert powersgd._rounds_products(cuda)
+        assert not powersgd._rounds_products(CPU)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    expected = train(PowerSGD(3), LAYOUT, 2, steps=3)
+    monkeypatch.setattr(powersgd, "_rounds_products", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", None)
+    for seen, wanted in zip(train(PowerSGD(3), LAYOUT, 2, steps=3), expected, strict=True):
+        for found in ("means", "residuals"):
+            for one, other in zip(getattr(seen, found), getattr(wanted, found), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=3e-6)

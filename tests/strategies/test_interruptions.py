@@ -2,9 +2,11 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -118,12 +120,12 @@ class Fake:
         self._broadcast_sigterm_tensor = self._sigterm_notifier_fn = self._slurm_sigusr_handler_fn = print
 
 
-def _asks():
+def _asks(device=None):
     asked = []
     all_reduce = dist.all_reduce
     with mock.patch.object(dist, "all_reduce", lambda *a, **k: asked.append(1) or all_reduce(*a, **k)):
         fake = Fake()
-        interrupted = interruptions.Interruptions(fake, None)
+        interrupted = interruptions.Interruptions(fake, device)
         found = []
         for batch in range(2 * EVERY + 2):
             if batch == EVERY - 1 and dist.get_rank():
@@ -136,3 +138,45 @@ def _asks():
 
 def test_one_question_in_four_batches_answered_a_batch_later(pools):
     assert pools[2].run(_asks) == [(3, EVERY + 1)] * 2
+
+
+class Stream:
+    """One of CUDA, on a CPU: what is copied without blocking is there when its event is waited for."""
+
+    def __init__(self, device):
+        self.waited = 0
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        self.waited += 1
+
+
+def _asks_beside():
+    streams, device = [], mock.Mock(type="cuda")
+    zeros, copies = torch.zeros, []
+
+    def stream(device):
+        streams.append(Stream(device))
+        return streams[0]
+
+    def copy(self, other, non_blocking=False):
+        copies.append(non_blocking)
+        return copy_(self, other)
+
+    copy_ = torch.Tensor.copy_
+    with (
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(torch.cuda, "Stream", stream),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
+        mock.patch.object(torch, "zeros", lambda *sizes, dtype, device=None: zeros(*sizes, dtype=dtype)),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),
+        mock.patch.object(torch.Tensor, "copy_", copy),
+    ):
+        return *_asks(device), streams[0].waited, copies
+
+
+def test_on_cuda_a_question_waits_for_an_event_a_batch_later_and_for_no_copy(pools):
+    """Under NCCL; two copies to and from pinned memory beside the batches, none of which blocks."""
+    assert pools[2].run(_asks_beside) == [(3, EVERY + 1, 3, [False, True, True] * 3)] * 2

@@ -1,6 +1,6 @@
 """Kernels of accelerators run on one where there is one, and elsewhere in Triton's interpreter."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -13,6 +13,37 @@ def device():
     """Where the kernels run."""
     pytest.importorskip("triton")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """Tensors on whose devices kernels are launched; one that is launched on whatever is current is an error."""
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    seen, within, device_of = [], [], torch.cuda.device_of
+
+    @contextmanager
+    def recorded(tensor):
+        seen.append(tensor)
+        within.append(tensor)
+        with device_of(tensor):
+            yield
+        within.pop()
+
+    def checked(run):
+        def launch(self, *given, **options):
+            ours = self.fn.__module__.startswith("lightning_compress.")
+            assert within or not ours, f"{self.fn.__name__} is no kernel of kernels/triton/launch.py"
+            return run(self, *given, **options)
+
+        return launch
+
+    monkeypatch.setattr(torch.cuda, "device_of", recorded)
+    for each in (JITFunction, InterpretedFunction):
+        monkeypatch.setattr(each, "run", checked(each.run))
+    return seen
 
 
 @pytest.fixture

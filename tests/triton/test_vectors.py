@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.state import State
 from lightning_compress.engine.gradients import clean, spoil
 
 
@@ -45,6 +47,13 @@ def test_replacing(dtype, device):
     assert target.equal(source)
 
 
+def test_kernels_run_where_their_tensors_are(launched, device):
+    """A main thread that never called set_device(r) rolls back the residuals of the GPU r."""
+    state = State(Layout.of([("weight", (64,))]), device)
+    state.reject(torch.tensor(False, device=device))
+    assert [each.device for each in launched] == [state.pending.device]
+
+
 def test_parameters_that_are_not_used(device):
     from lightning_compress.engine import unused_triton
 
@@ -66,3 +75,30 @@ def test_parameters_that_are_not_used(device):
         wanted[place] = 0
     unused_triton.zero_unused(tiles, used, other)
     assert other.equal(wanted)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 65, 4096, 9001])
+def test_errors_in_8_bits(numel, device, by):
+    """LoCo's, with blocks of zeros, of tiny and of large numbers, and halves to round."""
+    from lightning_compress.core import blocks
+
+    def drawn(seed):
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn(numel, generator=generator) * 10 ** (3 * torch.randn(numel, generator=generator))
+        numbers[100:200], numbers[256:320] = 0.0, 1e-37
+        numbers[320:384] = torch.arange(64)[: len(numbers[320:384])] + 0.5
+        numbers[384:400] = 1e38
+        return numbers
+
+    def found(choice, where):
+        by(choice)
+        old = torch.full((blocks.coded_bytes(numel),), 130, dtype=torch.uint8, device=where)
+        blocks.encode(drawn(1).to(where), old)  # whatever there was before
+        new, out = torch.zeros_like(old), drawn(2).to(where)
+        blocks.blend(old, 0.95, drawn(3).to(where), 0.05, new)
+        blocks.add(new, out)
+        blocks.blend(old, 0.5, drawn(4).to(where), 0.5, old)
+        return [each.cpu() for each in (old, new, out)]
+
+    expected = found("torch", torch.device("cpu"))
+    assert all(one.equal(other) for one, other in zip(found("triton", device), expected, strict=True))

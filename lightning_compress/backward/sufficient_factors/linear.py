@@ -24,15 +24,24 @@ class Stash:
     def __init__(self, weight: nn.Parameter | None = None, bias: bool = False) -> None:
         self.weight = weight
         self.bias = bias
-        self._rows: list[tuple[int, Tensor, Tensor]] = []
+        self._rows: list[tuple[int, Tensor, Tensor, torch.cuda.Event | None]] = []
 
     def put(self, inputs: Tensor, gradients: Tensor) -> None:
         """What one use of the layer brings to the backward pass under way."""
-        self._rows.append((torch._C._current_graph_task_id(), inputs, gradients))
+        made = torch.cuda.current_stream(gradients.device).record_event() if gradients.is_cuda else None
+        self._rows.append((torch._C._current_graph_task_id(), inputs, gradients, made))
 
     def take(self, task: int) -> Rows:
-        """What this pass brought; rows of others (``autograd.grad`` of something else) are dropped."""
-        found = [(inputs, gradients) for number, inputs, gradients in self._rows if number == task]
+        """What this pass brought; rows of others (``autograd.grad`` of something else) are dropped.
+
+        The current stream, which may be another than that of the layer's backward, waits until they are there.
+        """
+        found = []
+        for number, inputs, gradients, made in self._rows:
+            if number == task:
+                found.append((inputs, gradients))
+                if made is not None:
+                    torch.cuda.current_stream(gradients.device).wait_event(made)
         self._rows.clear()
         return found
 

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, clear, read, read_sum, sources, width_of, write
+from lightning_compress.kernels.triton.launch import (
+    OPTIONS,
+    Summands,
+    clear,
+    kernel,
+    read,
+    read_sum,
+    sources,
+    width_of,
+    write,
+)
 from lightning_compress.kernels.triton.random import moved, random16, signed
 
 LONGEST = 8192
@@ -61,7 +71,7 @@ def _tile(bucket: int) -> tuple[int, int, dict[str, Any]]:
     return width, max(1, _TILE // width), OPTIONS | {"num_warps": 4 * max(1, width // _TILE)}
 
 
-@triton.jit(do_not_specialize=["padding", "state", "move", "numel", "count"])
+@kernel(do_not_specialize=["padding", "state", "move", "numel", "count"])
 def _encode(
     first, second, vector, bases, padding, codes, state: tl.int64, move, numel, count,
     BUCKET: tl.constexpr, QUADS: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
@@ -124,7 +134,7 @@ def _powers(exponents):
     return ((exponents + 127) << _MANTISSA).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["numel", "count"])
+@kernel(do_not_specialize=["numel", "count"])
 def _decode(
     bases, stride: tl.int64, codes, out, weight, numel, count,
     BUCKET: tl.constexpr, QUADS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,

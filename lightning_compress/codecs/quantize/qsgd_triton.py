@@ -16,6 +16,7 @@ from lightning_compress.kernels.triton.launch import (
     clear,
     float_view,
     indices,
+    kernel,
     read,
     read_sum,
     sources,
@@ -83,7 +84,7 @@ def _tile(bucket: int) -> tuple[int, int, dict[str, Any]]:
     return width, rows, OPTIONS | {"num_warps": max(1, rows * width // (32 * _EACH))}
 
 
-@triton.jit(do_not_specialize=["padding", "count", "start", "move"])
+@kernel(do_not_specialize=["padding", "count", "start", "move"])
 def _encode(
     first, second, vector, header, gap, padding, body, middle, last, numel: tl.int64, count,
     start: tl.int64, move,
@@ -126,7 +127,7 @@ def _encode_tile(
         write(vector, index, numbers - level * step_of(norm, top)[:, None], inside, WHOLE)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _decode(
     header, step: tl.int64, body, stride: tl.int64, middle, last, out, weight, numel: tl.int64,
     count,

@@ -16,6 +16,7 @@ from lightning_compress.kernels.triton.launch import (
     Summands,
     float_view,
     indices,
+    kernel,
     read,
     read_sum,
     sources,
@@ -110,7 +111,7 @@ def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, shape
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _measure(
     first, second, errors, distance: tl.int64, length, skip,
     WIDTH: tl.constexpr, BITS: tl.constexpr, NEAREST: tl.constexpr, SUM: tl.constexpr,
@@ -126,7 +127,7 @@ def _measure(
     tl.store(errors + index + tl.arange(0, 1), squares)
 
 
-@triton.jit(do_not_specialize=["gap", "used", "size", "count"])
+@kernel(do_not_specialize=["gap", "used", "size", "count"])
 def _encode(
     first, second, vector, ranges, message, body, gap: tl.int64, used: tl.int64, size: tl.int64, errors,
     numel: tl.int64, count: tl.int64, middle, last,
@@ -168,7 +169,7 @@ def _encode_tile(
     write_codes(codes, body, middle, last, number * BLOCK, numel, BLOCK, BITS, WHOLE)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _decode(
     header, step: tl.int64, body, stride: tl.int64, out, weight, numel: tl.int64,
     count: tl.int64, middle, last,

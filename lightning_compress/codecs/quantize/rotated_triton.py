@@ -16,6 +16,7 @@ from lightning_compress.kernels.triton.launch import (
     Summands,
     clear,
     float_view,
+    kernel,
     read,
     read_sum,
     sources,
@@ -57,7 +58,8 @@ _LIMIT = tl.constexpr(2.0**110)
 _TILE = 2048
 """Elements that a program handles: as many blocks of a run, but at least 8, whose rows are a sector of 32 bytes."""
 _EACH = 64
-"""Elements that a thread holds: with as many, blocks of 256 are one warp's, and no step of theirs leaves it."""
+"""Elements that a thread holds: with as many, blocks of 256 are one warp's, and no step of theirs leaves it. Half as
+many of the longest blocks, of which registers would spill."""
 _WARPS_TO_ENCODE, _WARPS_TO_DECODE = 8, 16
 """At most so many handle the last run, as the device waits for this one program; with others registers spill."""
 
@@ -107,8 +109,9 @@ def _launches(numel: int, block: int, most: int) -> Iterator[tuple[tuple[int], t
     """Whole runs, and the last one: grid, first run and columns of a program, whether runs are whole, and options."""
     whole, rest = divmod(numel, block * RUN)
     columns = min(RUN, max(8, _TILE // block))
+    each = _EACH if block < LONGEST else _EACH // 2
     if whole:
-        yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // (32 * _EACH), 8)
+        yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // (32 * each), 8)
     if rest:
         yield (1,), (whole, RUN), False, _options(block * RUN // 256, most)
 
@@ -117,7 +120,7 @@ def _options(warps: int, most: int) -> dict[str, Any]:
     return OPTIONS | {"num_warps": min(most, max(1, warps))}
 
 
-@triton.jit(do_not_specialize=["padding", "count", "start", "move", "begin"])
+@kernel(do_not_specialize=["padding", "count", "start", "move", "begin"])
 def _encode(
     first, second, vector, signs, rest, header, gap, padding, body, middle, last, numel: tl.int64, count,
     start: tl.int64, move, begin,
@@ -143,7 +146,7 @@ def _encode(
         clear(gap, padding)
 
 
-@triton.jit(do_not_specialize=["count", "begin"])
+@kernel(do_not_specialize=["count", "begin"])
 def _decode(
     header, step: tl.int64, body, stride: tl.int64, middle, last, out, signs, rest, weight, numel: tl.int64,
     count, begin,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.codecs.quantize.levels_triton import fit
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, read_sum, sources
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read_sum, sources
 
 Indices = npt.NDArray[np.int64]
 
@@ -62,7 +62,7 @@ class Segments:
         _measure[(self._programs,)](first, second, *tables, *results, self._programs, *shape, **OPTIONS)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@kernel(do_not_specialize=["programs"])
 def _measure(
     first, second, parts, owners, ranges, edges, clips, found, done, scales, factors, programs,
     TILE: tl.constexpr, CLIP: tl.constexpr, SUM: tl.constexpr,

@@ -20,6 +20,7 @@ from lightning_compress.kernels.triton.launch import (
     Summands,
     clear,
     float_view,
+    kernel,
     read,
     read_sum,
     sources,
@@ -183,7 +184,7 @@ def _digits(numel: int) -> tuple[Indices, Indices]:
     return run + starts, run + stops
 
 
-@triton.jit(do_not_specialize=["padding", "state", "move", "numel"])
+@kernel(do_not_specialize=["padding", "state", "move", "numel"])
 def _encode_fields(
     first, second, vector, scales, factors, edges, spans, gap, padding, body, state: tl.int64, move, numel,
     CLIP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
@@ -203,7 +204,7 @@ def _encode_fields(
         clear(gap, padding)
 
 
-@triton.jit(do_not_specialize=["padding", "state", "move", "numel"])
+@kernel(do_not_specialize=["padding", "state", "move", "numel"])
 def _encode_digits(
     first, second, vector, scales, factors, edges, spans, gap, padding, body, state: tl.int64, move, numel,
     CLIP: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
@@ -252,7 +253,7 @@ def _run(number, numel):
     return run, length, (length + _DIGITS - 1) // _DIGITS, number % _EACH * TILE
 
 
-@triton.jit(do_not_specialize=["add", "numel"])
+@kernel(do_not_specialize=["add", "numel"])
 def _decode_fields(
     scales, step: tl.int64, body, stride: tl.int64, edges, spans, out, add, weight, numel,
     MESSAGES: tl.constexpr,
@@ -282,7 +283,7 @@ def _add_fields(
     write(out + start, index, total, index < end, WHOLE)
 
 
-@triton.jit(do_not_specialize=["add", "numel"])
+@kernel(do_not_specialize=["add", "numel"])
 def _decode_digits(
     scales, step: tl.int64, body, stride: tl.int64, edges, spans, out, add, weight, numel,
     MESSAGES: tl.constexpr,

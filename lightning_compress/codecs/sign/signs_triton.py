@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +15,7 @@ from lightning_compress.kernels.triton.launch import (
     clear,
     float_view,
     indices,
+    kernel,
     read,
     read_sum,
     sources,
@@ -40,12 +43,12 @@ def encode(vector: Tensor, summands: Summands, message: Tensor, block: int, valu
     count = -(-len(vector) // block)
     if not count:
         return
-    width, rows = _tile(block)
+    width, rows, options = _tile(block)
     first, second, both = sources(vector, summands)
     header = float_view(message, 0, values * count)
     parts = header, message[4 * values * count :], bits - 4 * values * count, message[bits:]
     shape = block, width, rows, values == 2
-    _encode[(triton.cdiv(count, rows),)](first, second, vector, *parts, len(vector), count, *shape, both, **OPTIONS)
+    _encode[(triton.cdiv(count, rows),)](first, second, vector, *parts, len(vector), count, *shape, both, **options)
 
 
 def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, block: int, values: int, bits: int) -> None:
@@ -53,20 +56,20 @@ def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, block
     count = -(-len(out) // block)
     if not count:
         return
-    width, rows = _tile(block)
+    width, rows, options = _tile(block)
     header, body = float_view(messages, 0, values * count), messages[:, bits:]
     parts = header, header.stride(0), body, body.stride(0)
     shape = block, width, rows, values == 2, accumulate, len(messages)
-    _decode[(triton.cdiv(count, rows),)](*parts, out, weight, len(out), count, *shape, **OPTIONS)
+    _decode[(triton.cdiv(count, rows),)](*parts, out, weight, len(out), count, *shape, **options)
 
 
-def _tile(block: int) -> tuple[int, int]:
-    """The width of a tile, and how many blocks it has."""
+def _tile(block: int) -> tuple[int, int, dict[str, Any]]:
+    """The width of a tile, how many blocks it has, and the warps that hold 32 elements a thread, at most."""
     width = width_of(block)
-    return width, max(1, _TILE // width)
+    return width, max(1, _TILE // width), OPTIONS | {"num_warps": max(4, width // 1024)}
 
 
-@triton.jit
+@kernel
 def _encode(
     first, second, vector, header, gap, padding, bits, numel: tl.int64, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, SUM: tl.constexpr,
@@ -107,7 +110,7 @@ def _encode_tile(
     write_codes(signs, bits, 0, 0, number * BLOCK, numel, BLOCK, 1, WHOLE)
 
 
-@triton.jit
+@kernel
 def _decode(
     header, step: tl.int64, bits, stride: tl.int64, out, weight, numel: tl.int64, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MEANS: tl.constexpr, ADD: tl.constexpr,

@@ -20,7 +20,7 @@ from lightning_compress.codecs.sparse.topk_radix_triton import (
     TILE,
     magnitude_bits,
 )
-from lightning_compress.kernels.triton.launch import read_sum, write
+from lightning_compress.kernels.triton.launch import kernel, read_sum, write
 
 TILE_NUMEL = 2048
 """Elements of a tile: tiles begin at multiples of it, and are shorter where a part begins or ends."""
@@ -31,7 +31,7 @@ _LARGEST = tl.constexpr(65504.0)
 """Of float16."""
 
 
-@triton.jit
+@kernel
 def collect(first, second, vector, tiles, parts, state, listed, found, SUM: tl.constexpr):
     """Write the sum, and list a tile's elements that reach the bound of its part: int64, the index above the bits."""
     tile = tiles + tl.program_id(0) * 4
@@ -66,7 +66,7 @@ def _collect(
         tl.store(listed + slot, (begin + column).to(tl.int64) << 32 | bits, mask=hit)
 
 
-@triton.jit
+@kernel
 def count(
     vector, listed, tiles, parts, state, found, counts, runs, LISTED_WIDTH: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def _count(numbers, STEP: tl.constexpr, amount, least, WIDTH: tl.constexpr):
     return (tl.sum(larger, axis=0).to(tl.int64) << 32) + tl.sum(equal, axis=0)
 
 
-@triton.jit(do_not_specialize=["spare"])
+@kernel(do_not_specialize=["spare"])
 def emit(
     vector, listed, origins, tiles, parts, state, found, counts, runs, indices, values, spare,
     LISTED_WIDTH: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,

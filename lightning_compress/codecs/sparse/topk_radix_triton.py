@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_compress.kernels.triton.launch import read_sum
+from lightning_compress.kernels.triton.launch import kernel, read_sum
 
 CHUNK = 1024
 """Numbers that a program handles at a time."""
@@ -35,7 +35,7 @@ def magnitude_bits(numbers):
     return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit(do_not_specialize=["high", "low"])
+@kernel(do_not_specialize=["high", "low"])
 def sample(
     first, second, owners, parts, state, histogram, high: tl.int64, low: tl.int64,
     SUM: tl.constexpr, SHIFT: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr,
@@ -60,7 +60,7 @@ def sample(
         tl.store(mine + BOUND, tl.where(rank > 0, found, 0))
 
 
-@triton.jit
+@kernel
 def narrow(
     vector, listed, owners, parts, state, histogram, runs,
     SHIFT: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr,

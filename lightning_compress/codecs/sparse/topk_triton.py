@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.codecs.sparse import topk_candidates_triton, topk_radix_triton
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, sources, width_of
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, sources, width_of
 
 _CHUNK = 1024
 
@@ -37,7 +37,7 @@ def add(indices: Tensor, values: Tensor, out: Tensor, weight: float) -> None:
         _add[grid](indices, values, out, weight, len(indices), len(out) - 1, _CHUNK, **OPTIONS)
 
 
-@triton.jit
+@kernel
 def _add(indices, values, out, weight, count, last, CHUNK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(values + number, mask=number < count, other=0.0).to(tl.float32)

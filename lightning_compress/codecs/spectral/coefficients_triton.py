@@ -13,10 +13,10 @@ from lightning_compress.codecs.packing.planes_triton import read_code, write_cod
 from lightning_compress.codecs.quantize import minifloat_triton
 from lightning_compress.codecs.spectral import bins_triton
 from lightning_compress.codecs.spectral.blocks_triton import analyse, indices, limit, spread, synthesise
-from lightning_compress.kernels.triton.launch import read, read_sum, write
+from lightning_compress.kernels.triton.launch import kernel, read, read_sum, write
 
 
-@triton.jit(do_not_specialize=["step", "length"])
+@kernel(do_not_specialize=["step", "length"])
 def measure(
     first, second, errors, table, step: tl.int64, start, length: tl.int64,
     L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
@@ -59,7 +59,7 @@ def _range(kept, last):
     return tl.minimum(low, 0.0), tl.maximum(high, 0.0)
 
 
-@triton.jit(do_not_specialize=["length", "base", "blocks", "end0", "begin0", "end1", "begin1", "end2", "begin2"])
+@kernel(do_not_specialize=["length", "base", "blocks", "end0", "begin0", "end1", "begin1", "end2", "begin2"])
 def encode(
     first, second, vector, message, ranges, where, body, room, errors, table, start,
     length: tl.int64, base: tl.int64, blocks: tl.int64,
@@ -104,7 +104,7 @@ def encode(
         tl.store(message + end2 + byte, zeros, mask=byte < begin2 - end2)
 
 
-@triton.jit(do_not_specialize=["some", "base"])
+@kernel(do_not_specialize=["some", "base"])
 def pack(
     room, body, some: tl.int64, base: tl.int64, count: tl.int64, middle, last,
     WIDTH: tl.constexpr, BITS: tl.constexpr,
@@ -116,7 +116,7 @@ def pack(
     write_codes(codes, body, middle, last, first, count, WIDTH, BITS, False)
 
 
-@triton.jit(do_not_specialize=["length", "blocks"])
+@kernel(do_not_specialize=["length", "blocks"])
 def decode(
     header, ranges, step: tl.int64, where, body, stride: tl.int64, out, weight, table,
     start, length: tl.int64, blocks: tl.int64, count, middle, final,

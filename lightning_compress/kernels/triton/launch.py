@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,25 @@ from lightning_compress.kernels import Summands
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Products and sums are rounded one by one, as everywhere else."""
+
+
+def kernel(function: Callable[..., None] | None = None, **settings: Any) -> Any:
+    """A kernel that is launched on the device of its tensors; Triton takes the current one, which may be another.
+
+    Args:
+        function: the kernel; its arguments begin with tensors.
+        **settings: of ``triton.jit``.
+    """
+    if function is None:
+        return partial(kernel, **settings)
+    compiled = triton.jit(function, **settings)
+
+    def run(*given: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(given[0]):
+            return type(compiled).run(compiled, *given, **options)
+
+    compiled.run = run
+    return compiled
 
 
 def sources(vector: Tensor, summands: Summands) -> tuple[Tensor, Tensor, bool]:
