@@ -26,6 +26,8 @@ METHODS = {
     "fp16": ["compressor=fp16"],
     "bf16": ["compressor=bf16"],
     "onebit": ["compressor=onebit"],
+    "onebit, residual": ["compressor=onebit", "strategy.error_feedback=true"],
+    "onebit, loco": ["compressor=onebit", "strategy.error_feedback=loco"],
     "rotated 4 bits": ["compressor=rotated", "compressor.bits=4"],
     "fft 85 %": ["compressor=fft", "compressor.theta=0.85"],
     "topk 10 %": ["compressor=topk", "compressor.density=0.1"],
