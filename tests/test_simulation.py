@@ -66,7 +66,7 @@ def _images(root):
 
 def _train(compressor, root):
     learner = Learner()
-    strategy = CompressedDDPStrategy(compressor, exchange="all_gather")
+    strategy = CompressedDDPStrategy(compressor, exchange="all_gather", error_feedback=True)
     trainer = quiet_trainer(strategy, max_steps=STEPS, use_distributed_sampler=False)
     share = TensorDataset(*(each[dist.get_rank() :: dist.get_world_size()] for each in _images(root)))
     trainer.fit(learner, DataLoader(share, BATCH))

@@ -46,7 +46,7 @@ class Overflow(Callback):
 
 def _overflow(compressor, bucket_cap_mb):
     watch = Overflow(at=3)
-    strategy = CompressedDDPStrategy(compressor, bucket_cap_mb=bucket_cap_mb)
+    strategy = CompressedDDPStrategy(compressor, error_feedback=True, bucket_cap_mb=bucket_cap_mb)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     _, model = fit(strategy, 7, callbacks=[watch], precision=None, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     return watch.seen, watch.skipped, scaler.get_scale(), parameters(model).numpy(), strategy.comm_stats()
@@ -148,7 +148,7 @@ class TwoOptimizers(Net):
 
 
 def _two_optimizers(adversarial):
-    strategy = CompressedDDPStrategy("onebit")
+    strategy = CompressedDDPStrategy("onebit", error_feedback=True)
     watch = []
 
     class Look(Callback):

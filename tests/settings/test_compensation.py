@@ -74,9 +74,11 @@ def test_what_a_warning_says_of_it():
 @pytest.mark.parametrize("given", [None, "auto"])
 def test_it_follows_from_both(given):
     settings = Settings.of("onebit", error_feedback=given)
-    assert of(settings) == of(settings.stepped_by("sgd")) == "classical"
+    assert of(settings) == "classical"
+    assert of(settings.stepped_by("sgd")) == LoCo()
     adam = settings.stepped_by("adam")
     assert of(adam) == LoCo()
+    assert of(Settings.of("efsign", error_feedback=given).stepped_by("adam")) == "none"
     assert not adam.error_feedback
     assert settings.asks is (given == "auto")
     assert of(adam.retuned("topk", {})) == "classical"
@@ -136,13 +138,13 @@ def _all_attached():
 
 
 def test_what_is_attached(pools):
-    for adam, *others in pools[2].run(_all_attached):
-        assert adam[0] == {"loco"}
-        assert "error_feedback loco" in adam[1]
-        assert "adam" in adam[1]
-        for kinds, summary in others:
-            assert kinds == {"residual"}
-            assert "error_feedback" not in summary
+    for *known, (kinds, summary) in pools[2].run(_all_attached):
+        for (kept, said), optimizer in zip(known, ("adam", "sgd"), strict=True):
+            assert kept == {"loco"}
+            assert "error_feedback loco" in said
+            assert said.endswith(f"since the optimizer is {optimizer}")
+        assert kinds == {"residual"}
+        assert "error_feedback" not in summary
 
 
 def test_asked_for_by_name_it_needs_an_optimizer(pools):

@@ -188,7 +188,7 @@ def sums_of_residuals(folder):
 
 def resumed_sums(folder, path, **settings):
     make = partial(Watched)
-    _, _, said = fit(folder, OneBit(), path, make=make, **settings)
+    _, _, said = fit(folder, OneBit(), path, make=make, error_feedback=True, **settings)
     return Watched.seen, said
 
 
@@ -216,7 +216,7 @@ def test_at_another_world_size_every_rank_goes_on_from_the_mean(pools, tmp_path)
 
 
 def fit_only(folder, **settings):
-    fit(folder, OneBit(), epochs=1, **settings)
+    fit(folder, OneBit(), epochs=1, error_feedback=True, **settings)
 
 
 def test_the_mean_inside_the_checkpoint(pools, tmp_path):

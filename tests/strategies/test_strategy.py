@@ -99,7 +99,7 @@ def _buckets(bucket_cap_mb):
             )
 
     watch = Watch()
-    strategy = CompressedDDPStrategy("onebit", bucket_cap_mb=bucket_cap_mb)
+    strategy = CompressedDDPStrategy("onebit", error_feedback=True, bucket_cap_mb=bucket_cap_mb)
     fit(strategy, 3, callbacks=[watch])
     return watch.seen
 
