@@ -98,7 +98,10 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
-    """Loss over dense against bits, with the Pareto front; what is within 0.1 % of dense, or better, is drawn there."""
+    """Loss over dense against bits, a colour for each method, and the Pareto front by name.
+
+    What is within 0.1 % of dense, or better, is drawn there.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -110,10 +113,14 @@ def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
     }
     front = pareto(points)
     figure, axes = pyplot.subplots(figsize=(11, 8))
-    for name, (few, more) in points.items():
-        axes.plot(few, more, "o", color="tab:red" if name in front else "tab:gray")
-        axes.annotate(name, (few, more), textcoords="offset points", xytext=(4, 4), fontsize=7)
-    axes.plot(*zip(*sorted(points[name] for name in front), strict=True), color="tab:red", linewidth=0.8)
+    methods = dict.fromkeys(name.split()[0].rstrip(",") for name in points)
+    for number, method in enumerate(methods):
+        of = [points[name] for name in points if name.split()[0].rstrip(",") == method]
+        axes.plot(*zip(*of, strict=True), "os^DvP"[number % 6], color=f"C{number}", label=method)
+    for name in front:
+        axes.annotate(name, points[name], textcoords="offset points", xytext=(6, -10), fontsize=8)
+    axes.plot(*zip(*sorted(points[name] for name in front), strict=True), color="black", linewidth=0.8)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axes.set(xscale="log", yscale="log", xlabel="bits an element and step, of an all-reduce")
     axes.set(ylabel="more held-out loss than dense, %", title=STAGES[stage].title)
     figure.savefig(path, dpi=120, bbox_inches="tight")
