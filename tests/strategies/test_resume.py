@@ -216,7 +216,7 @@ def test_at_another_world_size_every_rank_goes_on_from_the_mean(pools, tmp_path)
 
 
 def fit_only(folder, **settings):
-    fit(folder, OneBit(), epochs=1, error_feedback=True, **settings)
+    fit(folder, OneBit(), epochs=1, **{"error_feedback": True} | settings)
 
 
 def test_the_mean_inside_the_checkpoint(pools, tmp_path):
