@@ -34,7 +34,7 @@ PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Hierarchical("b
 
 def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
     """The plan of a group as the rules make it, by an exchange or its name: a dense stretch, then the method's."""
-    return means.group_plan(method, pattern(exchange), collective, meter, dense, large)
+    return means.group(method, pattern(exchange), collective, meter, dense, large)[0]
 
 
 def pattern(exchange):

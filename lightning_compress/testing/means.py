@@ -39,18 +39,6 @@ def group(
     return composite.plan_group(sections, exchange, World(collective, CPU, meter), states), states
 
 
-def group_plan(
-    method: Method,
-    exchange: Exchange,
-    collective: Collective,
-    meter: Meter,
-    dense: Layout = DENSE,
-    large: Layout = LARGE,
-) -> ExchangePlan:
-    """The plan alone."""
-    return group(method, exchange, collective, meter, dense, large)[0]
-
-
 class Mean(NamedTuple):
     """One mean on one rank: the vector before and after, bytes counted on the transport and by the formula."""
 
@@ -65,7 +53,7 @@ class Mean(NamedTuple):
 def mean_on(collective: Collective, method: Method, exchange: Exchange, flag_rank: int | None = None) -> Mean:
     """One mean on this rank; that of ``flag_rank`` has a gradient that is not finite."""
     meter = Meter(CPU)
-    plan = group_plan(method, exchange, CountingCollective(collective, meter), meter)
+    plan, _ = group(method, exchange, CountingCollective(collective, meter), meter)
     before = vector(collective.rank)
     after, mean = before.clone(), torch.full_like(before, 7.0)
     flag = torch.tensor(math.nan if collective.rank == flag_rank else 0.0)
