@@ -269,8 +269,7 @@ def _codec(compressor: CompressorLike) -> tuple[str, Codec]:
     if isinstance(built, Automatic):
         raise ValueError("compressor 'auto' chooses by the link and the model: name what it chooses from")
     if isinstance(built, Corrected):
-        names = {kind: name for name, kind in CORRECTED.items()}
-        return f"{names.get(type(built), type(built).__name__)}: {_label(built.codec)}", built.codec
+        return f"{_name(built)}: {_label(built.codec)}", built.codec
     if not isinstance(built, Codec):
         raise ValueError(f"{built} works among several ranks: it cannot be compared on the gradients of one")
     return _label(built), built
@@ -284,11 +283,15 @@ def _listed(compressors: object) -> list[CompressorLike]:
 
 def _label(codec: Codec) -> str:
     """The codec's name, and the settings that are not the defaults."""
-    names = {kind: name for name, kind in CODECS.items()}
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(codec) if dataclasses.is_dataclass(codec) else ()
     settings = {field.name: (getattr(codec, field.name), field.default) for field in fields}
     changed = [f"{name}={value}" for name, (value, default) in settings.items() if value != default]
-    return " ".join([names.get(type(codec), type(codec).__name__), *changed])
+    return " ".join([_name(codec), *changed])
+
+
+def _name(given: Codec | Corrected) -> str:
+    names = {kind: name for name, kind in [*CODECS.items(), *CORRECTED.items()]}
+    return names.get(type(given), type(given).__name__)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -113,9 +113,10 @@ def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
     }
     front = pareto(points)
     figure, axes = pyplot.subplots(figsize=(11, 8))
-    methods = dict.fromkeys(name.split()[0].rstrip(",") for name in points)
-    for number, method in enumerate(methods):
-        of = [points[name] for name in points if name.split()[0].rstrip(",") == method]
+    methods: dict[str, list[tuple[float, float]]] = {}
+    for name, point in points.items():
+        methods.setdefault(name.split()[0].rstrip(","), []).append(point)
+    for number, (method, of) in enumerate(methods.items()):
         axes.plot(*zip(*of, strict=True), "os^DvP"[number % 6], color=f"C{number}", label=method)
     for name in front:
         axes.annotate(name, points[name], textcoords="offset points", xytext=(6, -10), fontsize=8)
