@@ -9,7 +9,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -80,15 +79,10 @@ def files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _read(folder: Path, count: int | None) -> tuple[Images, Images]:
-    train, test = map(_images, files(folder))
-    return (train[0][:count], train[1][:count]), test
+    from recipes.resnet.cifar10 import read_records
 
-
-def _images(paths: list[Path]) -> Images:
-    from recipes.resnet.cifar10 import RECORD
-
-    records = torch.from_numpy(np.concatenate([np.fromfile(path, np.uint8).reshape(-1, RECORD) for path in paths]))
-    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
+    train, test = map(read_records, files(folder))
+    return (train.images[:count], train.labels[:count]), (test.images, test.labels)
 
 
 class Loop:
