@@ -71,14 +71,14 @@ class Comparison:
     run: list[str]
     methods: dict[str, list[str]]
     seeds: list[int]
-    quick: list[str]
     dense_seeds: list[int] = field(default_factory=list)
     note: str = ""
     data: list[str] = field(default_factory=list)
     needs: str = ""
+    quick: list[str] = field(default_factory=list)
 
     def shortened(self) -> Comparison:
-        """What stands for it with ``--quick``."""
+        """What stands for it with ``--quick``, where that has anything to show."""
         title, seeds = f"{self.title}: its quick form, which only shows that it runs", self.seeds[:1]
         return replace(self, title=title, note="", run=self.quick, seeds=seeds, dense_seeds=[], data=[], needs="")
 
@@ -127,7 +127,7 @@ def read_table(path: Path = TABLE) -> list[Comparison]:
     table = cast("dict[str, dict[str, Any]]", OmegaConf.to_container(OmegaConf.load(path)))
     found = []
     for name, entry in table.items():
-        wrong, missing = set(entry) - known, {"title", "run", "methods", "seeds", "quick"} - set(entry)
+        wrong, missing = set(entry) - known, {"title", "run", "methods", "seeds"} - set(entry)
         if wrong or missing:
             said = [f"unknown {key}" for key in sorted(wrong)] + [f"no {key}" for key in sorted(missing)]
             raise ValueError(f"{path.name}, {name}: {', '.join(said)}; an entry has {', '.join(sorted(known))}")
@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     data = given.data.resolve() if given.data else None
     try:
         with FileLock(out / ".lock", timeout=0):
-            table = [each.shortened() if given.quick else each for each in read_table()]
+            table = [each.shortened() for each in read_table() if each.quick] if given.quick else read_table()
             chosen = [] if given.page else list(selected(table, given.only, data))
             if given.time:
                 retime(chosen, data, out)
