@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from filelock import FileLock
 
-__all__ = ["made_once"]
+__all__ = ["made_once", "release"]
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
@@ -36,3 +37,15 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise ValueError(f"data.cache: {path.parent} cannot be written ({error}); set it elsewhere") from None
     return path
+
+
+def release(library: str) -> str:
+    """The installed version of a library; ``unknown`` where there is none.
+
+    Args:
+        library: as pip knows it.
+    """
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -32,6 +32,8 @@ def start_lineage() -> None:
 
 def follow() -> None:
     """End with the process that asked for it, or else with a launcher, and have one's own follow in turn."""
+    if sys.platform == "win32":
+        return  # where no signal asks whether a process is there
     parent = os.environ.get(PARENT, "")
     if parent.isdigit() and int(parent) != os.getpid():
         end_with(int(parent))

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_compress import compare
+from lightning_compress import GossipStrategy, compare
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
@@ -55,7 +55,7 @@ class Portrait(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Settle on the step."""
-        self._step = trainer.global_step + min(self.at, max(0, int(trainer.estimated_stepping_batches) - 1))
+        self._step = min(trainer.global_step + self.at, int(trainer.estimated_stepping_batches) - 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Listen to the backward pass of that step; what a parameter's hook sees was not averaged yet."""
@@ -89,10 +89,11 @@ class Portrait(Callback):
             return
         rules = getattr(getattr(trainer.strategy, "compression", None), "settings", None)
         shapes = {name: tuple(each.shape) for name, each in pl_module.named_parameters()}
-        rows = layers(shown, shapes, rules, trainer.world_size)
         drawn = curves(shown, rules.method if rules is not None else None)
         for logger in found:
-            logger.log_table("comm/layers", columns=COLUMNS, data=rows)
+            if not isinstance(trainer.strategy, GossipStrategy):  # which sends models
+                rows = layers(shown, shapes, rules, trainer.world_size)
+                logger.log_table("comm/layers", columns=COLUMNS, data=rows)
             logger.log_image("comm/error_vs_bits", [picture(drawn)], caption=[f"rank 0, step {self._step}"])
 
 

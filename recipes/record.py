@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from recipes.cache import release
 from recipes.task import Score
 
 __all__ = ["FILE", "Recorder", "describe", "read_result", "write_result", "write_whole"]
@@ -124,7 +124,7 @@ class Recorder(Callback):
         self._look(trainer)
         sent, taken = self.traffic, self._before["steps"] + len(self.steps)
         total, dense = sent.get("total_bytes_sent", 0.0), sent.get("total_bytes_dense", 0.0)
-        steps = max(sent.get("steps", taken), 1.0)
+        steps = max(taken, 1)
         timed = self.steps[WARM_STEPS:] or self.steps[-1:] or [0.0]
         return {
             "steps": float(taken),
@@ -141,11 +141,11 @@ class Recorder(Callback):
 def _traffic(trainer: Trainer) -> dict[str, float]:
     if not hasattr(trainer.strategy, "compression"):
         return {}
-    meter = trainer.strategy.compression.meter
+    parts = trainer.strategy.local.fragments if hasattr(trainer.strategy, "local") else [trainer.strategy]
+    meters = [each.compression.meter for each in parts]
     return {
-        "total_bytes_sent": float(meter.bytes_sent),
-        "total_bytes_dense": float(meter.bytes_dense),
-        "steps": float(meter.steps),
+        "total_bytes_sent": float(sum(meter.bytes_sent for meter in meters)),
+        "total_bytes_dense": float(sum(meter.bytes_dense for meter in meters)),
     }
 
 
@@ -168,20 +168,10 @@ def describe(score: Score, metrics: dict[str, Tensor], **facts: Any) -> dict[str
         **{name: float(metrics.get(f"run/{name}", float("nan"))) for name in COSTS},
         **facts,
         "metrics": {name: float(each) for name, each in metrics.items() if not name.startswith("run/")},
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **{name: release(name) for name in LIBRARIES}},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "recipes.train", *sys.argv[1:]]),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

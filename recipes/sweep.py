@@ -3,8 +3,9 @@
     python -m recipes.sweep recipes/resnet/sweeps/topk_density.yaml data.root=data trainer.max_epochs=3
 
 Overrides after the file go to every cell, and are stronger than the file's. Each cell is a process of its own, with its
-folder below ``outputs/sweeps/<recipe>_<file>``; beside them ``cells.csv`` and ``cells.png`` grow. Called again, it goes
-on with the cells that are missing; ``--again`` tries those that failed, too.
+folder below ``outputs/sweeps/<recipe>_<file>``; beside them grow ``cells.csv``, where each row says such overrides, and
+``cells.png`` of the cells with those given. Called again, it goes on with the cells that are missing; ``--again`` tries
+those that failed, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import csv
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -51,7 +53,7 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
     cells = sweep.cells()
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / "cells.csv"
-    columns = ["cell", *sweep.axes, "status", "metric", "value", "score", *FIGURES, "failure"]
+    columns = ["cell", "overrides", *sweep.axes, "status", "metric", "value", "score", *FIGURES, "failure"]
     done = _read(table, columns)
     rows: list[dict[str, str]] = []
     for number, cell in enumerate(cells, 1):
@@ -62,7 +64,8 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
             rows.append(done[key])
             continue
         print(f"{said} ...", flush=True)
-        row = done[key] = _row(key, cell, run(arguments, folder / key), sweep.metric[0])
+        outcome = run(arguments, folder / key)
+        row = done[key] = {"overrides": shlex.join(extra)} | _row(key, cell, outcome, sweep.metric[0])
         rows.append(row)
         print(f"  {row['failure'] or _line(row)}", flush=True)
         _write(table, columns, done.values())

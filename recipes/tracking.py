@@ -44,11 +44,12 @@ class WandbLogger(loggers.WandbLogger):
     figures beside its own, so that any curve can be drawn against seconds of training or bytes sent.
 
     Args:
-        offline: True: never ask for the server; False: insist on it; None: as it turns out.
+        offline: True: never ask for the server; False: insist on it; None: as it turns out, but insist on it in
+            a cell of a sweep, which would be lost to that.
         **kwargs: see ``lightning.pytorch.loggers.WandbLogger``.
 
     Raises:
-        ModuleNotFoundError: wandb is not installed.
+        ValueError: wandb is not installed.
     """
 
     so_far: Mapping[str, float]
@@ -56,7 +57,7 @@ class WandbLogger(loggers.WandbLogger):
     def __init__(self, *, offline: bool | None = None, **kwargs: Any) -> None:
         super().__init__(settings=_settings(), **kwargs)
         self.so_far = {}
-        self._tries, self._lost = offline is None, False
+        self._tries, self._lost = offline is None and not os.environ.get("WANDB_SWEEP_ID"), False
         if offline:
             self._wandb_init["mode"] = "offline"  # the base class would set it for the whole process
 
@@ -128,7 +129,7 @@ def why_offline() -> str | None:
     if settings.mode in WITHOUT_SERVER:
         return None
     url = str(settings.base_url)
-    if not _has_key(url):
+    if not (getattr(settings, "api_key", None) or _has_key(url)):
         return f"no login for {url} (run `wandb login`, or set WANDB_API_KEY)"
     try:
         urllib.request.urlopen(url, timeout=PATIENCE).close()
@@ -143,13 +144,13 @@ def why_offline() -> str | None:
 def _has_key(url: str) -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    files = [Path(path) for path in (os.environ.get("NETRC"),) if path] or [
-        Path.home() / ".netrc",
-        Path.home() / "_netrc",
-    ]
-    for path in files:
+    given = os.environ.get("NETRC")
+    for path in [Path(given).expanduser()] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:
-            if netrc.netrc(path).hosts.get(urlsplit(url).hostname or ""):
+            known, asked = netrc.netrc(path), urlsplit(url)
+            if known.authenticators(asked.netloc) or known.authenticators(
+                asked.hostname or ""
+            ):  # older wandb: without the port
                 return True
         except (OSError, netrc.NetrcParseError):
             continue
@@ -158,8 +159,10 @@ def _has_key(url: str) -> bool:
 
 def _settings() -> dict[str, Any]:
     """Bounds on the time that W&B may take, as far as this version knows them."""
-    import wandb
-
+    try:
+        import wandb
+    except ModuleNotFoundError:
+        raise ValueError("logger=wandb: wandb is not installed; pip install '.[wandb]', or take logger=csv") from None
     bounds = {"init_timeout": 60.0, "finish_timeout": FINISH, "finish_timeout_raises": True, "login_timeout": 30.0}
     known = wandb.Settings()
     named = [name for name in bounds if f"WANDB_{name.upper()}" in os.environ]  # by the user, who knows better

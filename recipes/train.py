@@ -19,12 +19,16 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
+from hydra.utils import get_class
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from recipes.build import CONF, build, refuse_foreign_data
+from recipes.cells import quoted
 from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
@@ -67,7 +71,11 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     if cfg.ckpt_path is not None:
         if not Path(cfg.ckpt_path).exists():
             raise ValueError(f"ckpt_path={cfg.ckpt_path}: there is no such checkpoint; null begins anew")
-        read_checkpoint(cfg.ckpt_path)  # before anything else takes its time
+        found = read_checkpoint(cfg.ckpt_path)["recipe"]  # before anything else takes its time
+        if found != (own := getattr(get_class(cfg.recipe._target_), "recipe", found)):
+            raise ValueError(
+                f"ckpt_path={cfg.ckpt_path} is of recipe={found}, not of recipe={own}, which this run trains"
+            )
     seed_everything(cfg.seed, workers=True)
     data = build(cfg.data)
     model: Task = build(cfg.recipe, **data.dims)
@@ -141,8 +149,8 @@ def refuse_unwritable(arguments: list[str]) -> None:
     Raises:
         ValueError: it could not.
     """
-    given = [value.strip("'\"") for key, _, value in (each.partition("=") for each in arguments) if key in FOLDERS]
-    for folder in given or ["."]:
+    given = {key: value.strip("'\"") for key, _, value in (each.partition("=") for each in arguments) if key in FOLDERS}
+    for folder in (given.pop("output_dir", "."), *(given.values() or ["."])):
         writable(folder.split("${")[0] or ".")
 
 
@@ -158,6 +166,17 @@ def by_group(arguments: list[str]) -> list[str]:
         return arguments
     starts = (f"{inner}=", f"{inner}.")
     return [each.removeprefix("strategy.") if each.startswith(starts) else each for each in arguments]
+
+
+def whole_paths(arguments: list[str]) -> list[str]:
+    """The command line with checkpoints' names quoted: they hold a ``=``, which Hydra takes for an end.
+
+    Args:
+        arguments: such as ``ckpt_path=outputs/epoch=9-step=390.ckpt``.
+    """
+    start = "ckpt_path="
+    bare = [each.startswith(start) and "=" in each[len(start) :] and not set("'\"\\") & set(each) for each in arguments]
+    return [start + quoted(each[len(start) :]) if so else each for each, so in zip(arguments, bare, strict=True)]
 
 
 def null_for_none(cfg: DictConfig | ListConfig) -> None:
@@ -224,7 +243,7 @@ def main(cfg: DictConfig) -> float:
     try:
         refuse_multirun(cfg, HydraConfig.get().mode)
         score, value = train(cfg)
-    except (ValueError, InstantiationException) as error:
+    except (ValueError, InstantiationException, ProcessRaisedException) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not (line := in_a_line(error)):
             raise
         sys.exit(line)
@@ -233,17 +252,26 @@ def main(cfg: DictConfig) -> float:
 
 def in_a_line(error: Exception) -> str:
     """A wrong setting or damaged data, as people want to read it; empty: it is something else."""
-    cause = error.__cause__ if isinstance(error, InstantiationException) else error
+    cause: BaseException | None = error.__cause__ if isinstance(error, InstantiationException) else error
     if isinstance(cause, TypeError) and (found := re.search(r"unexpected keyword argument '(\w+)'", str(cause))):
         # Hydra's words: Error in call to target 'recipes.lstm_speech.spoken.Spoken': ... full_key: data
         target, setting = str(error).split("'")[1], f"{str(error).rpartition('full_key: ')[2]}.{found[1]}"
         reason = "what sets it, such as an experiment, is for another one"
         cause = ValueError(f"{setting} is no setting of {target}; {reason}; leave one of the two out, or ~{setting}")
+    if isinstance(cause, MisconfigurationException) and "gpu" in str(cause):
+        cause = ValueError(
+            f"{' '.join(str(cause).split())} Take fewer trainer.devices, or trainer=cpu_2proc for the CPU"
+        )
+    if isinstance(cause, ProcessRaisedException) or "Original Traceback" in str(
+        cause
+    ):  # of a rank, or a loader's process
+        last = str(cause).strip().splitlines()[-1]
+        cause = ValueError(last.removeprefix("ValueError: ")) if last.startswith("ValueError: ") else None
     return f"ValueError: {cause} (HYDRA_FULL_ERROR=1 shows where)" if isinstance(cause, ValueError) else ""
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = by_group(sys.argv[1:])
+    sys.argv[1:] = whole_paths(by_group(sys.argv[1:]))
     try:
         refuse_unwritable(sys.argv[1:])
     except ValueError as error:

@@ -81,7 +81,11 @@ def ctc_loss(log_probabilities: Tensor, lengths: Tensor, targets: Tensor, target
     Returns:
         float32 [].
     """
-    with torch.autocast(log_probabilities.device.type, enabled=False):
-        return F.ctc_loss(
-            log_probabilities.float().transpose(0, 1), targets, lengths, target_lengths, BLANK, zero_infinity=True
+    device = log_probabilities.device
+    there = device if device.type in ("cpu", "cuda") else torch.device("cpu")  # no other has a kernel for it
+    with torch.autocast(device.type, enabled=False):
+        scores = log_probabilities.float().transpose(0, 1).to(there)
+        loss = F.ctc_loss(
+            scores, targets.to(there), lengths.to(there), target_lengths.to(there), BLANK, zero_infinity=True
         )
+    return loss.to(device)

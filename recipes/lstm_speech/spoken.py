@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.cache import made_once
+from recipes.cache import made_once, release
 from recipes.lstm_speech import speaking
 from recipes.lstm_speech.data import PARTS, SpeechData, Utterance
 from recipes.lstm_speech.digits import ALPHABET, WORDS
@@ -102,7 +102,14 @@ class Spoken(SpeechData):
 
     def _sounds(self, sentences: list[dict[str, Any]]) -> list[torch.Tensor]:
         """Read the corpus; the first process that wants it makes it."""
-        job = json.dumps({"version": VERSION, "rate": self.features.rate, "sentences": sentences})
+        job = json.dumps(
+            {
+                "version": VERSION,
+                "voices": release("espeakng-loader"),
+                "rate": self.features.rate,
+                "sentences": sentences,
+            }
+        )
         path = self.cache / f"spoken-{hashlib.sha256(job.encode()).hexdigest()[:16]}.npz"
         made_once(path, lambda draft: _make(job, draft))
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +60,13 @@ class Pairs(Dataset[Batch]):
         self.pairs = pairs
         self.source = [[*pieces, EOS] for pieces in tokenizer.encode([pair.source for pair in pairs])]
         self.target = [[BOS, *pieces, EOS] for pieces in tokenizer.encode([pair.target for pair in pairs])]
+
+    def only(self, rows: Sequence[int]) -> Pairs:
+        """Some of them, by their numbers."""
+        some = copy(self)
+        for name in ("pairs", "source", "target"):
+            setattr(some, name, [getattr(self, name)[row] for row in rows])
+        return some
 
     def __len__(self) -> int:
         """Count the pairs."""
@@ -166,7 +175,7 @@ class TranslationData(LightningDataModule):
             return
         sets = {part: Pairs(pairs, self.tokenizer) for part, pairs in self.parts.items()}
         short = np.flatnonzero(np.array(sets["train"].lengths) <= self.max_length)
-        sets["train"] = Pairs([sets["train"].pairs[row] for row in short], self.tokenizer)
+        sets["train"] = sets["train"].only(short.tolist())
         self.sets = sets
         if not len(self.sampler("train")):
             raise ValueError(

@@ -14,7 +14,7 @@ from babel.dates import format_date
 from lightning.pytorch.utilities import rank_zero_info
 from num2words import num2words
 
-from recipes.cache import made_once
+from recipes.cache import made_once, release
 from recipes.nmt.data import PARTS, Pair, TranslationData
 
 __all__ = ["Numbers", "drawn"]
@@ -104,7 +104,8 @@ class Numbers(TranslationData):
 
     def load(self) -> dict[str, list[Pair]]:
         """See ``TranslationData.load``; test and validation stay the same when the training part grows."""
-        path = self.cache / "nmt" / f"numbers{VERSION}-{sum(self.sizes)}-{self.draw}.tsv"
+        libraries = "-".join(map(release, ("num2words", "babel")))
+        path = self.cache / "nmt" / f"numbers{VERSION}-{libraries}-{sum(self.sizes)}-{self.draw}.tsv"
 
         def write(draft: Path) -> None:
             rank_zero_info(f"writing {sum(self.sizes):,} numbers and dates in English and German into {path}")

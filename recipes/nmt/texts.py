@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def read_lines(path: Path, setting: str) -> list[str]:
         lines = raw.decode("utf-8-sig").removesuffix("\n").split("\n")
     except FileNotFoundError:
         raise ValueError(f"{setting}: there is no {path}") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{setting}: {path} cannot be read as UTF-8 text: {error}; fetch it anew") from None
     lines = [line.strip() for line in lines]
     if "" in lines:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -212,9 +213,22 @@ class ImageFolder(LightningDataModule):
                 "step; lower data.batch_size"
             )
         if self.check:
-            for path in (path for paths, _ in parts.values() for path in paths):
-                check(path)
+            self._check([path for paths, _ in parts.values() for path in paths])
         self.parts = parts | {"test": parts[test]}
+
+    def _check(self, paths: list[Path]) -> None:
+        """Look at this rank's share of the files; all ranks raise what the first of them found."""
+        found: list[str | None] = [None] * self._ranks
+        rank = self.trainer.global_rank if self.trainer else 0
+        try:
+            for path in paths[rank :: self._ranks]:
+                check(path)
+        except ValueError as error:
+            found[rank] = str(error)
+        if self._ranks > 1:
+            dist.all_gather_object(found, found[rank])
+        if damage := next(filter(None, found), None):
+            raise ValueError(damage)
 
     def _has_tests(self) -> bool:
         """Whether there are class folders in ``test``: ImageNet's own holds pictures alone, which nobody has named."""

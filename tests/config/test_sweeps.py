@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,14 @@ def _marked(path: Path) -> Any:
 
 def trained(folder: str, arguments: list[str]) -> tuple[str, float]:
     """The metric of a cell, and its value."""
-    with contextlib.chdir(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        score, value = train(composed(*arguments))
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            score, value = train(composed(*arguments))
+    finally:
+        os.chdir(before)
     return score.metric, value
 
 
@@ -99,4 +104,4 @@ def test_a_cell_trains(path: Path, tmp_path: Path, pools: Pools) -> None:
     assert first[1] >= 0
     result = read_result(tmp_path / "run")
     assert result is not None
-    assert result["ratio"] > 1
+    assert result["ratio"] > 1 or "compressor=none" in sweep.fixed

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from PIL import Image
 
@@ -17,6 +18,7 @@ from recipes.resnet.data import IGNORE
 from recipes.resnet.imagefolder import ImageFolder, Pictures, Rows
 from recipes.resnet.module import AlexNetModule
 from recipes.resnet.pictures import as_tensor, centre, random_part, read
+from tests.helpers.processes import Pools
 from tests.recipes.test_resnet import QUIET, pytestmark  # noqa: F401
 
 COUNTS = {"train": 8, "val": 3}
@@ -106,7 +108,7 @@ def test_augmentation_depends_on_seed_epoch_and_picture_alone(root: Path) -> Non
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_the_pictures(root: Path, ranks: int) -> None:
-    data = data_of(root, batch_size=1)
+    data = data_of(root, batch_size=1, check=False)
     data.trainer = SimpleNamespace(world_size=ranks, global_rank=0)
     data.setup("fit")
     pictures = data.train_dataloader().dataset
@@ -186,6 +188,25 @@ def test_too_few_pictures_for_a_step(root: Path) -> None:
 def test_wrong_settings_are_refused(root: Path, key: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"data.{key}={value}: must be at least"):
         data_of(root, **{key: value})
+
+
+def _set_up(root: str) -> str:
+    data = data_of(Path(root), batch_size=1)
+    data.trainer = SimpleNamespace(world_size=dist.get_world_size(), global_rank=dist.get_rank())
+    try:
+        data.setup("fit")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_hear_of_a_damaged_picture(root: Path, pools: Pools) -> None:
+    assert pools[2].run(_set_up, str(root)) == ["", ""]
+    for damaged in ("train/blue/0.png", "val/red/1.JPEG"):
+        (root / damaged).write_bytes((root / damaged).read_bytes()[:200])
+    first, second = pools[2].run(_set_up, str(root))
+    assert "train/blue/0.png" in first
+    assert first == second
 
 
 def test_a_damaged_picture_is_named(root: Path) -> None:

@@ -41,6 +41,13 @@ def rewrite(path: Path, text: str) -> None:
     path.write_bytes(gzip.compress(text.encode()))
 
 
+def spoil(path: Path) -> None:
+    """Damage the middle of an archive."""
+    content = bytearray(path.read_bytes())
+    content[20:40] = 20 * b"\xff"
+    path.write_bytes(content)
+
+
 def test_pieces_and_back() -> None:
     model = train_model(SENTENCES, 200)
     assert model == train_model(SENTENCES, 200)
@@ -146,6 +153,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
         (lambda root: rewrite(root / "train.en.gz", "a\n \t\n"), r"line 2 of .*train\.en\.gz is empty"),
         (lambda root: rewrite(root / "train.en.gz", ""), r"line 1 of .*train\.en\.gz is empty"),
         (lambda root: (root / "test2016.en.gz").write_bytes(b"no gzip"), r"test2016\.en\.gz cannot be read"),
+        (lambda root: spoil(root / "test2016.en.gz"), r"test2016\.en\.gz cannot be read"),
         (lambda root: (root / "test2016.en.gz").write_bytes(gzip.compress(b"a\xff")), r"cannot be read as UTF-8"),
         (
             lambda root: (root / "val.en.gz").write_bytes((root / "val.en.gz").read_bytes()[:-9]),

@@ -122,6 +122,9 @@ def test_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "out/cells.png").stat().st_size > 1000
     sweep.main([*command, "--again"])
     assert ran[4:] == ["compressor=nosuch"]
+    sweep.main([*command[:-1], "trainer.max_epochs=2"])
+    with (tmp_path / "out/cells.csv").open() as file:
+        assert [row["overrides"][-1] for row in csv.DictReader(file)] == [*"111", *"222"]
     other = written(tmp_path / "t.yaml", parameters={"seed": {"value": 1}})
     assert sweep.main([str(other), "--out", str(tmp_path / "out")]) == 1  # a table of another sweep
 

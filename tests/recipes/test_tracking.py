@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_compress import CompressedDDPStrategy
-from recipes.portrait import COLUMNS, FAMILIES, curves, layers, picture
+from lightning_compress import CompressedDDPStrategy, GossipStrategy
+from recipes.portrait import COLUMNS, FAMILIES, Portrait, curves, layers, picture
 from recipes.tracking import WandbLogger, flat, why_offline
 from tests.helpers.wandb_server import Server
 
@@ -33,6 +34,9 @@ def test_why_offline(stranger: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "no login for http://127.0.0.1:9 (run `wandb login`" in str(why_offline())
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login user password " + 40 * "a")
     assert "http://127.0.0.1:9 does not answer" in str(why_offline())
+    stranger.setattr(wandb.setup().settings, "base_url", "http://wandb.local:8080")
+    (tmp_path / ".netrc").write_text("machine wandb.local:8080 login user password " + 40 * "a")
+    assert "http://wandb.local:8080 does not answer" in str(why_offline())
     stranger.setenv("WANDB_MODE", "offline")
     assert why_offline() is None
 
@@ -79,6 +83,9 @@ def test_a_refusing_server_is_no_reason_to_stop(
     assert calls == [None, "offline"]
     with pytest.raises(wandb.errors.CommError):
         WandbLogger(save_dir=str(tmp_path), offline=False).experiment  # noqa: B018
+    stranger.setenv("WANDB_SWEEP_ID", "abc")  # a cell that its sweep would never hear of
+    with pytest.raises(wandb.errors.CommError):
+        WandbLogger(save_dir=str(tmp_path)).experiment  # noqa: B018
 
 
 def _asks_the_server(*_: Any) -> None:
@@ -126,6 +133,33 @@ def test_layers(compressor: str) -> None:
     ratio = {"topk": 50, "powersgd": 16, "bf16": 2, "none": 1}[compressor]
     assert weight[4] == pytest.approx(ratio, rel=0.3)
     assert bias[4] == pytest.approx(2 if compressor == "bf16" else 1, rel=0.1)
+
+
+class Shown:
+    """In place of W&B's logger: names of what it was given."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def log_table(self, name: str, *_: Any, **__: Any) -> None:
+        self.names.append(name)
+
+    log_image = log_table  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", ["gossip", "averages"])
+def test_gossip_has_no_table_since_it_sends_no_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.portrait.WandbLogger", Shown)
+    monkeypatch.setattr(GossipStrategy, "compression", None)
+    strategy = GossipStrategy() if kind == "gossip" else SimpleNamespace()
+    trainer = SimpleNamespace(loggers=[Shown()], is_global_zero=True, strategy=strategy, world_size=2)
+    trainer.global_step, trainer.estimated_stepping_batches = 100, 105
+    module, portrait = torch.nn.Linear(8, 8), Portrait()
+    portrait.on_train_start(trainer, module)  # type: ignore[arg-type]
+    assert portrait._step == 104  # the run goes on, and ends soon
+    portrait.gradients = {name: torch.randn(each.shape) for name, each in module.named_parameters()}
+    portrait.on_train_end(trainer, module)  # type: ignore[arg-type]
+    assert trainer.loggers[0].names == ["comm/layers", "comm/error_vs_bits"][kind == "gossip" :]
 
 
 def test_picture() -> None:

@@ -13,15 +13,26 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import yaml
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from recipes.build import build
 from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import PARENT
 from recipes.record import read_result
-from recipes.train import _report, go_on_writing, in_a_line, null_for_none, refuse_multirun, refuse_unwritable
+from recipes.train import (
+    _report,
+    go_on_writing,
+    in_a_line,
+    null_for_none,
+    refuse_multirun,
+    refuse_unwritable,
+    whole_paths,
+)
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
@@ -83,12 +94,33 @@ def test_two_processes_with_a_compressor(start: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("files/media/images/comm/error_vs_bits*.png"))) == 1
 
 
-@pytest.mark.parametrize("start", ["popen", pytest.param("spawn", marks=pytest.mark.thorough)])
+def by_agent(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
+    """A command as W&B's agent makes it of a sweep file of ours and a cell of its, and what it adds to the environment.
+
+    Args:
+        overrides: further ones, as if the cell had them.
+    """
+    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    sweep = yaml.safe_load((ROOT / "recipes/resnet/sweeps/topk_density.yaml").read_text())
+    cell = {
+        name: {"value": axis.get("value", axis.get("values", [None])[0])} for name, axis in sweep["parameters"].items()
+    }
+    cell |= {name: {"value": value} for name, _, value in (each.partition("=") for each in overrides)}
+    known = utils.create_sweep_command_args({"args": cell}) | {"env": ["/usr/bin/env"], "interpreter": ["python"]}
+    words = [known.get(word[2:-1], [word]) for word in utils.create_sweep_command(sweep["command"])]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return [word for each in words for word in each], {"PATH": path, "WANDB_SWEEP_ID": "abc", "WANDB_MODE": "offline"}
+
+
+@pytest.mark.parametrize("start", ["popen by W&B's agent", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_killing_the_first_process_ends_the_others(start: str, tmp_path: Path) -> None:
-    overrides = ["trainer=cpu_2proc", "trainer.max_epochs=100000", f"strategy.start_method={start}", "logger=none"]
-    command = [sys.executable, "-m", "recipes.train", *overrides, f"hydra.run.dir={tmp_path}"]
+    overrides = ["trainer.max_epochs=100000", f"strategy.start_method={start.split()[0]}", f"hydra.run.dir={tmp_path}"]
+    overrides += ["trainer.accelerator=cpu", "trainer.devices=2", "data=digits"]
+    command, environment = [sys.executable, "-m", "recipes.train", "logger=none", *overrides], {}
+    if "agent" in start:
+        command, environment = by_agent(overrides)
     with (tmp_path / "out").open("w") as out:
-        parent = subprocess.Popen(command, cwd=ROOT, env=alone(), stdout=out, stderr=out)
+        parent = subprocess.Popen(command, cwd=ROOT, env=alone() | environment, stdout=out, stderr=out)
         end = time.monotonic() + 90
         while "All distributed processes registered" not in (tmp_path / "out").read_text():
             assert time.monotonic() < end, (tmp_path / "out").read_text()
@@ -156,6 +188,8 @@ def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
         refuse_unwritable(["seed=1", f"hydra.run.dir='{folder}'"])
     refuse_unwritable([f"hydra.run.dir={tmp_path}/new/er"])
     refuse_unwritable(["hydra.run.dir=${oc.env:HOME}/x"])
+    with pytest.raises(ValueError, match="is no folder"):
+        refuse_unwritable([f"output_dir={folder}", f"hydra.run.dir={tmp_path}"])
 
 
 def test_errors_in_a_line() -> None:
@@ -179,6 +213,38 @@ def test_errors_in_a_line() -> None:
         assert in_a_line(info.value).startswith(f"ValueError: {words}")
         assert "\n" not in in_a_line(info.value)
     assert in_a_line(RuntimeError("?")) == ""
+    reader = ValueError(
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback:\n  x\nValueError: a.png: no"
+    )
+    assert in_a_line(reader).startswith("ValueError: a.png: no (")
+    rank = ProcessRaisedException("\n-- Process 1 terminated:\nTraceback\n  x\nValueError: data.root: no\n", 1, 2)
+    assert in_a_line(rank).startswith("ValueError: data.root: no (")
+    assert in_a_line(ProcessRaisedException("Traceback\nRuntimeError: ?\n", 1, 2)) == ""
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_more_gpus_than_there_are_is_a_line(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(InstantiationException) as info:
+        build(composed("trainer.accelerator=gpu", "trainer.devices=2").trainer)
+    said = in_a_line(info.value)
+    assert "trainer=cpu_2proc" in said
+    assert "\n" not in said
+
+
+def test_checkpoints_are_named_whole() -> None:
+    given = ["seed=1", "ckpt_path=a/epoch=9-step=390.ckpt", "ckpt_path='a=b'", "ckpt_path=last.ckpt", "x=ckpt_path=1"]
+    assert whole_paths(given) == [given[0], "ckpt_path='a/epoch=9-step=390.ckpt'", *given[2:]]
+    assert whole_paths(whole_paths(given)) == whole_paths(given)  # ranks are started by the line as it became
+    assert composed(*whole_paths(given)[:2]).ckpt_path == "a/epoch=9-step=390.ckpt"
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_before_anything_takes_its_time(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "recipe": "nmt"}, tmp_path / "a.ckpt")
+    cfg = composed(f"ckpt_path={tmp_path}/a.ckpt", f"output_dir={tmp_path}/run", "data=cifar10", "data.root=nowhere")
+    with pytest.raises(ValueError, match=r"a.ckpt is of recipe=nmt, not of recipe=resnet"):
+        run_recipe(cfg)
 
 
 def test_a_run_says_how_to_try_what_it_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
