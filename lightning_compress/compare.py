@@ -167,8 +167,8 @@ def compare(
         compressors: names, mappings with a ``name`` and settings, or codecs; None takes all codecs, with their
             defaults. Of ``dgc``, ``onebit_adam`` and ``ef21`` the codec inside is measured, on gradients: neither
             their momentum nor their first, dense steps.
-        error_feedback: add what was left behind to the next step; None: as in training, on for contractive methods.
-            One step shows no difference.
+        error_feedback: add what was left behind to the next step, in full; None: for contractive methods (in training
+            it depends on the optimizer, too: see the README). One step shows no difference.
         min_numel: parameters with fewer elements are left out.
         seed: of all randomness.
 
@@ -176,10 +176,14 @@ def compare(
         The measured rows.
 
     Raises:
-        ValueError: there is no such compressor, or it works among several ranks; no gradient to compare on, or it is
-            not a finite floating-point tensor; steps differ in names, shapes or devices; or the file holds something
-            else.
+        ValueError: there is no such compressor, or it works among several ranks; ``error_feedback`` is none of these;
+            no gradient to compare on, or it is not a finite floating-point tensor; steps differ in names, shapes or
+            devices; or the file holds something else.
     """
+    if error_feedback not in (True, False, None):
+        raise ValueError(
+            f"error_feedback={error_feedback!r} must be true, false or null; averages (LoCo) are not compared"
+        )
     steps = read(gradients)
     codecs = [_codec(each) for each in (CODECS if compressors is None else _listed(compressors))]
     if not codecs:

@@ -210,3 +210,8 @@ def test_other_files_are_refused(tmp_path):
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     with pytest.raises(ValueError, match="gradients is Tensor"):
         compare(tmp_path / "tensor.pt")
+
+
+def test_other_ways_of_feedback_are_not_compared():
+    with pytest.raises(ValueError, match="error_feedback='loco' must be true, false or null"):
+        compare({"w": torch.randn(64, 64)}, ["onebit"], error_feedback="loco")

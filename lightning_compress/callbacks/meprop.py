@@ -24,6 +24,10 @@ Memories = dict[str, dict[str, Tensor]]
 """By layer and name."""
 
 
+MET = "lightning_compress.strategies.signals"
+"""The module from which Lightning's handler is called where all ranks have met."""
+
+
 class MePropMixin:
     """Turns a ``Callback`` into one that makes backward passes sparse; see ``MeProp``."""
 
@@ -51,6 +55,7 @@ class MePropMixin:
         self._scale: Tensor | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._trainer: Any = None
+        self._ranks = 1
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Change the model's layers.
@@ -58,7 +63,7 @@ class MePropMixin:
         Raises:
             ValueError: they cannot be changed so; on every rank.
         """
-        self._trainer, self._scale = trainer, None
+        self._trainer, self._ranks, self._scale = trainer, trainer.world_size, None
         if (self.share or self.memory) and torch.distributed.is_initialized() and trainer.world_size > 1:
             self._group = torch.distributed.new_group()  # DDP's own traffic is not in its way
         self.layers = enable(
@@ -114,16 +119,14 @@ class MePropMixin:
         """Every rank's memory; a collective call, unless training is being aborted.
 
         A checkpoint has one state of a callback, that of rank 0, so that it gathers what the ranks have; each goes on
-        from its own. A save in a signal's handler, or after an error, has rank 0's alone.
+        from its own. A save in a signal's handler, after an error, or when the fit is over, has rank 0's alone.
         """
         if not self.memory or not self.layers:
             return {}
         own = self._unscaled()
-        ranks: list[Memories | None] = [own]
-        if self._trainer is not None and self._trainer.world_size > 1:
-            ranks = [own if rank == 0 else None for rank in range(self._trainer.world_size)]
-            if self._group is not None and not (self._trainer.interrupted or _in_handler()):
-                torch.distributed.all_gather_object(ranks, own, group=self._group)
+        ranks: list[Memories | None] = [own if rank == 0 else None for rank in range(self._ranks)]
+        if self._group is not None and not (self._trainer.interrupted or _in_handler()):
+            torch.distributed.all_gather_object(ranks, own, group=self._group)
         return {"memory": ranks}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -193,13 +196,18 @@ def _mean(ranks: Sequence[Memories]) -> Memories:
 
 
 def _in_handler() -> bool:
-    """Whether a signal's handler of Lightning's is saving, at which the ranks stand at different places."""
+    """Whether a signal's handler of Lightning's is saving, at which the ranks stand at different places.
+
+    Our strategies call it where all ranks have met.
+    """
     frame: Any = sys._getframe()
+    found = False
     while frame is not None:
-        if frame.f_code.co_filename.endswith("signal_connector.py"):
-            return True
+        found = found or frame.f_code.co_filename.endswith("signal_connector.py")
+        if frame.f_globals.get("__name__") == MET:
+            return False
         frame = frame.f_back
-    return False
+    return found
 
 
 class MeProp(MePropMixin, Callback):

@@ -17,6 +17,7 @@ from lightning_compress.backward.pruning import check_optimizers, cut, followers
 from lightning_compress.backward.selection import Amount, count_of
 from lightning_compress.backward.transform import amounts_of, pattern_of
 from lightning_compress.callbacks.meprop import Amounts, MePropMixin
+from lightning_compress.callbacks.wrapping import wraps_model
 
 __all__ = ["MeSimp", "MeSimpMixin"]
 
@@ -147,7 +148,7 @@ def _narrower(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict[str
 
 def _check_strategy(strategy: Any) -> None:
     kinds = {each.__name__ for each in type(strategy).__mro__}
-    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"}:
+    if not (wraps_model(strategy) or "SingleDeviceStrategy" in kinds):
         raise ValueError(
             f"MeSimp removes neurons on one device or under DDPStrategy (CompressedDDPStrategy too), and not under "
             f"{type(strategy).__name__}, which holds the parameters in another form"

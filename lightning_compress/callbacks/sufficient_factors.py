@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_compress.backward.sufficient_factors import Factors, FactorSettings, enable
 from lightning_compress.backward.sufficient_factors.settings import Sent
+from lightning_compress.callbacks.wrapping import wraps_model
 from lightning_compress.exchanges.cost import Link
 
 
@@ -36,8 +37,7 @@ class SufficientFactorsMixin:
         """
         if stage != "fit":
             return
-        strategies = {each.__name__ for each in type(trainer.strategy).__mro__}
-        if trainer.world_size > 1 and "DDPStrategy" not in strategies:
+        if trainer.world_size > 1 and not wraps_model(trainer.strategy):
             raise ValueError(
                 "SufficientFactors needs Trainer(strategy=CompressedDDPStrategy(...)) or strategy='ddp', not "
                 f"{type(trainer.strategy).__name__}"

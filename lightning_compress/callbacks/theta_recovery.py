@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_compress.callbacks.wrapping import wraps_model
 from lightning_compress.settings.settings import Settings
 
 Mode = Literal["min", "max"]
@@ -107,7 +108,7 @@ class RecoveryMixin:
             ValueError: it has not, or one of ``values`` is not allowed.
         """
         settings = getattr(trainer.strategy, "_settings", None)
-        if settings is None:
+        if settings is None or not wraps_model(trainer.strategy):
             raise ValueError(f"ThetaRecovery needs a CompressedDDPStrategy, not {type(trainer.strategy).__name__}")
         for value in self.values or (getattr(settings.compressor, self.setting, None),):
             settings.retuned(None, {self.setting: value})

@@ -165,7 +165,7 @@ def compress(
         """A state says what goes on."""
         runs = compression.settings
         if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
-            counting.remove()
+            counting()
             hook.register(compression, ddp, own)
         compression.forecast = forecast(runs, parameters, world)
 

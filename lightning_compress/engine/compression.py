@@ -150,11 +150,11 @@ class Compression:
         self._finite.add(flag, names)
 
     def count(self, sent: int) -> None:
-        """A step begins that DistributedDataParallel averages with so many bytes; counted once a step."""
+        """DistributedDataParallel averages in this backward, with so many bytes."""
         if self._stepped:
             self._begin_step()
-            self.meter.bytes_sent += sent
-            self.meter.bytes_dense += sent
+        self.meter.bytes_sent += sent
+        self.meter.bytes_dense += sent
 
     def _begin_step(self) -> None:
         """The first bucket of a step: what no optimizer committed in the last one was thrown away."""

@@ -57,7 +57,7 @@ class DriftGuard:
             self._gradients |= {name: _checksum(each) for name, each in zip(names, gradients, strict=True)}
 
     def look(self, step: int) -> None:
-        """Compare, if this step is due and was not checked; a collective call, outside of an optimizer's step.
+        """Compare, if one of the steps since the last look was due; a collective call, outside of an optimizer's step.
 
         Args:
             step: optimizer steps so far.
@@ -65,7 +65,7 @@ class DriftGuard:
         Raises:
             RuntimeError: they differ, on every rank; it names step, parameters and ranks.
         """
-        if not self._every or step % self._every or step == self._looked:
+        if not self._every or step // self._every == self._looked // self._every:
             return
         self._looked = step
         none = torch.zeros((), dtype=torch.int64, device=self._parameters[0][1].device)

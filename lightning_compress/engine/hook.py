@@ -9,10 +9,9 @@ from functools import cache
 from queue import Queue
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.collectives.counting import all_reduce_bytes
@@ -154,7 +153,10 @@ class ThreadHook:
             lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
         )
         # A future would turn errors into strings: they are raised here, at the end of backward.
-        torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
+        if torch._C._current_graph_task_id() == -1:  # behind it: static_graph, where Lightning asks for the average
+            self._background.wait()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return future
 
 
@@ -177,7 +179,7 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
 
     def before(module: DistributedDataParallel, _: object) -> None:
         checks.check_running(module)
-        if module.training and torch.is_grad_enabled():
+        if module.module.training and torch.is_grad_enabled():  # Lightning leaves ``module`` itself in eval mode
             compression.before_forward()
 
     compression.active = True
@@ -186,15 +188,27 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
     ddp.register_comm_hook(None, hook.reduce)
 
 
-def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> RemovableHandle:
+def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> Callable[[], None]:
     """Let ``compression`` only count what ``ddp`` sends, which averages by itself; returns what ends that."""
-    parameters = checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)
-    sent = all_reduce_bytes(sum(each.nbytes for _, each in parameters), ranks)
+    parameters = [each for _, each in checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)]
+    sent = all_reduce_bytes(sum(each.nbytes for each in parameters), ranks)
+    last = -1
 
-    def count(module: nn.Module, _: object) -> None:
-        if module.training and torch.is_grad_enabled():
+    def count(_: Tensor) -> None:
+        """A gradient has come; the first of each backward that synchronises counts."""
+        nonlocal last
+        task = torch._C._current_graph_task_id()
+        if task != last and ddp.require_backward_grad_sync:
+            last = task
             compression.count(sent)
 
-    handle = ddp.register_forward_pre_hook(count)
-    compression.at_close(handle.remove)
-    return handle
+    all_come = not (ddp.find_unused_parameters or ddp.static_graph)
+    watched = parameters[-1:] if all_come else parameters
+    handles = [each.register_post_accumulate_grad_hook(count) for each in watched]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    compression.at_close(end)
+    return end

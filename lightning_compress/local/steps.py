@@ -69,7 +69,7 @@ class LocalSteps:
         named, ranks = dict(self._module.named_parameters()), self._ranks[min(len(self.fragments), self._last)]
         replicas = {name: named[name] for name in names}
         self.fragments.append(Fragment(replicas, kinds_of(self._module), self._settings, self._outer, ranks))
-        self._known = {name for each in self.fragments for name in each.anchors}
+        self._known = {name: own for each in self.fragments for name, own in each.replicas.items()}
 
     def join(self, step: int) -> list[str]:
         """Take in parameters that are trained from now on, the same on all ranks.
@@ -85,9 +85,11 @@ class LocalSteps:
         """
         named = dict(self._module.named_parameters())  # modules may be added, too
         late = [name for name, each in named.items() if each.requires_grad and name not in self._known]
-        if late and (gone := sorted(self._known - named.keys())):
+        others = [name for name, own in self._known.items() if named.get(name, own) is not own]
+        if others or (late and (gone := sorted(self._known.keys() - named.keys()))):
+            was, now = (others[0], "another one") if others else (gone[0], late[0])
             raise ValueError(
-                f"the model has no parameter {gone[0]} any more, and {late[0]} in its place, as pruning does; local "
+                f"the model has no parameter {was} any more, and {now} in its place, as pruning does; local "
                 "steps average what there was when the fit began: change the model before it"
             )
         if late:

@@ -123,7 +123,7 @@ class Settings:
     def plain(self) -> bool:
         """Whether DistributedDataParallel does all of it by itself."""
         dense = all(isinstance(method, Dense) for method in self.methods)
-        return dense and not self.deterministic and not self.works_alone
+        return dense and not self.deterministic and not self.works_alone and self.on_nonfinite == "pass"
 
     @property
     def dense_steps(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal
@@ -184,9 +185,14 @@ class CompressedDDPMixin(WaitingMixin):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
         if self._compression is not None:
-            ranks, alone = TorchCollective(), self.gives_up
+            ranks, alone = TorchCollective(), self.gives_up or self._answers_signal(str(filepath))
             self._resume.save(self.checkpoint_io, str(filepath), checkpoint, self._compression, ranks, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _answers_signal(self, filepath: str) -> bool:
+        """Whether it is saved in a signal's handler, at any moment, and not where all ranks met."""
+        meets = self._interruptions is not None and self._interruptions.signals.taken
+        return os.path.basename(filepath).startswith("hpc_ckpt") and not meets
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint; what is beside it is restored with the optimizers."""

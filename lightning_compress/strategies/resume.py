@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -93,7 +92,6 @@ class Resume:
             return
         state = compression.state_dict()
         own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
-        alone = alone or os.path.basename(path).startswith("hpc_ckpt")  # an answer to a signal, at any moment
         if self.state == "sidecar" and own:
             save = Save(self._run, self._saves, compression.step)
             with contextlib.nullcontext() if alone else _together(path, ranks, compression.device):

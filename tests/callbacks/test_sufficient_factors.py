@@ -1,12 +1,15 @@
 """The callback in a Trainer: accumulation, clipping, AMP, resuming, and what it refuses."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_compress import CompressedDDPStrategy, SufficientFactors
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, SufficientFactors
+from lightning_compress.callbacks.mesimp import _check_strategy
 from tests.helpers.training import Net, fit, parameters
 from tests.strategies import test_resume
 
@@ -113,3 +116,9 @@ def test_other_strategies_are_refused():
     with pytest.raises(ValueError, match=r"needs Trainer\(strategy=CompressedDDPStrategy.* not Sharded"):
         factors().setup(Trainer, Wide(), "fit")
     factors().setup(Trainer, Wide(), "test")
+    for inherits in (LocalSGDStrategy(sync_every=2), GossipStrategy()):  # from DDPStrategy, and wraps nothing
+        local = SimpleNamespace(strategy=inherits, world_size=2)
+        with pytest.raises(ValueError, match=r"not LocalSGDStrategy|not GossipStrategy"):
+            factors().setup(local, Wide(), "fit")
+        with pytest.raises(ValueError, match="MeSimp removes neurons on one device or under DDPStrategy"):
+            _check_strategy(inherits)

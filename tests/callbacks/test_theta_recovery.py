@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_compress import CompressedDDPStrategy, ThetaRecovery
+from lightning_compress import CompressedDDPStrategy, LocalSGDStrategy, ThetaRecovery
 from lightning_compress.callbacks.theta_recovery import Stall, looser
 from lightning_compress.settings.settings import Settings
 from tests.callbacks.test_monitor import Memory
@@ -159,6 +159,7 @@ def _refusal(strategy, arguments):
     ("strategy", "arguments", "message"),
     [
         (DDPStrategy(), {"bound": 1.0}, "not DDPStrategy"),
+        (LocalSGDStrategy(sync_every=2, compressor="fft"), {"bound": 1.0}, "not LocalSGDStrategy"),
         (CompressedDDPStrategy("topk"), {"bound": 1.0}, "TopK has no setting 'theta'"),
         (CompressedDDPStrategy("topk"), {"bound": 1.0, "setting": "density", "values": (0.5, 2.0)}, "density=2.0"),
     ],

@@ -50,6 +50,13 @@ class Honest(SpoiltTwice):
         super().training_step(batch, BAD + 1)
 
 
+class Evaluated(Net):
+    """With a validation, after which Lightning leaves the wrapper of the model in evaluation mode."""
+
+    def validation_step(self, batch, batch_idx):
+        self(batch[0])
+
+
 def train(make, dataset, steps, callbacks=(), **settings):
     """The whole of a run on this rank."""
     torch.manual_seed(1)
@@ -58,7 +65,8 @@ def train(make, dataset, steps, callbacks=(), **settings):
     options = {"max_epochs": 1, "limit_train_batches": steps, "use_distributed_sampler": False}
     trainer = quiet_trainer(strategy, callbacks=list(callbacks), **options)
     in_order = DistributedSampler(dataset, shuffle=False)
-    trainer.fit(model, DataLoader(dataset, BATCH, sampler=in_order, drop_last=True))
+    evaluated = DataLoader(Subset(dataset, range(BATCH)), BATCH) if make is Evaluated else None
+    trainer.fit(model, DataLoader(dataset, BATCH, sampler=in_order, drop_last=True), evaluated)
     return parameters(model).numpy(), strategy
 
 
@@ -167,7 +175,7 @@ def _drift(what, **settings):
 
     Group.reduce = faulty
     try:
-        train(Net, digits(), 6, [Drifts(what)], check_drift_every=2, **settings)
+        train(Evaluated, digits(), 6, [Drifts(what)], check_drift_every=2, **settings)
     except RuntimeError as error:
         return str(error)
     finally:

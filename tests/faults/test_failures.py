@@ -1,5 +1,7 @@
 """What is said of an error inside a collective."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,6 +75,7 @@ def save_on_one(path, state, alone):
     strategy = CompressedDDPStrategy("topk", state=state)
     fit(strategy, steps=2)
     content = {"optimizer_states": []}
+    alone = alone or strategy._answers_signal(path)
     if dist.get_rank() == 0:
         strategy._resume.save(TorchCheckpointIO(), path, content, strategy.compression, TorchCollective(), alone)
     return sorted(content)
@@ -91,3 +94,12 @@ def test_a_save_in_answer_to_an_error_or_a_signal_waits_for_nobody(pools, tmp_pa
     first, _ = pools[2].run(save_on_one, str(tmp_path / name), state, alone)
     assert ("lightning_compress" in first) == kept
     assert bool(list(tmp_path.glob("*.lc/*.pt"))) == kept
+
+
+def test_a_save_where_all_ranks_have_met_is_as_any_other():
+    """A cluster's signal is heeded between two batches, unless Lightning's handlers are others by now."""
+    strategy = CompressedDDPStrategy("topk", state="mean")
+    for taken in (True, False):
+        strategy._interruptions = SimpleNamespace(signals=SimpleNamespace(taken=taken))
+        assert strategy._answers_signal("runs/hpc_ckpt_3.ckpt") != taken
+        assert not strategy._answers_signal("runs/last.ckpt")

@@ -395,6 +395,11 @@ def test_what_is_added_later_joins_and_what_takes_a_parameters_place_is_refused(
         nn.utils.parametrizations.weight_norm(model[0])
         with pytest.raises(ValueError, match=r"no parameter 0\.weight any more, and 0\.parametrizations"):
             local.join(2)
+        other = make()
+        local = LocalSteps(other, Settings.of("none"), Rounds(2), Outer(), [collective])
+        other[0].weight = nn.Parameter(torch.ones(2, 3))  # of the same name, as of a layer that lost neurons
+        with pytest.raises(ValueError, match=r"no parameter 0\.weight any more, and another one in its place"):
+            local.join(2)
         return model[3].weight
 
     assert all(own.eq(1.5).all() for own in run_threads(2, run))

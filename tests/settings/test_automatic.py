@@ -155,6 +155,12 @@ def test_summary(compressor, ranks, summary):
     assert bool(found[0].warning) == ("as many bytes" in summary)
 
 
+def test_one_rank_says_that_it_looks_at_nothing():
+    settings = Settings.of("rotated", on_nonfinite="raise")
+    said = forecast(settings, named(), World(LocalCollective(), CPU, Meter(CPU))).warning
+    assert said == "nothing comes of on_nonfinite=raise on one rank"
+
+
 def test_why_it_is_off():
     def said(**settings):
         given = Settings.of(**settings)
@@ -179,7 +185,6 @@ IDLE = {
     "min_numel": 7,
     "exclude": ["a.*"],
     "rules": [{"match": "b", "compressor": "none"}],
-    "on_nonfinite": "skip",
     "on_drift": "resync",
     "check_drift_every": 7,
 }
@@ -199,8 +204,8 @@ def test_what_comes_to_nothing_without_a_compressor_is_said():
     assert "sends everything as it is, so that nothing comes of exchange=TwoShot" in said
     assert all(f" {name}=" in said for name in IDLE)
     assert warned(compressor="none", error_feedback=False, seed=3) == ""
-    taken = warned(compressor="none", **IDLE, deterministic=True)  # then the hook is there
-    assert "nothing comes of" not in taken
+    for more in ({"deterministic": True}, {"on_nonfinite": "skip"}):  # then the hook is there
+        assert "nothing comes of" not in warned(compressor="none", **IDLE, **more)
     assert warned(compressor="auto", exchange=Auto(link=FAST), exclude=["a.*"]) == ""  # which chose none
 
 
