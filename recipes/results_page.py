@@ -113,13 +113,13 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
         "and for the other rows, in place of the compressor:" if found[1:] else "",
         "\n".join(f"- {line.label}: `{line.rows[0]['settings']}`" for line in found[1:]),
         "\n".join("| " + " | ".join(cells) + " |" for cells in table),
-        f"![{metric} against bytes]({comparison.name}.png)",
+        f"![{metric} against bytes]({comparison.name}.png)" if found[1:] else "",
     ]
     return "\n\n".join(part for part in said if part) + "\n"
 
 
 def write_page(out: Path, comparisons: list[tuple[Comparison, list[Run]]]) -> None:
-    """Write ``recipes.md`` and a plot for each comparison that has rows.
+    """Write ``recipes.md``, and a plot for each comparison that has several methods.
 
     Args:
         out: folder of the CSV files.
@@ -129,7 +129,8 @@ def write_page(out: Path, comparisons: list[tuple[Comparison, list[Run]]]) -> No
     for comparison, planned in comparisons:
         if found := lines(out, comparison, planned):
             parts.append(section(comparison, found, planned))
-            plot(out / f"{comparison.name}.png", comparison, found)
+            if found[1:]:
+                plot(out / f"{comparison.name}.png", comparison, found)
     (out / "recipes.md").write_text("\n".join(parts))
 
 

@@ -180,7 +180,8 @@ class Auto(Exchange):
         usual = min(offers, key=lambda offer: offer.outward)
         node = self._nodes(ranks)
         if node > 1:
-            nodes = nodes_of(world.collective, node, world.device)
+            measured = self._measured.nodes if self.link is None else []
+            nodes = measured if ranks == node * len(measured) else nodes_of(world.collective, node, world.device)
             between = [plan_parts(way, nodes, sections, world) for way in _ways(codecs, ranks // node)]
             offers += [self._price(plan, sections, ranks) for plan in between]
         allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]

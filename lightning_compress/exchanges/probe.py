@@ -128,6 +128,7 @@ class Measured:
             there are several nodes of several ranks.
         speeds: of codecs, by ``kind_of``.
         node_size: ranks of a node; 1 if there is only one, or nodes are of several sizes.
+        nodes: the ranks of each, which need not be neighbours; none where ``node_size`` is 1, or not known.
     """
 
     def __init__(self) -> None:
@@ -136,6 +137,7 @@ class Measured:
         self.links: dict[str, Link] = {}
         self.speeds: dict[str, Speeds] = {}
         self.node_size = 0
+        self.nodes: list[list[int]] = []
 
     def look(
         self,
@@ -179,7 +181,7 @@ class Measured:
         moved = torch.tensor([cluster != self.cluster], dtype=torch.int32, device=device)
         world.all_reduce_max(moved)
         if moved:
-            self.links, self.speeds, self.node_size = {}, {}, 0
+            self.links, self.speeds, self.node_size, self.nodes = {}, {}, 0, []
         self.cluster, self._here = cluster, True
 
     def _look_at_links(self, whole: Collective, world: Collective, device: torch.device, size: int | None) -> None:
@@ -193,6 +195,7 @@ class Measured:
         for name, collective in links.items():
             link = time_link(collective, device)
             self.links[name] = Link(*agreed([link.latency_s, link.bytes_per_s], world, device))
+        self.nodes = nodes if len(links) > 1 else []
         self.node_size = len(nodes[0]) if len(links) > 1 else 1
 
     def as_primitives(self) -> dict[str, Any]:
@@ -200,7 +203,7 @@ class Measured:
         links = {name: [each.latency_s, each.bytes_per_s] for name, each in self.links.items()}
         speeds = {name: [each.encode_s, each.decode_s, each.start_s] for name, each in self.speeds.items()}
         cluster = self.cluster and asdict(self.cluster)
-        return {"cluster": cluster, "links": links, "speeds": speeds, "node_size": self.node_size}
+        return {"cluster": cluster, "links": links, "speeds": speeds, "node_size": self.node_size, "nodes": self.nodes}
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Measured:
@@ -216,8 +219,12 @@ class Measured:
             made.links = {str(name): Link(*each) for name, each in given["links"].items()}
             made.speeds = {str(name): Speeds(*each) for name, each in given["speeds"].items()}
             made.node_size = int(given["node_size"])
+            made.nodes = [[int(rank) for rank in node] for node in given.get("nodes", [])]
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the state does not say what was measured: {error!r}") from error
         if made.node_size < 0 or (made.node_size and not made.links.keys() >= _LINKS[made.node_size > 1]):
             raise ValueError(f"the state has links {sorted(made.links)} of nodes of {made.node_size}")
+        ranks = sorted(rank for node in made.nodes for rank in node)
+        if ranks != list(range(len(ranks))) or any(len(node) != made.node_size for node in made.nodes):
+            raise ValueError(f"the state has nodes {made.nodes}, which are none of {made.node_size} ranks each")
         return made

@@ -15,7 +15,7 @@ from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
-from lightning_compress.exchanges import Auto, Hierarchical, probe
+from lightning_compress.exchanges import Auto, Hierarchical, auto, nodes, probe
 from lightning_compress.exchanges.cost import CODES, COPIES, UNKNOWN, Link, Speeds
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.settings import Settings
@@ -312,6 +312,26 @@ def test_speeds_are_of_codecs_as_they_are_set(world):
     assert len(first) == 6  # sums of 8 bits are encoded by bf16
 
 
+def test_ranks_of_a_host_need_not_be_neighbours(monkeypatch, world):
+    """As srun --distribution=cyclic places them."""
+    world([FAST if rank < 4 else SLOW for rank in range(8)], COPIES)
+    monkeypatch.setattr(probe, "time_link", lambda collective, device: FAST if collective.size == 4 else SLOW)
+    monkeypatch.setattr(
+        nodes, "hosts_of", lambda collective, device: [b"AB"[r % 2 :][:1] for r in range(collective.size)]
+    )
+    taken = []
+    made = auto.plan_parts
+    monkeypatch.setattr(auto, "plan_parts", lambda outer, of, *rest: taken.append(of) or made(outer, of, *rest))
+    exchange = Auto()
+    assert "between nodes of 4" in chosen(8, exchange, OneBit())
+    assert taken.count([[0, 2, 4, 6], [1, 3, 5, 7]]) == len(taken) > 0
+    kept = exchange.measured()
+    taken.clear()
+    again = Auto().given(kept | {"cluster": {"ranks": 8, "nodes": 2, "hosts": kept["cluster"]["hosts"]}})
+    assert "between nodes of 4" in chosen(8, again, OneBit())
+    assert taken.count([[0, 2, 4, 6], [1, 3, 5, 7]]) == len(taken) > 0
+
+
 @pytest.mark.parametrize(
     "measured",
     [
@@ -323,6 +343,7 @@ def test_speeds_are_of_codecs_as_they_are_set(world):
         {"links": [1.0], "speeds": {}, "node_size": 1},
         {"links": {"ranks": [1.0, 1.0]}, "speeds": {}, "node_size": 1, "cluster": {"ranks": 2}},
         {"links": {}, "speeds": {}, "node_size": "two"},
+        {"links": {"ranks": [1.0, 1.0]}, "speeds": {}, "node_size": 1, "nodes": [[0, 2], [1, 3]]},
         {"speeds": {}},
     ],
 )
