@@ -160,7 +160,7 @@ class Codec(Method, ABC):
     """A compression method that is pure and rank-local.
 
     Attributes:
-        sparse: messages hold few elements, exactly; encoding a sum again would lose some (a lossy second stage).
+        sparse: messages hold few elements; encoding a sum again would lose some (a lossy second stage).
         repeatable: what was decoded may be encoded again, as an owner does with the sum of others' messages.
         sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
             the decodes), or None where they may not.
@@ -175,6 +175,11 @@ class Codec(Method, ABC):
     casts: ClassVar[bool] = False
     block: int = 1
     correlated: bool = False
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a sparse method sends its elements rounded, so that something of each stays in the vector."""
+        return False
 
     @property
     def sent_share(self) -> float:

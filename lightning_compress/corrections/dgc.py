@@ -185,6 +185,12 @@ class DGC(Corrected):
                 f"DGC(sparsifier={self.sparsifier!r}): what is sent has to be 0 in the vector and the rest has to "
                 f"stay there, as for {', '.join(fit)}; use one of these"
             )
+        if self.masking and codec.rounds:
+            raise ValueError(
+                f"DGC(masking=True, sparsifier={codec}): it sends elements rounded, so that something of them stays, "
+                "but masking takes for sent what is 0 then; set masking=False, or take a sparsifier that sends them as "
+                "they are, such as 'topk' with values='fp32'"
+            )
         if (self.density, self.selection) != (DGC.density, DGC.selection):
             raise ValueError(
                 f"DGC(density={self.density}, selection={self.selection!r}, sparsifier={self.sparsifier!r}): density "

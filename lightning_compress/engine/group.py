@@ -195,6 +195,8 @@ class Group:
             unused.clear(vector.vector, vector.mean)
         if self._correction:
             vector.correct(self._correction, compressed, step)
+        for place in self._unfed if self.residual is not None else ():  # what an unbiased method leaves is noise
+            vector.vector[place].zero_()
         if self.errors and given.plan is not self._dense:
             self.errors.keep(vector.vector, self._sent_dense(given.plan), step)
             for place in self._loco_fed if self.residual is not None else ():
@@ -292,9 +294,6 @@ class Group:
         _average(vector, given.plan, mix(*given.draws))
         if before is not None:
             self._meter.add_error(before, vector.vector.norm())
-        if self.residual is not None:
-            for place in self._unfed:  # what an unbiased method leaves is noise
-                vector.vector[place].zero_()
 
     def _take(self, name: str) -> Tensor:
         """Memory for a vector, shared with other groups."""

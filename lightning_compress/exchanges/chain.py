@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds
-from lightning_compress.exchanges.base import ExchangePlan, gather, scatter
+from lightning_compress.exchanges.base import ExchangePlan, gather, scatter, settle
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.refusal import UNREADABLE, Refusal
@@ -140,7 +140,7 @@ class LeadersPlan(ExchangePlan):
         if self._outer:
             own = row[:-1]
             torch.mul(row[-1], 0.0, out=flag)
-            _settle(own, flag)
+            settle(own, flag)
             with refusal.kept():  # the others of the node wait for this one
                 self._outer.mean(own, self._mean, key, flag)
             refusal.mark(flag)
@@ -153,11 +153,3 @@ class LeadersPlan(ExchangePlan):
             refusal.stop(f"the first rank of a node {UNREADABLE}")
         flag.mul_(0.0)
         scatter(row, self._spans, out)
-
-
-def _settle(vector: Tensor, flag: Tensor) -> None:
-    """Make a sum that is not finite a NaN in the flag and zeros."""
-    if len(vector):
-        lowest, highest = torch.aminmax(vector)
-        flag.add_(lowest * 0.0 + highest * 0.0)
-        vector.masked_fill_(flag.isnan(), 0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ LENGTHS, LENGTH = 8, 8
 """Where the lengths of the sections begin in a message, and the bytes of one."""
 
 PRECISE = Rotated(bits=4)
-"""Encodes sums of what biased methods sent, where no residual brings back what encoding leaves: its noise is a tenth of
-theirs, and right on average."""
+"""Encodes sums of what coarse biased methods sent, where no residual brings back what encoding leaves: its noise is a
+tenth of that of signs, and right on average."""
+_SAMPLE = Layout.of([("matrix", (256, 256))])
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Section:
     Attributes:
         fed_back: what encoding leaves in the part is kept, as the local residual.
         number: index of the method among those of the rules, which names what a reducer keeps.
-        precise: sums of it are encoded by ``PRECISE``: its own method, which is biased, would need a residual.
+        precise: sums of it are encoded by ``PRECISE``, where that has more bits: its own method, which is biased, would
+            need a residual.
     """
 
     method: Method
@@ -55,7 +58,9 @@ class Section:
 
     def codec_of_sums(self, ranks: int) -> Codec:
         """By which the sum of what so many ranks sent is encoded."""
-        return PRECISE if self.precise and ranks > 1 else self.codec.refined(ranks)
+        if self.precise and ranks > 1 and _bits(self.codec) < _bits(PRECISE):
+            return PRECISE
+        return self.codec.refined(ranks)
 
     @property
     def stop(self) -> int:
@@ -74,6 +79,12 @@ class Section:
             min(blocks * position // count * self.codec.block, self.layout.numel) for position in (index, index + 1)
         )
         return replace(self, layout=self.layout.cut(first, last), start=self.start + first)
+
+
+@cache
+def _bits(codec: Codec) -> float:
+    """Of a message, per element."""
+    return 8 * codec.plan(_SAMPLE, torch.device("meta")).message_size / _SAMPLE.numel
 
 
 def codecs_of(sections: Sequence[Section]) -> list[Codec]:

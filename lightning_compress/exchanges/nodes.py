@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix
-from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, scatter, settle
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section, codecs_of
 
@@ -156,6 +156,7 @@ class _PartsPlan(ExchangePlan):
         flag.copy_(total[-1])
         numel = self._numels[rank]
         own, mean = total[:numel], self._mean[:numel]
+        settle(own, flag)
         self._outer.mean(own, mean, mix(key, rank), flag)
         scatter(own, self._spans[rank], vector)
         torch.mul(mean, 1 / size, out=mean)

@@ -231,6 +231,11 @@ def test_what_stays_dense_has_the_momentum_of_the_mean():
         ({"warmup": "long"}, "DGC(warmup='long'): warmup must be true, false, or null"),
         ({"warmup": True, "sparsifier": "topk"}, "DGC(warmup=True, sparsifier='topk'): the warm-up changes"),
         ({"sparsifier": "onebit"}, "DGC(sparsifier='onebit'): what is sent has to be 0 in the vector"),
+        (
+            {"sparsifier": {"name": "topk", "values": "fp16"}},
+            "it sends elements rounded, so that something of them stays",
+        ),
+        ({"sparsifier": "adaptive"}, "masking takes for sent what is 0 then; set masking=False"),
         ({"sparsifier": "nosuch"}, "unknown sparsifier 'nosuch'; there are: none"),
         ({"sparsifier": {"name": "topk", "ratio": 1}}, "sparsifier 'topk' has no setting 'ratio'"),
         ({"sparsifier": "topk", "density": 0.1}, "give them to the sparsifier"),

@@ -7,10 +7,23 @@ import pytest
 import torch
 
 from lightning_compress.codecs import OneBit, TopK
+from lightning_compress.collectives import World, run_threads
 from lightning_compress.corrections import EF21
+from lightning_compress.engine.group import Group
 from lightning_compress.settings.arguments import build_compressor
 from lightning_compress.settings.settings import Settings
-from tests.corrections.helpers import COMPRESSED, LENGTHS, NAMES, Walker, gradient, named, on_ranks, walk
+from tests.corrections.helpers import (
+    COMPRESSED,
+    CPU,
+    LENGTHS,
+    NAMES,
+    PARAMETERS,
+    Walker,
+    gradient,
+    named,
+    on_ranks,
+    walk,
+)
 from tests.reference.codecs import topk
 from tests.reference.ef21 import simulate_ef21
 
@@ -51,6 +64,25 @@ def test_a_constant_gradient_is_found():
     errors = [float((each - wanted).norm() / wanted.norm()) for each in out]
     assert errors[0] > 0.2
     assert errors[-1] < 0.1 * errors[0]
+
+
+def test_a_run_that_kept_a_residual_goes_on():
+    before = Settings.of("onebit", exchange="all_gather", error_feedback=True)
+    after = Settings.of(EF21(eta=0.5), "all_gather").resumed({**before.running(), "scheduled": {}})
+
+    def rank(collective):
+        walker = Walker(collective, "ef21")
+        walker.group = Group(PARAMETERS, after, World(collective, CPU, walker.meter))
+        assert "residual" in walker.group.states
+        for step in range(5, 11):
+            walker.reduce(gradient(collective.rank, 0), step)
+            walker.commit()
+        return walker.state("mean"), walker.state("estimate")
+
+    ranks = run_threads(2, rank)
+    for name in COMPRESSED:
+        mean = sum(estimate[name] for _, estimate in ranks) / 2
+        assert (ranks[0][0][name] - mean).abs().max() <= 1e-5 * mean.abs().max()
 
 
 def test_without_loss_it_is_momentum():

@@ -202,9 +202,10 @@ def test_sums_that_overflow_are_a_flag():
         plan = exchange.plan([section], World(collective, CPU, Meter(CPU)))
         vector, out, flag = torch.full((1000,), 3e38), torch.empty(1000), torch.tensor(0.0)
         plan.mean(vector, out, 5, flag)
+        assert vector.isfinite().all()  # which is kept
         return flag
 
-    for exchange in (Binomial(), Hierarchical("all_gather", 2, "chain")):
+    for exchange in (Binomial(), Hierarchical("all_gather", 2), Hierarchical("all_gather", 2, "chain")):
         assert all(flag.isnan() for flag in run_threads(4, lambda each, way=exchange: program(each, way)))
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, TernGrad
+from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, RangeFloat, TernGrad
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
@@ -105,3 +105,22 @@ def test_sums_of_a_biased_method_are_precise_between_nodes_too(exchange):
         return out
 
     assert len(run_threads(8, mean)[0][:64].unique()) > 4
+
+
+@pytest.mark.parametrize(("codec", "least"), [(RangeFloat(bits=32), 1e-6), (RangeFloat(bits=8), 0.03)])
+def test_sums_are_never_encoded_more_coarsely_than_messages(codec, least):
+    section = Section(codec, Layout.of([("matrix", (256, 256))]), 0, precise=True)
+
+    def mean(collective):
+        vector = torch.randn(section.stop, generator=torch.Generator().manual_seed(collective.rank))
+        plan, out, own = (
+            TwoShot().plan([section], World(collective, CPU, Meter(CPU))),
+            torch.empty(section.stop),
+            vector.clone(),
+        )
+        plan.mean(vector, out, 5, torch.tensor(0.0))
+        return own, out
+
+    ranks = run_threads(4, mean)
+    wanted = sum(own for own, _ in ranks) / 4
+    assert (ranks[0][1] - wanted).norm() < least * wanted.norm()

@@ -104,7 +104,8 @@ class _OneBitPlan(SignPlan):
             torch.sum(piece.wide.copy_(rows).clamp_(max=0), dim=1, out=low)
         signs = torch.ge(rows, 0, out=piece.floats)  # floats, as torch compares into these by vectors
         upper, lower = piece.counts
-        upper.copy_(signs.sum(dim=1))  # of ones, so exact
+        exact = torch.float32 if piece.shape[1] <= 1 << 24 else torch.float64  # for a sum of so many ones
+        upper.copy_(signs.sum(dim=1, dtype=exact))
         torch.sub(piece.shape[1], upper, out=lower)
         means.copy_(piece.sums.div_(piece.counts.clamp_(min=1)))
         return signs

@@ -71,6 +71,11 @@ class Adaptive(Codec):
         """See ``Codec.sent_share``."""
         return 1 / self.proportion
 
+    @property
+    def rounds(self) -> bool:
+        """See ``Codec``."""
+        return True
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         return _AdaptivePlan(layout, self)

@@ -72,6 +72,11 @@ class SparseLoCo(Codec):
         """See ``Codec.sent_share``."""
         return self.k / self.block
 
+    @property
+    def rounds(self) -> bool:
+        """See ``Codec``."""
+        return True
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         return _SparseLoCoPlan(layout, device, self.k, self.block)

@@ -77,6 +77,11 @@ class Threshold(Codec):
         """See ``Codec.sent_share``; the most that there is room for."""
         return self.capacity
 
+    @property
+    def rounds(self) -> bool:
+        """See ``Codec``."""
+        return True
+
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         return _ThresholdPlan(layout, self)

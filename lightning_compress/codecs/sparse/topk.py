@@ -223,6 +223,11 @@ class TopK(Codec):
                 raise ValueError(f"TopK({field}={value!r}): {field} must be one of {', '.join(map(repr, allowed))}")
 
     @property
+    def rounds(self) -> bool:
+        """See ``Codec``."""
+        return self.values != "fp32"
+
+    @property
     def safe_with_adam(self) -> bool:
         """Only where most of the gradient is sent at once, and closely."""
         return self.density > 0.1 and self.values in ("fp32", "fp16")
