@@ -148,9 +148,7 @@ def _has_key(url: str) -> bool:
     for path in [Path(given).expanduser()] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:
             known, asked = netrc.netrc(path), urlsplit(url)
-            if known.authenticators(asked.netloc) or known.authenticators(
-                asked.hostname or ""
-            ):  # older wandb: without the port
+            if any(map(known.authenticators, (asked.netloc, asked.hostname or ""))):  # older wandb: without the port
                 return True
         except (OSError, netrc.NetrcParseError):
             continue

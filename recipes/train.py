@@ -262,9 +262,8 @@ def in_a_line(error: Exception) -> str:
         cause = ValueError(
             f"{' '.join(str(cause).split())} Take fewer trainer.devices, or trainer=cpu_2proc for the CPU"
         )
-    if isinstance(cause, ProcessRaisedException) or "Original Traceback" in str(
-        cause
-    ):  # of a rank, or a loader's process
+    elsewhere = isinstance(cause, ProcessRaisedException) or "Original Traceback" in str(cause)
+    if elsewhere:  # in a rank, or in a loader's process
         last = str(cause).strip().splitlines()[-1]
         cause = ValueError(last.removeprefix("ValueError: ")) if last.startswith("ValueError: ") else None
     return f"ValueError: {cause} (HYDRA_FULL_ERROR=1 shows where)" if isinstance(cause, ValueError) else ""

@@ -154,8 +154,8 @@ def forecast(settings: Settings, parameters: Parameters, world: World) -> Foreca
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
     if collective.size == 1:
-        idle = f"on_nonfinite={settings.on_nonfinite}" if settings.on_nonfinite != "pass" else ""
-        return _off("there is one rank", warning=f"nothing comes of {idle} on one rank" if idle else "")
+        idle = f"nothing comes of on_nonfinite={settings.on_nonfinite} on one rank"
+        return _off("there is one rank", warning=idle if settings.on_nonfinite != "pass" else "")
     if settings.plain:
         if settings.chosen:
             return _off("compressor='auto' expects too little of it on this link", why)

@@ -191,9 +191,9 @@ def test_data_that_is_not_there_is_named(
 def test_wrong_names(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path / "out"), "--only", "third"]) == 1
     assert capsys.readouterr().err == "--only third: choose from first, second\n"
-    (tmp_path / "table.yaml").write_text(SMALL.replace("quick:", "fast:"))
+    (tmp_path / "table.yaml").write_text(SMALL.replace("  run:", "  fast:"))
     assert main(["--out", str(tmp_path / "out")]) == 1
-    assert "table.yaml, first: unknown fast; an entry has" in capsys.readouterr().err
+    assert "table.yaml, first: unknown fast, no run" in capsys.readouterr().err
     (tmp_path / "table.yaml").write_text(SMALL.replace("compressor.density", "compressor.nosuch"))
     with pytest.raises(Exception, match="nosuch"):
         main(["--out", str(tmp_path / "out"), "--data", str(tmp_path)])
