@@ -247,19 +247,6 @@ def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:
         start += span.stop - span.start
 
 
-def settle(vector: Tensor, flag: Tensor) -> None:
-    """Make a sum that is not finite, which cannot be encoded, a NaN in the flag and zeros.
-
-    Args:
-        vector: float32.
-        flag: float32 scalar, to which it is added.
-    """
-    if len(vector):
-        lowest, highest = torch.aminmax(vector)
-        flag.add_(lowest * 0.0 + highest * 0.0)
-        vector.masked_fill_(flag.isnan(), 0.0)
-
-
 def scatter(row: Tensor, spans: Sequence[slice], out: Tensor) -> None:
     """Copy what stands side by side in ``row`` to slices of ``out``."""
     start = 0

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds
-from lightning_compress.exchanges.base import ExchangePlan, gather, scatter, settle
+from lightning_compress.exchanges.base import ExchangePlan, gather, scatter
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.message import Section, settle
 from lightning_compress.exchanges.refusal import UNREADABLE, Refusal
 
 CHUNK = 1 << 18

@@ -289,16 +289,26 @@ class MessagePlan:
         return messages[:, :ALIGNMENT].contiguous().view(self._flag_dtype)[:, 0].float()
 
     def settle(self, vector: Tensor, flag: Tensor) -> None:
-        """Make sections that are not finite, as sums of messages may be, a NaN in the flag and zeros in ``vector``."""
+        """Settle each section of a vector of sums, see the function."""
         for span, _ in self._parts:
-            part = vector[span]
-            lowest, highest = torch.aminmax(part)
-            sound = lowest * 0.0 + highest * 0.0
-            flag.add_(sound)
-            if part.device.type != "cpu":  # which is not waited for
-                part.masked_fill_(sound.isnan(), 0.0)
-            elif sound.isnan():
-                part.zero_()
+            settle(vector[span], flag)
+
+
+def settle(vector: Tensor, flag: Tensor) -> None:
+    """Make a sum that is not finite, which cannot be encoded, zeros and a NaN in the flag.
+
+    Args:
+        vector: float32.
+        flag: float32 scalar.
+    """
+    if len(vector):
+        lowest, highest = torch.aminmax(vector)
+        sound = lowest * 0.0 + highest * 0.0
+        flag.add_(sound)
+        if vector.device.type != "cpu":  # which is not waited for
+            vector.masked_fill_(sound.isnan(), 0.0)
+        elif sound.isnan():
+            vector.zero_()
 
 
 def _own(key: int, number: int) -> int:

@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix
-from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, scatter, settle
+from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import Section, codecs_of
+from lightning_compress.exchanges.message import Section, codecs_of, settle
 
 
 @dataclass(frozen=True)
