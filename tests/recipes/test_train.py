@@ -39,6 +39,8 @@ from tests.helpers.ports import free_port
 from tests.helpers.wandb_server import Server
 from tests.recipes.test_sweep import gone
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
 
 def alone() -> dict[str, str]:
     """The environment of a run that no launcher started."""
@@ -47,10 +49,11 @@ def alone() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in launched} | ours
 
 
-def train(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def train(*overrides: str, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run ``python -m recipes.train`` as a user does; a hang is a failure."""
+    folders = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
     return subprocess.run(
-        [sys.executable, "-m", "recipes.train", *overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"],
+        [sys.executable, *launcher, "-m", "recipes.train", *overrides, *folders],
         cwd=ROOT,
         env=alone(),
         capture_output=True,
@@ -65,11 +68,16 @@ def files_of(folder: Path) -> str:
     return log.read_bytes().decode(errors="replace")
 
 
-@pytest.mark.parametrize("start", ["popen", pytest.param("spawn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "start", ["popen", *(pytest.param(it, marks=pytest.mark.thorough) for it in ("spawn", "torchrun"))]
+)
 def test_two_processes_with_a_compressor(start: str, tmp_path: Path) -> None:
     overrides = ["debug=fast", "logger=[csv,wandb]", "logger.wandb.offline=true", "trainer=cpu_2proc"]
-    overrides += ["compressor=topk", "compressor.density=0.05", f"strategy.start_method={start}"]
-    done = train(*overrides, folder=tmp_path)
+    overrides += ["compressor=topk", "compressor.density=0.05"]
+    if start == "torchrun":
+        done = train(*overrides, folder=tmp_path, launcher=TORCHRUN)
+    else:
+        done = train(*overrides, f"strategy.start_method={start}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 1  # rank 0 speaks for all
     assert "x fewer bytes than float32" in done.stdout
