@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,6 +63,11 @@ class Topology:
             product = matrix @ product
         second = float(np.linalg.svd(product - 1 / self.size, compute_uv=False)[0])
         return 1 - max(second, 0.0) ** (1 / len(self.matrices)) if second > TOLERANCE else 1.0
+
+    @cached_property
+    def checksum(self) -> int:
+        """CRC-32 of the matrices."""
+        return zlib.crc32(b"".join(each.tobytes() for each in self.matrices))
 
     @cached_property
     def least(self) -> float:

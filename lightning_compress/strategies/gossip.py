@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -75,6 +74,10 @@ class GossipMixin(UnwrappedMixin):
     @property
     def method(self) -> str:
         """Algorithm, compressor and topology, whose state goes on."""
+        return f"{self._title} with weights {self.topology.checksum:08x}"
+
+    @property
+    def _title(self) -> str:
         how = getattr(self._compressor, "name", "none")
         return f"gossip by {self._algorithm.name} with {how} on {self.topology.name}"
 
@@ -117,7 +120,7 @@ class GossipMixin(UnwrappedMixin):
                 )
         except ValueError as error:  # a file may be missing on one rank alone
             problem = str(error)
-        graph = None if made is None else (made.name, zlib.crc32(b"".join(each.tobytes() for each in made.matrices)))
+        graph = None if made is None else (made.name, made.checksum)
         numbers = self._sync_every, self._meet_every, self._seed, self._evaluate, self._averages_states
         described = repr((self._algorithm, self._compressor, graph, *numbers))
         check_alike("gossip", described, self.root_device, problem or self._kinds(trainer))
@@ -162,7 +165,7 @@ class GossipMixin(UnwrappedMixin):
         self.begin_after(0)
         self._by_rank, self._consensus = [0] * self.world_size, 0.0
         keeps = f"keeps {self._algorithm.memory} bytes a parameter between rounds"
-        rank_zero_info(f"{self.method}, {keeps}; {self.topology.describe()}")
+        rank_zero_info(f"{self._title}, {keeps}; {self.topology.describe()}")
 
     def begin_after(self, step: int) -> None:
         """What is known of the others is the model that all have."""
@@ -189,6 +192,8 @@ class GossipMixin(UnwrappedMixin):
         meter = self.compression.meter
         meter.begin_step()
         if self.world_size > 1 and step % self._sync_every == 0:
+            if self.meeting.unsized:
+                self.meeting.agree()  # before any of them waits for a neighbour that is done
             with failures.explained(f"step {step}: averaging with neighbours", self.global_rank):
                 self._mix()
         meter.bytes_dense += all_reduce_bytes(4 * len(self._vector), self.world_size)
@@ -303,7 +308,7 @@ class GossipMixin(UnwrappedMixin):
             "rounds": float(self._mixing.round),
             "consensus_distance": self._consensus,
             **self._mixing.figures(),
-            "summary": f"{self.method}: {self.topology.describe()}",
+            "summary": f"{self._title}: {self.topology.describe()}",
         }
 
     def close(self) -> None:

@@ -271,7 +271,7 @@ class LocalSGDMixin(UnwrappedMixin):
             return {}
         if self.gives_up:
             self.local.abandon()
-        if self._evaluate == "mean" and not self.gives_up:
+        if (self._evaluate == "mean" or self._swa) and not self.gives_up:
             found = self.local.mean(self.replica(), self._counted())
             if self._settings.on_nonfinite != "pass" and not self.local.finite(found):  # on all ranks alike
                 rank_zero_warn("a rank's numbers are not finite: what the ranks had in common last is evaluated")

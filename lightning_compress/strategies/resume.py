@@ -152,7 +152,7 @@ class Resume:
         """
         problem, tree, common = "", None, 0
         try:
-            tree = sidecar.read_tree(files, self._path, content.get(sidecar.KEY), method, ranks, device)
+            tree = sidecar.read_tree(files, self._path, content.get(sidecar.KEY), method, ranks)
             common = sidecar.checksum(tree.get("common"))
         except Exception as error:  # the other ranks wait for word
             problem = str(error) or type(error).__name__

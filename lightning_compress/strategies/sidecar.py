@@ -14,10 +14,11 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from fsspec.core import url_to_fs
 
@@ -206,7 +207,7 @@ def read(
     return own | {"summands": before}
 
 
-def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Collective, device: torch.device) -> Tree:
+def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Collective) -> Tree:
     """This rank's own of a checkpoint; at another world size there is none.
 
     Args:
@@ -215,7 +216,9 @@ def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Col
         manifest: what the checkpoint has under ``KEY``.
         method: of this run.
         ranks: not communicated with.
-        device: of the tensors.
+
+    Returns:
+        it, with its tensors on the CPU.
 
     Raises:
         ValueError: it is missing, damaged, of another save, of another method or of another number of ranks.
@@ -228,15 +231,25 @@ def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Col
     tree = content.get("tree")
     if not isinstance(tree, dict) or content.get("checksum") != checksum(tree):
         raise ValueError(f"{own} is damaged: its checksum is wrong")
-    return _moved(tree, device)  # type: ignore[no-any-return]
+    return tree
 
 
-def _moved(tree: Any, device: torch.device) -> Any:
+def moved(tree: Tree, device: torch.device) -> Tree:
+    """The same with its tensors on a device."""
+    return _mapped(tree, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)  # type: ignore[no-any-return]
+
+
+def plain(tree: Tree) -> Tree:
+    """The same with Python's numbers for NumPy's, as a schedule leaves them, which are not read where code is not."""
+    return _mapped(tree, lambda leaf: leaf.item() if isinstance(leaf, np.generic) else leaf)  # type: ignore[no-any-return]
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
-        return {name: _moved(each, device) for name, each in tree.items()}
+        return {name: _mapped(each, change) for name, each in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_moved(each, device) for each in tree)
-    return tree.to(device) if isinstance(tree, torch.Tensor) else tree
+        return type(tree)(_mapped(each, change) for each in tree)
+    return change(tree)
 
 
 def _manifest(manifest: object, methods: Sequence[str]) -> tuple[Mapping[str, Any], int]:
@@ -297,8 +310,10 @@ def _content(files: Files, path: str, save: str) -> Mapping[str, Any]:
     try:
         content = _load(files, path)
     except Exception as error:
-        said = [*str(error).splitlines(), type(error).__name__]  # torch goes on to advise what would run any code
-        raise ValueError(f"{path} cannot be read: {said[0]}") from error
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch advises what runs any code
+            said = f"it holds a {foreign[1]}, and only tensors, numbers, texts, lists and mappings are read"
+        raise ValueError(f"{path} cannot be read: {said}") from error
     if not isinstance(content, Mapping) or content.get("save") != save:
         raise ValueError(f"{path} is of another save than the checkpoint")
     return content

@@ -21,14 +21,14 @@ from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.alike import check_common, differing
+from lightning_compress.strategies.evaluated import EvaluatedMixin
 from lightning_compress.strategies.meeting import ELSEWHERE, Meeting
 from lightning_compress.strategies.refused import check_fit, without_wrapper
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
-from lightning_compress.strategies.waiting import WaitingMixin
 
 
-class UnwrappedMixin(WaitingMixin):
+class UnwrappedMixin(EvaluatedMixin):
     """Turns a ``DDPStrategy`` into one that leaves the model unwrapped.
 
     A subclass says what happens after each attempt of an optimizer step (``after_attempt``), which model is evaluated
@@ -63,11 +63,8 @@ class UnwrappedMixin(WaitingMixin):
                 "state='mean': ranks have models of their own, not only residuals; use 'sidecar' or 'none'"
             )
         self._resume = Resume(state, strict_state)
-        self._fitting = self._trained = False
         self._counts: dict[int, int] = {}
-        self._cached: Mapping[str, Tensor] | None = None
-        self._held: dict[str, Tensor] | None = None
-        self._stepping = False
+        self._trained = self._stepping = False
         self._watched: list[Any] = []
 
     # what a subclass is made of
@@ -88,13 +85,6 @@ class UnwrappedMixin(WaitingMixin):
     @abstractmethod
     def after_attempt(self, step: int) -> None:
         """An optimizer's step was tried, the ``step``-th of the run; parameters may be changed."""
-
-    @abstractmethod
-    def evaluated(self) -> Mapping[str, Tensor]:
-        """Parameters and buffers of the model that is evaluated and saved, by name; others are the rank's own.
-
-        It is asked at most once between two attempts, on all ranks, and may communicate unless ``gives_up``.
-        """
 
     @abstractmethod
     def own_state(self) -> sidecar.Tree:
@@ -132,7 +122,7 @@ class UnwrappedMixin(WaitingMixin):
             self._cached = self._held = None
             self.meeting = Meeting(trainer, self._timeout)
             self._resume.begin(TorchCollective(), self.root_device)
-            self._trainer, self._fitting, self._trained, self._ended = trainer, True, True, False
+            self._trainer, self._fitting, self._trained, self._ended, self._swa = trainer, True, True, False, False
             loop = trainer.fit_loop
             vars(loop)["on_run_end"] = lambda: self._end(type(loop).on_run_end.__get__(loop))
             evaluation = loop.epoch_loop.val_loop
@@ -153,7 +143,7 @@ class UnwrappedMixin(WaitingMixin):
     def on_train_start(self) -> None:
         """Compare numbers of batches over the ranks, which are known by now."""
         super().on_train_start()
-        self._ended = False  # a LearningRateFinder's steps are a run of the loop too
+        self._ended = self._swa = False  # a LearningRateFinder's steps are a run of the loop too
         self._cached = None
         self.meeting.compare_batches()
         self.meeting.signals.watch_clocks()
@@ -171,6 +161,7 @@ class UnwrappedMixin(WaitingMixin):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, or try to; then do what is due."""
         if self._trainer.fit_loop._skip_backward:  # SWA's last epoch only looks at data; its gradients are old ones
+            self._swa = True
             return closure()
         self._stepping = True
         try:
@@ -223,6 +214,9 @@ class UnwrappedMixin(WaitingMixin):
         if self._fitting:
             with suppress(ValueError):  # after another error
                 self._swap_back()
+            if not self._ended and not self.gives_up:  # resumed where it was to end, so that no step was left
+                with torch.no_grad():
+                    self.finish()
             self._fitting = False
             loop = self._trainer.fit_loop
             vars(loop).pop("on_run_end", None)
@@ -240,55 +234,6 @@ class UnwrappedMixin(WaitingMixin):
         if self._fitting and self.meeting.unsized and self._trainer.training and not self.gives_up:
             self.meeting.agree(ELSEWHERE)
 
-    # the model that is evaluated
-
-    def replica(self) -> dict[str, Tensor]:
-        """This rank's own parameters and buffers by name, also while another model is evaluated."""
-        return self._named() | (self._held or {})
-
-    def _named(self) -> dict[str, Tensor]:
-        assert self.lightning_module is not None
-        return dict([*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()])
-
-    def _shown(self) -> Mapping[str, Tensor]:
-        """What differs from the rank's own, in the model that is evaluated."""
-        if self._ended or self._trainer.fit_loop._skip_backward:
-            return {}
-        if self._cached is None:
-            with torch.inference_mode(False), torch.no_grad():  # what is made outlives the evaluation
-                self._cached = self.evaluated()
-        return self._cached
-
-    def _swap_in(self) -> None:
-        if self._fitting and self._held is None:
-            named, other = self._named(), self._shown()
-            self._held = {name: named[name].detach().clone() for name in other if name in named}
-            self._put(other)
-
-    def _swap_back(self) -> None:
-        held, self._held = self._held, None
-        self._put(held or {})
-
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into parameters and buffers of these names.
-
-        Raises:
-            ValueError: a buffer is gone, or of another shape; the others were copied.
-        """
-        named, changed = self._named() if tensors else {}, ""
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                found = named.get(name)
-                if found is not None and found.shape == tensor.shape:
-                    found.copy_(tensor)
-                else:
-                    said = "is gone" if found is None else f"became one of shape {tuple(found.shape)}"
-                    changed = f"the buffer {name!r} of shape {tuple(tensor.shape)} {said}"
-        if changed:
-            raise ValueError(
-                f"{changed}, and models are swapped for evaluation; keep its shape, or keep it in a plain attribute"
-            )
-
     def _begin_evaluation(self, begin: Callable[[], None]) -> None:
         """Evaluate what the ranks have in common; hooks, too, of which the strategy's own would be the last."""
         if self.meeting.unsized:  # one of them may still be training
@@ -296,26 +241,7 @@ class UnwrappedMixin(WaitingMixin):
         self._swap_in()
         begin()
 
-    def on_validation_end(self) -> None:
-        """Go on with the rank's own."""
-        self._swap_back()
-        super().on_validation_end()
-
     # checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the model that is evaluated."""
-        if not self._fitting or self._held is not None:
-            return super().lightning_module_state_dict()
-        named, other = self._named(), self._shown()
-        own = {name: named[name].data for name in other}
-        try:  # a user's state_dict may name, filter and convert as it likes
-            for name, tensor in other.items():
-                named[name].data = tensor.detach()
-            return super().lightning_module_state_dict()
-        finally:
-            for name, tensor in own.items():
-                named[name].data = tensor
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank has of its own beside the checkpoint, then the checkpoint, which rank 0 writes."""
@@ -346,7 +272,7 @@ class UnwrappedMixin(WaitingMixin):
         return {
             "common": {"attempts": self.attempts, "own": own.pop("common", None)},
             "model": {name: tensor.detach() for name, tensor in self.replica().items()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [sidecar.plain(optimizer.state_dict()) for optimizer in self.optimizers],
             "precision": self.precision_plugin.state_dict(),
             "own": own,
         }
@@ -380,7 +306,7 @@ class UnwrappedMixin(WaitingMixin):
             optimizer.load_state_dict(state)
         if tree["precision"]:
             self.precision_plugin.load_state_dict(tree["precision"])
-        self.load_own_state(tree["own"] | {"common": tree["common"]["own"]})
+        self.load_own_state(sidecar.moved(tree["own"] | {"common": tree["common"]["own"]}, self.root_device))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and what is beside it."""

@@ -1,8 +1,10 @@
 """Gossip by Lightning: what ranks have at each step, what is saved, and what is refused."""
 
 import os
+import re
 import time
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import numpy as np
@@ -21,7 +23,7 @@ from lightning_compress.gossip.states import _states
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.helpers.training import fit as fit_digits
-from tests.strategies.test_unwrapped import ByStep, Validated, Watch, fit
+from tests.strategies.test_unwrapped import ByStep, Stream, Validated, Watch, fit, fit_again, fit_with_swa
 
 METHODS = {
     **{name: {"algorithm": name} for name in ALGORITHMS},
@@ -134,6 +136,39 @@ BY_DEFAULT = {(3, "d2_moniqua"), (4, "choco")}
 def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, size, method):
     """From the middle of an epoch, of each algorithm's own state."""
     assert pools[size].run(_resumes, METHODS[method], str(tmp_path)) == [[True] * 2] * size
+
+
+def test_a_run_that_had_ended_ends_again_on_its_model(pools, tmp_path):
+    for ended, again in pools[3].run(fit_again, partial(GossipStrategy, "choco"), str(tmp_path)):
+        assert np.array_equal(ended, again)
+
+
+def test_the_last_checkpoint_is_of_the_model_that_swa_leaves(pools, tmp_path):
+    for ended, saved in pools[2].run(fit_with_swa, GossipStrategy, str(tmp_path)):
+        np.testing.assert_allclose(saved, ended, atol=1e-6)
+
+
+RING, STAR = (
+    [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]],
+    [[0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.0, 0.5, 0.5]],
+)
+
+
+def _other_weights(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    fit(GossipStrategy("choco", RING), ByStep, callbacks=[save])
+    for weights in (RING, STAR):
+        strict = GossipStrategy("choco", weights, strict_state=True)
+        try:
+            fit(strict, ByStep, resume=f"{folder}/step=4.ckpt")
+        except ValueError as error:
+            said = str(error)
+    return said
+
+
+def test_what_is_known_by_other_weights_is_not_gone_on_with(pools, tmp_path):
+    for said in pools[3].run(_other_weights, str(tmp_path)):
+        assert re.search("choco with efsign on matrix with weights .* this run compresses with .* weights", said)
 
 
 def _elsewhere(folder):
@@ -313,6 +348,10 @@ REFUSED = {
             use_distributed_sampler=False,
         ),
         "different numbers of training batches",
+    ),
+    "stream": (
+        lambda: fit(GossipStrategy(), data=DataLoader(Stream(2), batch_size=None), limit_train_batches=1.0),
+        "different numbers of training batches: rank",
     ),
     "d2": (lambda: fit(GossipStrategy("d2", {"name": "ring", "lazy": False})), "smallest eigenvalue"),
     "matrix": (lambda: fit(GossipStrategy(topology=np.eye(4).tolist())), "not connected"),

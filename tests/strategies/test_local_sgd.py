@@ -6,6 +6,7 @@ import pickle
 import signal
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -32,7 +33,17 @@ from lightning_compress import CommunicationMonitor, LocalSGDStrategy
 from lightning_compress.strategies.local_sgd import PRESETS
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
-from tests.strategies.test_unwrapped import ByStep, Stream, Terminated, TwoOptimizers, Validated, Watch, fit
+from tests.strategies.test_unwrapped import (
+    ByStep,
+    Stream,
+    Terminated,
+    TwoOptimizers,
+    Validated,
+    Watch,
+    fit,
+    fit_again,
+    fit_with_swa,
+)
 
 TOPK = {"name": "topk", "density": 0.1}
 KINDS = {
@@ -201,6 +212,17 @@ def test_a_checkpoint_that_is_saved_after_the_fit_goes_on(pools, tmp_path):
     first, second = pools[2].run(_after, str(tmp_path))
     assert first[0] == 12
     assert np.array_equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("kind", ["diloco", "streaming"])
+def test_a_run_that_had_ended_ends_again_on_its_model(pools, tmp_path, kind):
+    for ended, again in pools[2].run(fit_again, partial(strategy, kind), str(tmp_path)):
+        assert np.array_equal(ended, again)
+
+
+def test_the_last_checkpoint_is_of_the_model_that_swa_leaves(pools, tmp_path):
+    for ended, saved in pools[2].run(fit_with_swa, partial(strategy, "diloco"), str(tmp_path)):
+        np.testing.assert_allclose(saved, ended, atol=1e-6)
 
 
 class FailsOnOne(ByStep):

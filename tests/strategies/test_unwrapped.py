@@ -196,6 +196,18 @@ def test_swa_ends_on_the_mean_of_averages_and_its_epoch_without_gradients_does_n
     assert np.allclose(ranks[0][1], np.mean(averages, axis=0), atol=1e-6)
 
 
+def fit_with_swa(make, folder):
+    """The model that an averaging of weights leaves, and what was saved at the end of its last epoch."""
+    save = ModelCheckpoint(folder, save_last=True)
+    _, model = fit(make(), callbacks=[StochasticWeightAveraging(0.01, 2), save], max_epochs=3)
+    dist.barrier()
+    saved = torch.load(f"{folder}/last.ckpt", weights_only=True)["state_dict"]
+    assert saved.keys() == model.state_dict().keys()
+    return [
+        torch.cat([each.reshape(-1).float() for each in one.values()]).numpy() for one in (model.state_dict(), saved)
+    ]
+
+
 class ByStep(Validated):
     """Its data follows from the step alone, so that a run may go on in the middle of an epoch."""
 
@@ -219,6 +231,52 @@ def _resumes(folder):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, size):
     assert pools[size].run(_resumes, str(tmp_path)) == [[True] * 4] * size
+
+
+def fit_again(make, folder):
+    """The model that a fit leaves, and the one that it leaves when it is resumed where it had ended."""
+    save = ModelCheckpoint(folder, save_last=True)
+    _, ended = fit(make(), ByStep, callbacks=[save])
+    trainer, again = fit(make(), ByStep, resume=f"{folder}/last.ckpt")
+    assert trainer.global_step == 8
+    return parameters(ended).numpy(), parameters(again).numpy()
+
+
+def test_a_run_that_had_ended_ends_again_on_its_model(pools, tmp_path):
+    for ended, again in pools[2].run(fit_again, Averaging, str(tmp_path)):
+        assert np.array_equal(ended, again)
+
+
+class NumpyRate(ByStep):
+    """Its schedule computes by NumPy."""
+
+    def on_train_batch_start(self, *_):
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = np.float64(1e-3)
+
+
+def _by_numpy(folder):
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    fit(make=NumpyRate, callbacks=[save])
+    (own,) = Path(folder).glob(f"step=4.ckpt.lc/*.rank{dist.get_rank()}.pt")
+    content = torch.load(own, weights_only=True)
+    rate = content["tree"]["optimizers"][0]["param_groups"][0]["lr"]
+    torch.save(content | {"rate": np.float64(rate)}, own)
+    dist.barrier()
+    path = f"{folder}/step=4.ckpt"
+    if dist.get_rank() == 0:  # Lightning would not load it either
+        content = torch.load(path, weights_only=False)
+        for group in content["optimizer_states"][0]["param_groups"]:
+            group["lr"] = rate
+        torch.save(content, path)
+    dist.barrier()
+    return type(rate), _elsewhere(folder)
+
+
+def test_numbers_of_numpy_are_saved_as_those_of_python_and_others_named(pools, tmp_path):
+    (kind, (said,)), _ = pools[2].run(_by_numpy, str(tmp_path))
+    assert kind is float
+    assert "cannot be read: it holds a numpy" in said
 
 
 def _elsewhere(folder):
