@@ -10,6 +10,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
+from lightning_compress.core.primitives import plain
+
 T = TypeVar("T")
 
 GROUP = "lightning_compress.compressors"
@@ -176,7 +178,7 @@ def describe(built: object, known: Mapping[str, type]) -> dict[str, object]:
     described: dict[str, object] = {"class": _path(type(built))} if name is None else {"name": name}
     for field in dataclasses.fields(built) if dataclasses.is_dataclass(built) else ():
         value = getattr(built, field.name)
-        value = describe(value, known) if dataclasses.is_dataclass(value) else value
+        value = describe(value, known) if dataclasses.is_dataclass(value) else plain(value)
         if field.init and _is_primitive(value):
             described[field.name] = value
     return described

@@ -51,6 +51,7 @@ class State:
         committed: the numbers after the last optimizer step, ``[numel]``.
         pending: those of the current step, ``[numel]``.
         touched: names of the parameters whose ``pending`` numbers are not committed yet.
+        resets: how often it began.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class State:
         self.committed = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.pending = torch.zeros_like(self.committed)
         self.touched: set[str] = set()
+        self.resets = 0
         self._looked: tuple[object, bool] = (None, False)
         self.reset()
 
@@ -99,7 +101,7 @@ class State:
         ours = self.touched.intersection(stepped)
         if not ours:
             return
-        self.reject(rejected)
+        self.reject(rejected, ours)
         ours &= self.touched
         if not ours:
             return
@@ -118,14 +120,25 @@ class State:
             if segment.name in factors:
                 self.committed[place_of(segment)] *= factors[segment.name]
 
-    def reject(self, rejected: Tensor) -> None:
-        """Roll back if the bool scalar ``rejected`` is true; on an accelerator without waiting for its value."""
-        if fused := kernels.backend(__name__, rejected.device):
-            fused.replace(rejected, self.pending, self.committed)
-        elif rejected.device.type != "cpu":
-            torch.where(rejected, self.committed, self.pending, out=self.pending)
-        elif rejected:
-            self.roll_back()
+    def reject(self, rejected: Tensor, names: Collection[str] | None = None) -> None:
+        """Roll back if the bool scalar ``rejected`` is true; on an accelerator without waiting for its value.
+
+        Args:
+            rejected: whether to.
+            names: of these parameters alone; None: of all.
+        """
+        fused = kernels.backend(__name__, rejected.device)
+        if not fused and rejected.device.type == "cpu":
+            if rejected:
+                self.touched -= self.touched if names is None else set(names)
+            return
+        whole = names is None or len(names) == len(self.layout.segments)
+        for place in [slice(None)] if names is None or whole else self._places(names):
+            pending, committed = self.pending[place], self.committed[place]
+            if fused:
+                fused.replace(rejected, pending, committed)
+            else:
+                torch.where(rejected, committed, pending, out=pending)
 
     def roll_back(self) -> None:
         """Discard the pending numbers."""
@@ -133,6 +146,7 @@ class State:
 
     def reset(self) -> None:
         """Begin again."""
+        self.resets += 1
         self.touched.clear()
         self.committed = torch.zeros_like(self.committed)
         if self._initial is not None:

@@ -32,7 +32,8 @@ def clip_each(gradients: list[Tensor], clip: float, ranks: int, by: ClipBy) -> N
     """Clip each parameter's gradient, or all of them together, to a norm of ``clip * ranks^(1/2)``, in place.
 
     A rank's share ``g / W`` of the mean has then a norm of ``clip * W^(-1/2)`` at most, and the mean of independent
-    gradients one of about ``clip`` (Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.2).
+    gradients one of about ``clip`` (Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.2). As with
+    ``torch.nn.utils.clip_grad_norm_``, a gradient whose norm is no float32 any more, from 1.8e19 on, becomes 0.
 
     Args:
         gradients: of the parameters of a bucket, float32, not empty.

@@ -14,6 +14,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures, snapshot
 from lightning_compress.core.buffers import Workspace
 from lightning_compress.core.meter import Meter
+from lightning_compress.core.primitives import plain
 from lightning_compress.core.registry import describe
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import Passes
@@ -203,7 +204,7 @@ class Compression:
         """
         if self._last_state is not None:
             return self._last_state
-        running = self.next_settings.running() | {"scheduled": dict(self._scheduled)}
+        running = plain(self.next_settings.running() | {"scheduled": dict(self._scheduled)})
         return self.groups.save(self.family, self.step, self._optimizers.rates, running)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:

@@ -15,7 +15,7 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import Section
+from lightning_compress.exchanges.message import Section, settle
 from lightning_compress.reducers import Reducer, ReducerPlan
 
 EXCHANGE = "exchange"
@@ -130,3 +130,5 @@ class _ReducersPlan(ExchangePlan):
         if len(carried):
             torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, whatever a rank sent
             scatter(carried[1:].mul_(self._weight), self._dense, out)
+        for span, _ in self._plans:  # sums may overflow, on all ranks alike
+            settle(out[span], flag)

@@ -98,7 +98,7 @@ class _Plan(ReducerPlan):
         numel = layout.numel
         self._count = math.ceil(settings.density * numel)
         self._drawn = max(round(settings.explore * self._count), 1 if settings.explore else 0)
-        self._begun = False
+        self._begun = 0
         self._sizes = scratch("mask sizes", numel, torch.float32, device)
         self._random = RandomBits(PER_WORD * self._drawn, device)
         first = torch.arange(self._drawn, device=device)
@@ -113,8 +113,9 @@ class _Plan(ReducerPlan):
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         base, beta = self._moment.base(), self._settings.beta
         # looked at until it is so, no longer: it waits for the device
-        self._begun = self._begun or bool(base.any()) or not len(vector)
-        if self._begun and self._count < len(vector):
+        if self._begun != self._moment.resets and (bool(base.any()) or not len(vector)):
+            self._begun = self._moment.resets
+        if self._begun == self._moment.resets and self._count < len(vector):
             self._chosen(base, key)
             torch.index_select(vector, 0, self._places, out=self._values[self._carried :])
             self._add_up(self._values, carried)

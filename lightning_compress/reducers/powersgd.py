@@ -139,7 +139,7 @@ class _PowerSGDPlan(ReducerPlan):
         self._left = _views(rest[sum(lengths) :], lefts)
         self._bases = _views(rest[sum(lengths) :], bases)  # the same, those of equal length together
         second = sum(map(math.prod, self._rights))
-        self._drawn = torch.empty(0 if state else second, device=device)
+        self._start = torch.empty(second, device=device)
         self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), second))
         self.rounds = 2 * all_reduce_rounds(collective.size)
 
@@ -150,7 +150,7 @@ class _PowerSGDPlan(ReducerPlan):
             for part, total in zip(self._dense, self._sums, strict=True):
                 total.copy_(vector[part])
                 vector[part].zero_()
-            for matrix, left, right in zip(matrices, self._left, _views(self._start(key), self._rights), strict=True):
+            for matrix, left, right in zip(matrices, self._left, self._directions(key), strict=True):
                 torch.bmm(right, matrix.mT, out=left)
         self._collective.all_reduce(self._first)
         with self._meter.span("decode"):
@@ -161,7 +161,7 @@ class _PowerSGDPlan(ReducerPlan):
             self._multiply_back(matrices, [stack.view(out) for stack in self._stacks])
 
     def _multiply_back(self, matrices: Sequence[Tensor], means: Sequence[Tensor]) -> None:
-        second = self._state.pending if self._state else self._drawn
+        second = self._state.pending if self._state else self._start
         rights = _views(second, self._rights)
         with self._meter.span("encode"):
             for base in self._bases:
@@ -182,11 +182,19 @@ class _PowerSGDPlan(ReducerPlan):
                     found = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True)
                     right.addcmul_(before, (found == 0).float())
 
-    def _start(self, key: int) -> Tensor:
-        """Every Q to multiply with."""
-        if self._state:
-            return self._state.base()
-        return self._drawn.copy_(normal(key, len(self._drawn), self._drawn.device))
+    def _directions(self, key: int) -> list[Tensor]:
+        """Every Q to multiply with, its rows brought to about 1, where it is of the last step's products.
+
+        Left as it is, P would be of the size of the gradient squared. Powers of two change no other bit.
+        """
+        rights = _views(self._start, self._rights)
+        if self._state is None:
+            self._start.copy_(normal(key, len(self._start), self._start.device))
+            return rights
+        for right, before in zip(rights, _views(self._state.base(), self._rights), strict=True):
+            exponent = torch.linalg.vector_norm(before, math.inf, -1, keepdim=True).frexp().exponent
+            torch.ldexp(before, exponent.neg_().clamp_(-126, 126), out=right)
+        return rights
 
 
 def _rounds_products(device: torch.device) -> bool:

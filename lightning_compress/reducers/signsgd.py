@@ -42,8 +42,9 @@ class SignSGD(Reducer):
     Magnitudes are gone, so that the learning rate is the length of a step in every element: for scale 1 as for
     Adam, 1e-4 and less, not SGD's 0.1. Use plain SGD, whose momentum stays 0 (it is here), with weight decay if
     wanted. 1-D and small parameters vote like all others; what stays dense by ``exclude`` is averaged as it is, and
-    takes that small learning rate too. Beware of elements that are exactly 0 on all ranks in many steps (rows of an
-    embedding that no batch has): the vote is positive, and they drift.
+    takes that small learning rate too. Beware of elements that are exactly 0 on all ranks in many steps: the vote is
+    positive, and they drift; but not rows of an ``nn.Embedding`` and whole parameters that are 0 on all ranks, which
+    stay where they are, whatever their momentum.
 
     Every rank owns the same number of bytes of the packed signs. An all-to-all brings it the others' bits, it counts
     them, and an all-gather takes the outcome to all: for n elements a rank sends ``W - 1`` times

@@ -14,11 +14,10 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from fsspec.core import url_to_fs
 
@@ -234,22 +233,13 @@ def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Col
     return tree
 
 
-def moved(tree: Tree, device: torch.device) -> Tree:
+def moved(tree: Any, device: torch.device) -> Any:
     """The same with its tensors on a device."""
-    return _mapped(tree, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)  # type: ignore[no-any-return]
-
-
-def plain(tree: Tree) -> Tree:
-    """The same with Python's numbers for NumPy's, as a schedule leaves them, which are not read where code is not."""
-    return _mapped(tree, lambda leaf: leaf.item() if isinstance(leaf, np.generic) else leaf)  # type: ignore[no-any-return]
-
-
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
-        return {name: _mapped(each, change) for name, each in tree.items()}
+        return {name: moved(each, device) for name, each in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(each, change) for each in tree)
-    return change(tree)
+        return type(tree)(moved(each, device) for each in tree)
+    return tree.to(device) if isinstance(tree, torch.Tensor) else tree
 
 
 def _manifest(manifest: object, methods: Sequence[str]) -> tuple[Mapping[str, Any], int]:

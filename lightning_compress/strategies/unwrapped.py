@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.core.primitives import plain
 from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.alike import check_common, differing
@@ -272,7 +273,7 @@ class UnwrappedMixin(EvaluatedMixin):
         return {
             "common": {"attempts": self.attempts, "own": own.pop("common", None)},
             "model": {name: tensor.detach() for name, tensor in self.replica().items()},
-            "optimizers": [sidecar.plain(optimizer.state_dict()) for optimizer in self.optimizers],
+            "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
             "precision": self.precision_plugin.state_dict(),
             "own": own,
         }

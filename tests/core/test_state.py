@@ -46,6 +46,14 @@ def test_each_optimizer_commits_its_own(residual):
     assert not residual.touched
 
 
+def test_one_optimizer_is_rejected_and_another_is_not(residual):
+    residual.commit(UNSOUND, {"a", "c"})
+    residual.commit(SOUND, {"b"})
+    assert residual.committed.tolist() == [0, 1, 2, 103, 104, 105, 106, 7, 8, 9, 10, 11]
+    residual.commit(SOUND, {"a", "c"})
+    assert residual.committed.tolist() == [0, 1, 2, 103, 104, 105, 106, 7, 8, 9, 10, 11]
+
+
 def test_what_no_optimizer_stepped_is_forgotten(residual):
     residual.commit(SOUND, {"a"})
     residual.roll_back()

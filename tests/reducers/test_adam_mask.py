@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.collectives import World, run_threads
+from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
 from lightning_compress.core.random import RandomBits
@@ -81,6 +81,22 @@ def test_one_of_few_is_drawn():
     method = AdamMask(density=0.001, explore=0.1)  # 4 elements, a tenth of which is less than half of one
     means, _ = steps_of(method, [[given, given]] * 10, "residual")[0]
     assert all(mean[4:].any() and mean[:4].count_nonzero() >= 3 for mean in means[1:])
+
+
+def test_everything_is_sent_again_where_the_moment_began_again():
+    layout = Layout.of([("weight", (NUMEL,))])
+    state = State(layout, CPU, holder="shared")
+    plan = AdamMask(density=0.1).plan(layout, 0, World(LocalCollective(), CPU, Meter(CPU)), {"moment": state})
+    sent = []
+    for step in range(5):
+        if step == 3:
+            state.reset()
+        mean = torch.empty(NUMEL)
+        plan.mean(torch.ones(NUMEL), mean, torch.empty(0), step)
+        state.touch()
+        state.commit(torch.tensor(False), layout.names)
+        sent.append(int(mean.count_nonzero()))
+    assert sent == [NUMEL, 301, 301, NUMEL, 301]
 
 
 def test_what_is_never_large_is_still_sent():

@@ -129,6 +129,19 @@ def test_a_mean_of_the_rank_is_exact_in_the_second_step(size: int) -> None:
     assert (train(PowerSGD(1), Layout.of([("w", (50, 70))]), 1, 2)[0].residuals[1]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("scale", [1e-36, 1e-22, 1e19, 1e35])
+def test_every_scale_is_alike(scale: float) -> None:
+    """P has the size of the gradient, and not of its square."""
+    layout = Layout.of([("w", (64, 48))])
+    scaled = 2.0 ** round(math.log2(scale))
+    plain, other = (
+        train(PowerSGD(1), layout, 2, 4, lambda rank, step, by=by: gradient(layout, rank, step) * by)[0]
+        for by in (1.0, scaled)
+    )
+    for one, two in zip([*plain.means, *plain.residuals], [*other.means, *other.residuals], strict=True):
+        torch.testing.assert_close(two / scaled, one, rtol=1e-5, atol=1e-5)
+
+
 def test_residuals_stay_small_where_ranks_differ_for_ever() -> None:
     """What is left is a projection of what there was; with the mean subtracted in its place it would grow each step."""
     layout = Layout.of([("w", (12, 40))])

@@ -3,6 +3,7 @@
 import logging
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,6 +292,18 @@ def test_dgc_goes_on_from_a_run_without_warm_up():
         densities.append(made[True].settings.method.density)
         made[True].roll_back()
     assert densities == [0.001, 0.001]
+
+
+def test_values_of_numpy_are_saved_and_gone_on_with(tmp_path):
+    densities = np.geomspace(0.1, 0.001, 3)
+    settings = Settings.of({"name": "topk", "density": densities[0]}, schedule={"density": {0: densities[1]}})
+    made, again = (Compression(nn.Linear(4, 4), settings, run_threads(1, alone)[0]) for _ in range(2))
+    made.count(0)
+    assert made.settings.method.density == densities[1]
+    made.retune(density=densities[2])
+    torch.save(made.state_dict(), tmp_path / "state.pt")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert again.settings.method.density == densities[2]
 
 
 def alone(collective):

@@ -236,8 +236,8 @@ class _Slow:
             count, _, columns = piece.shape
             for index, (body, step) in enumerate(zip(bodies, steps[:, piece.blocks], strict=True)):
                 numbers = self._quantiser.decode(body, piece.numbers, piece.shape)
-                if index:
-                    hadamard.matrices.addcmul_(numbers, step.view(count, 1, columns))
+                if index:  # rounded twice, whatever the processor
+                    hadamard.matrices.add_(numbers.mul_(step.view(count, 1, columns)))
                 else:
                     torch.mul(numbers, step.view(count, 1, columns), out=hadamard.matrices)
             self._add_back(hadamard, out[piece.elements], 1.0)

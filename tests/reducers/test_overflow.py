@@ -1,0 +1,34 @@
+"""Gradients are finite, and their sum over the ranks is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.meter import Meter
+from lightning_compress.core.state import State
+from lightning_compress.exchanges import AllGather
+from lightning_compress.exchanges.composite import declared, plan_group
+from lightning_compress.exchanges.message import Section
+from lightning_compress.reducers import REDUCERS
+from tests.reducers.helpers import CPU
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_a_mean_that_is_not_finite_is_flagged_on_all_ranks(name: str) -> None:
+    layout = Layout.of([("weight", (64, 48))])
+    sections = [Section(REDUCERS[name](), layout, 0)]
+
+    def program(collective: Collective) -> tuple[float, torch.Tensor]:
+        states = {n: State(each.layout, CPU, each.initial, each.holder) for n, each in declared(sections).items()}
+        plan = plan_group(sections, AllGather(), World(collective, CPU, Meter(CPU)), states)
+        vector, out, flag = torch.full((layout.numel,), 3e38), torch.empty(layout.numel), torch.tensor(0.0)
+        plan.mean(vector, out, 5, flag)
+        return float(flag), out
+
+    ranks = run_threads(4, program)
+    flags = [flag for flag, _ in ranks]
+    assert flags == [0.0] * 4 or all(flag != flag for flag in flags)
+    assert all(out.isfinite().all() and out.equal(ranks[0][1]) for _, out in ranks)
