@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import hydra.utils
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["CONF", "TARGETS", "build", "options_of", "recipe_of", "refuse_foreign_data"]
+__all__ = ["CONF", "TARGETS", "build", "composed", "options_of", "recipe_of", "refuse_foreign_data"]
 
 CONF = Path(__file__).parents[1] / "conf"
 
 TARGETS = ("lightning_compress.*", "recipes.*", "lightning.pytorch.*", "torch.optim.*")
 """What a ``_target_`` may name."""
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """The config of such a command line, with Hydra's own; what does not compose raises Hydra's own errors."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose("config", list(overrides), return_hydra_config=True)
 
 
 def build(cfg: DictConfig, **kwargs: Any) -> Any:

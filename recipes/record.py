@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -21,7 +22,7 @@ from torch import Tensor
 from recipes.cache import release
 from recipes.task import Score
 
-__all__ = ["FILE", "Recorder", "describe", "read_result", "write_result", "write_whole"]
+__all__ = ["FILE", "Recorder", "describe", "read_result", "writable", "write_result", "write_whole"]
 
 FILE = "result.json"
 WARM_STEPS = 10
@@ -172,6 +173,30 @@ def describe(score: Score, metrics: dict[str, Tensor], **facts: Any) -> dict[str
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "recipes.train", *sys.argv[1:]]),
     }
+
+
+def writable(folder: str | Path) -> Path:
+    """Make a folder, and see that files can be written to it.
+
+    Args:
+        folder: path of it.
+
+    Returns:
+        it, as an absolute path.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    path = Path(folder).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    problem = "is no folder" if not there.is_dir() else "is not writable"
+    try:
+        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+    except OSError as error:  # a file system may refuse what its permissions allow
+        problem = f"takes no folder ({error.strerror})"
+    raise ValueError(f"output folder {str(folder)!r}: {there} {problem}; choose another, as in hydra.run.dir=DIR")
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

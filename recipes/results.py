@@ -31,12 +31,12 @@ from typing import Any, cast
 import lightning
 import torch
 from filelock import FileLock, Timeout
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lightning_compress
 from recipes import cells
-from recipes.record import write_whole
+from recipes.build import composed
+from recipes.record import writable, write_whole
 from recipes.results_page import write_page
 
 __all__ = ["COLUMNS", "Comparison", "Run", "main", "pending", "read_rows", "read_table", "run_one", "write_rows"]
@@ -218,9 +218,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
 
 def choices(run: Run) -> dict[str, Any]:
     """The option of every group, by its name; what does not compose raises Hydra's own error."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
-        cfg = compose("config", [*run.overrides, *run.private, *QUIET], return_hydra_config=True)
-    return dict(cfg.hydra.runtime.choices)
+    return dict(composed([*run.overrides, *run.private, *QUIET]).hydra.runtime.choices)
 
 
 def versions() -> str:
@@ -284,12 +282,16 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of every rank: the same on any machine
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started ends too
     out = given.out or ROOT / ("outputs/results" if given.quick else "docs/results")
-    out.mkdir(parents=True, exist_ok=True)
     data = given.data.resolve() if given.data else None
     try:
+        if data and not data.is_dir():
+            raise ValueError(f"--data {given.data}: there is no such folder")
+        writable(out)
         with FileLock(out / ".lock", timeout=0):
             table = [each.shortened() for each in read_table() if each.quick] if given.quick else read_table()
             chosen = [] if given.page else list(selected(table, given.only, data))
+            if given.only and not (chosen or given.page):
+                return 1
             if given.time:
                 retime(chosen, data, out)
             failed = [] if given.time else train_all(pending(chosen, data, out), out)

@@ -19,8 +19,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hydra.errors import HydraException
+
+from recipes.build import composed
 from recipes.cells import Cell, Outcome, Sweep, overrides, read_sweep, run, spelled
-from recipes.record import write_whole
+from recipes.record import writable, write_whole
 
 __all__ = ["main", "plot", "run_cells"]
 
@@ -47,11 +50,17 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
         The table's rows.
 
     Raises:
-        ValueError: the sweep cannot run here, or the folder holds the table of another one.
-        OSError: the folder cannot be written.
+        ValueError: the sweep cannot run here, a cell is no config, the folder holds the table of another one, or cannot
+            be written.
     """
     cells = sweep.cells()
-    folder.mkdir(parents=True, exist_ok=True)
+    for cell in cells:  # before any of them takes its time
+        try:
+            composed([*overrides(sweep, cell), *extra])
+        except HydraException as error:
+            line = " ".join(str(error).split())
+            raise ValueError(f"{sweep.path}: {spelled(cell)} is no setting of a run: {line}") from error
+    writable(folder)
     table = folder / "cells.csv"
     columns = ["cell", "overrides", *sweep.axes, "status", "metric", "value", "score", *FIGURES, "failure"]
     done = _read(table, columns)
@@ -171,7 +180,8 @@ def main(words: list[str] | None = None) -> int:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     failed = sum(row["status"] == FAILED for row in rows)
-    print(f"{len(rows) - failed} cells done, {failed} failed: {folder / 'cells.csv'}, {folder / 'cells.png'}")
+    written = [str(path) for path in (folder / "cells.csv", folder / "cells.png") if path.exists()]
+    print(f"{len(rows) - failed} cells done, {failed} failed: {', '.join(written)}")
     return int(failed > 0)
 
 

@@ -49,7 +49,7 @@ class WandbLogger(loggers.WandbLogger):
         **kwargs: see ``lightning.pytorch.loggers.WandbLogger``.
 
     Raises:
-        ValueError: wandb is not installed.
+        ValueError: wandb is not installed, or the server that was insisted on takes no run.
     """
 
     so_far: Mapping[str, float]
@@ -76,7 +76,10 @@ class WandbLogger(loggers.WandbLogger):
             run = super().experiment
         except Exception as error:  # wandb raises many kinds, of its own and of others
             if not self._tries:
-                raise
+                raise ValueError(
+                    f"W&B: no run can begin: {_first_line(error)}; run `wandb login`, or go on without the server: "
+                    "logger.wandb.offline=true"
+                ) from error
             self._go_offline(f"the server refused: {_first_line(error)}")
             run = super().experiment
         for name in ("time/seconds", "comm/total_bytes_sent"):
@@ -86,7 +89,11 @@ class WandbLogger(loggers.WandbLogger):
     def _go_offline(self, reason: str) -> None:
         self._tries = False
         self._wandb_init["mode"] = "offline"
-        log.warning("W&B: %s; the run is logged offline, and `wandb sync DIR/wandb/offline-*` uploads it later", reason)
+        log.warning(
+            "W&B: %s; the run is logged offline, and `wandb sync %s/wandb/offline-*` uploads it later",
+            reason,
+            self.save_dir,
+        )
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:

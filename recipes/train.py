@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import os
 import re
 import shlex
@@ -33,7 +34,7 @@ from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
 from recipes.predict import read_checkpoint
-from recipes.record import Recorder, describe, write_result
+from recipes.record import Recorder, describe, writable, write_result
 from recipes.task import Score, Task
 from recipes.tracking import WandbLogger
 
@@ -66,7 +67,7 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     null_for_none(cfg)
     folder = writable(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_numbers(cfg)
     refuse_foreign_data(cfg)
     if cfg.ckpt_path is not None:
         if not Path(cfg.ckpt_path).exists():
@@ -114,6 +115,26 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     return model.score, result["score"]["value"]
 
 
+def check_numbers(cfg: DictConfig) -> None:
+    """Refuse what else would be found, in other words, once processes have started.
+
+    Args:
+        cfg: the composed config.
+
+    Raises:
+        ValueError: a seed, a learning rate or a number of devices is none.
+    """
+    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 1 << 32:
+        raise ValueError(f"seed={cfg.seed}: a whole number from 0 to {(1 << 32) - 1}")
+    rate = cfg.optimizer.get("lr") if cfg.get("optimizer") else None
+    if rate is not None and not (isinstance(rate, int | float) and rate > 0):
+        raise ValueError(f"optimizer.lr={rate}: a number above 0")
+    devices = cfg.trainer.devices
+    listed = str(devices).startswith("[") or "," in str(devices)
+    if devices not in ("auto", "-1", -1) and not re.fullmatch(r"[\d\s,\[\]]+" if listed else r"[1-9]\d*", str(devices)):
+        raise ValueError(f"trainer.devices={devices}: a whole number of at least 1, a list such as [0,1], or auto")
+
+
 def choices() -> dict[str, Any]:
     """What was chosen of each config group, such as ``compressor: topk``; empty where Hydra did not start the run."""
     if not HydraConfig.initialized():
@@ -121,23 +142,6 @@ def choices() -> dict[str, Any]:
     made = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(made, dict)
     return {str(group): choice for group, choice in made.items() if not str(group).startswith("hydra/")}
-
-
-def writable(folder: str) -> Path:
-    """See that files can be written to a folder, which need not be there yet.
-
-    Args:
-        folder: path of it.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    path = Path(folder).absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
-    problem = "is no folder" if not there.is_dir() else "is not writable"
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"output folder {folder!r}: {there} {problem}; choose another, as in hydra.run.dir=DIR")
-    return path
 
 
 def refuse_unwritable(arguments: list[str]) -> None:
@@ -152,6 +156,24 @@ def refuse_unwritable(arguments: list[str]) -> None:
     given = {key: value.strip("'\"") for key, _, value in (each.partition("=") for each in arguments) if key in FOLDERS}
     for folder in (given.pop("output_dir", "."), *(given.values() or ["."])):
         writable(folder.split("${")[0] or ".")
+
+
+def refuse_unknown_choice(arguments: list[str]) -> None:
+    """Stop a run that chooses what a config group does not have, in a line; Hydra says it in forty.
+
+    Args:
+        arguments: of the command line.
+
+    Raises:
+        ValueError: there is no such option.
+    """
+    for group, _, value in (each.partition("=") for each in arguments):
+        known = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
+        for each in value.split(",") if known else ():
+            if re.fullmatch(r"[\w-]+", each) and each not in known:
+                near = difflib.get_close_matches(each, known, 1)
+                meant = f"did you mean {near[0]}? " if near else ""
+                raise ValueError(f"{group}={each}: {meant}choose from {', '.join(known)}")
 
 
 def by_group(arguments: list[str]) -> list[str]:
@@ -258,10 +280,9 @@ def in_a_line(error: Exception) -> str:
         target, setting = str(error).split("'")[1], f"{str(error).rpartition('full_key: ')[2]}.{found[1]}"
         reason = "what sets it, such as an experiment, is for another one"
         cause = ValueError(f"{setting} is no setting of {target}; {reason}; leave one of the two out, or ~{setting}")
-    if isinstance(cause, MisconfigurationException) and "gpu" in str(cause):
-        cause = ValueError(
-            f"{' '.join(str(cause).split())} Take fewer trainer.devices, or trainer=cpu_2proc for the CPU"
-        )
+    if isinstance(cause, MisconfigurationException):
+        fix = " Take fewer trainer.devices, or trainer=cpu_2proc for the CPU" if "gpu" in str(cause) else ""
+        cause = ValueError(" ".join(str(cause).split()) + fix)
     elsewhere = isinstance(cause, ProcessRaisedException) or "Original Traceback" in str(cause)
     if elsewhere:  # in a rank, or in a loader's process
         last = str(cause).strip().splitlines()[-1]
@@ -272,6 +293,7 @@ def in_a_line(error: Exception) -> str:
 if __name__ == "__main__":
     sys.argv[1:] = whole_paths(by_group(sys.argv[1:]))
     try:
+        refuse_unknown_choice(sys.argv[1:])
         refuse_unwritable(sys.argv[1:])
     except ValueError as error:
         sys.exit(in_a_line(error))

@@ -29,7 +29,9 @@ def read_wav(path: Path, rate: int) -> Tensor:
             channels, width, found, frames = file.getparams()[:4]
             raw = file.readframes(frames)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; check the path, or the manifest that names it") from None
+        raise ValueError(
+            f"{path}: no such file; give the path of a wav, or correct the manifest that names it"
+        ) from None
     except (wave.Error, EOFError, OSError) as error:
         reason = str(error) or "it ends inside its header"
         raise ValueError(f"{path}: not a PCM wav ({reason}); convert it: sox in.xyz -b 16 out.wav") from None
@@ -40,7 +42,9 @@ def read_wav(path: Path, rate: int) -> Tensor:
             f"{path}: {found:,} samples per second, expected {rate:,}; convert it: sox in.wav -r {rate} out.wav, or "
             "train on a set of that rate"
         )
-    if not frames or len(raw) < frames * channels * width:
+    if not frames:
+        raise ValueError(f"{path}: no sound at all; record it again, or leave it out")
+    if len(raw) < frames * channels * width:
         raise ValueError(
             f"{path}: truncated, {len(raw):,} bytes of sound where its header says {frames * channels * width:,}; "
             "copy it again, or leave it out"

@@ -27,8 +27,11 @@ def read_manifest(path: Path) -> list[tuple[Path, str]]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); set data.root, data.train, data.val, data.test") from None
+    except OSError as error:
+        fix = "set data.root, data.train, data.val, data.test"
+        raise ValueError(f"{path}: the manifest cannot be read ({error.strerror}); {fix}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: the manifest is no UTF-8 ({error.reason}, byte {error.start}); convert it") from None
     rows = []
     for number, line in enumerate(text.split("\n") if text else [], 1):  # splitlines cuts at U+2028, too
         name, tab, said = line.partition("\t")
@@ -36,6 +39,8 @@ def read_manifest(path: Path) -> list[tuple[Path, str]]:
         if not (name and tab and said):
             problem = "an empty line" if not line.strip() else f"{line!r}"
             raise ValueError(f"{path}:{number}: {problem}, expected path<TAB>transcript; correct or delete the line")
+        if number == 1 and (name, said) == ("path", "transcript"):
+            raise ValueError(f"{path}:1: a heading, and every line must be a wav and its transcript; delete the line")
         rows.append((path.parent / name, said))
     if not rows:
         raise ValueError(f"{path}: no lines, expected path<TAB>transcript")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -220,7 +221,9 @@ class TranslationModule(Task):
         """
         sentence = " ".join(source.split())
         if not sentence:
-            raise ValueError("predict: the sentence is empty; give one, as in 'source=A man rides a horse.'")
+            raise ValueError("the sentence is empty; give one, such as 'A man rides a horse.'")
+        if Path(source).is_file():
+            raise ValueError(f"{source} is a file, and this model translates sentences: give them in quotes")
         pieces = padded([[*self.tokenizer.encode([sentence])[0], EOS]]).to(self.device)
         training = self.training
         self.eval()

@@ -29,7 +29,7 @@ def read_lines(path: Path, setting: str) -> list[str]:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = raw.decode("utf-8-sig").removesuffix("\n").split("\n")
     except FileNotFoundError:
-        raise ValueError(f"{setting}: there is no {path}") from None
+        raise ValueError(f"{setting}: there is no {path}; set data.root to its folder, or name the file") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{setting}: {path} cannot be read as UTF-8 text: {error}; fetch it anew") from None
     lines = [line.strip() for line in lines]

@@ -65,11 +65,12 @@ def read_records(paths: Sequence[Path]) -> Split:
     Raises:
         ValueError: there is a label above 9.
     """
-    records = np.concatenate([np.fromfile(path, np.uint8).reshape(-1, RECORD) for path in paths])
+    parts = [np.fromfile(path, np.uint8).reshape(-1, RECORD) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        if (most := part[:, 0].max()) > 9:
+            raise ValueError(f"data.root: {path} holds a label of {most}, expected 0 to 9; fetch it anew")
+    records = np.concatenate(parts)
     labels = records[:, 0]
-    if labels.max() > 9:
-        folder = paths[0].parent
-        raise ValueError(f"data.root: {folder} holds a label of {labels.max()}, expected 0 to 9; fetch the files anew")
     images = torch.from_numpy(np.ascontiguousarray(records[:, 1:])).view(-1, 3, 32, 32)
     return Split(images, torch.from_numpy(labels.astype(np.int64)))
 

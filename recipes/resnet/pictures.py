@@ -42,7 +42,7 @@ def read(path: Path, channels: int = 3) -> Image.Image:
         raise ValueError(f"{path}: there is no such file; give the path of a picture") from None
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"{path}: no whole picture that Pillow can read ({error}); replace it or take it away"
+            f"{path}: no whole picture that Pillow can read ({error}); give another one, or leave it out"
         ) from None
 
 
@@ -59,7 +59,7 @@ def check(path: Path) -> None:
         start = file.read(2)
         file.seek(max(0, path.stat().st_size - TAIL))
         if start in ENDS and ENDS[start] not in file.read():
-            raise ValueError(f"{path}: the end of the picture is missing; replace it or take it away")
+            raise ValueError(f"{path}: the end of the picture is missing; give another one, or leave it out")
     if start not in ENDS:
         read(path)
 

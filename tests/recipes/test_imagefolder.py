@@ -222,6 +222,6 @@ def test_a_damaged_picture_is_named(root: Path) -> None:
         path.unlink(missing_ok=True)
         whole = damaged.read_bytes()
         damaged.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(ValueError, match=f"{damaged.name}: .*replace it or take it away"):
+        with pytest.raises(ValueError, match=f"{damaged.name}: .*give another one, or leave it out"):
             data_of(root).setup("fit")
         damaged.write_bytes(whole)

@@ -186,6 +186,9 @@ def test_data_that_is_not_there_is_named(
     assert main(["--out", str(tmp_path / "out")]) == 0
     assert "first is left out: it needs --data, a folder with pictures" in capsys.readouterr().out
     assert len(trained.commands) == 2
+    assert main(["--out", str(tmp_path / "out"), "--only", "first"]) == 1
+    assert main(["--out", str(tmp_path / "out"), "--data", str(tmp_path / "no")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 def test_wrong_names(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:

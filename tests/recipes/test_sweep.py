@@ -24,7 +24,7 @@ WHOLE: dict[str, Any] = {
     "method": "grid",
     "metric": {"name": "test/acc", "goal": "maximize"},
     "command": ["${env}", "${interpreter}", "-m", "recipes.train", "logger=wandb", "${args_no_hyphens}"],
-    "parameters": {"compressor": {"values": ["topk", "nosuch"]}, "exchange.node_size": {"value": None}},
+    "parameters": {"compressor": {"values": ["topk", "rotated"]}, "exchange.node_size": {"value": None}},
 }
 
 
@@ -102,31 +102,44 @@ def test_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.Mo
         ran.append(name)
         if name == "compressor=fft" and ran.count(name) == 1:
             raise KeyboardInterrupt
-        return Outcome(None, "ValueError: no") if "nosuch" in name else Outcome(RESULT, None)
+        return Outcome(None, "ValueError: no") if "rotated" in name else Outcome(RESULT, None)
 
     monkeypatch.setattr(sweep, "run", fake)
-    values = ["topk", "nosuch", "fft"]
+    values = ["topk", "rotated", "fft"]
     path = written(tmp_path / "s.yaml", parameters={"compressor": {"values": values}})
     command = [str(path), "--out", str(tmp_path / "out"), "trainer.max_epochs=1"]
     assert sweep.main(command) == 130
     assert sweep.main(command) == 1
-    assert ran == ["compressor=topk", "compressor=nosuch", "compressor=fft", "compressor=fft"]
+    assert ran == ["compressor=topk", "compressor=rotated", "compressor=fft", "compressor=fft"]
     with (tmp_path / "out/cells.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["compressor"], row["status"]) for row in rows] == [
         ("topk", "done"),
-        ("nosuch", "failed"),
+        ("rotated", "failed"),
         ("fft", "done"),
     ]
     assert rows[1]["failure"] == "ValueError: no"
     assert (tmp_path / "out/cells.png").stat().st_size > 1000
     sweep.main([*command, "--again"])
-    assert ran[4:] == ["compressor=nosuch"]
+    assert ran[4:] == ["compressor=rotated"]
     sweep.main([*command[:-1], "trainer.max_epochs=2"])
     with (tmp_path / "out/cells.csv").open() as file:
         assert [row["overrides"][-1] for row in csv.DictReader(file)] == [*"111", *"222"]
     other = written(tmp_path / "t.yaml", parameters={"seed": {"value": 1}})
     assert sweep.main([str(other), "--out", str(tmp_path / "out")]) == 1  # a table of another sweep
+
+
+@pytest.mark.parametrize("name", ["compressor", "compressor.nosuch"])
+def test_a_cell_that_is_no_config_is_named_before_any_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "run", lambda *_: pytest.fail("a cell was run"))
+    path = written(tmp_path / "s.yaml", parameters={"seed": {"value": 1}, name: {"values": ["topk", "nosuch"]}})
+    assert sweep.main([str(path), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "is no setting of a run: " in said
+    assert "nosuch" in said
 
 
 @pytest.mark.parametrize("metric", ["test/acc", "val/acc", "val/wer"])
@@ -146,12 +159,13 @@ def test_the_table_has_the_metric_of_the_file(metric: str, tmp_path: Path, monke
 def test_a_cell_in_a_process_of_its_own(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("LIGHTNING_COMPRESS_PARENT", "")
-    parsed = read_sweep(written(tmp_path / "s.yaml"))
+    axes = {"compressor": {"values": ["topk", "topkk"]}, "exchange.node_size": {"value": None}}
+    parsed = read_sweep(written(tmp_path / "s.yaml", parameters=axes))
     arguments = overrides(parsed, parsed.cells()[number])
     done = run([*arguments, "debug=fast", "trainer=cpu_2proc", "logger=csv"], tmp_path / "a=b, c")
     if number == 1:
         assert done.result is None
-        assert "Could not find 'compressor/nosuch'" in str(done.failure)
+        assert "ValueError: compressor=topkk: did you mean topk? choose from adam_mask, " in str(done.failure)
         return
     assert done.failure is None
     assert done.result is not None

@@ -30,6 +30,7 @@ from recipes.train import (
     in_a_line,
     null_for_none,
     refuse_multirun,
+    refuse_unknown_choice,
     refuse_unwritable,
     whole_paths,
 )
@@ -198,6 +199,16 @@ def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     refuse_unwritable(["hydra.run.dir=${oc.env:HOME}/x"])
     with pytest.raises(ValueError, match="is no folder"):
         refuse_unwritable([f"output_dir={folder}", f"hydra.run.dir={tmp_path}"])
+    with pytest.raises(ValueError, match=r"/proc takes no folder \(.*\); choose another"):
+        refuse_unwritable(["hydra.run.dir=/proc/x"])
+
+
+def test_an_unknown_choice_is_one_line() -> None:
+    refuse_unknown_choice(["recipe=nmt", "compressor=topk,onebit", "logger=[csv,wandb]", "+x.y=1", "compressor.bits=4"])
+    with pytest.raises(ValueError, match=r"compressor=topkk: did you mean topk\? choose from adam_mask, "):
+        refuse_unknown_choice(["recipe=nmt", "compressor=onebit,topkk"])
+    with pytest.raises(ValueError, match="experiment=zzz: choose from alexnet"):
+        refuse_unknown_choice(["experiment=zzz"])
 
 
 def test_errors_in_a_line() -> None:
@@ -433,6 +444,10 @@ def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
         ("ckpt_path=nowhere.ckpt", "there is no such checkpoint"),
         ("ckpt_path=.", "it is a folder; a checkpoint is a file"),
         ("ckpt_path=text.ckpt", "text.ckpt cannot be read: it is damaged, no checkpoint at all"),
+        ("seed=-3", "seed=-3: a whole number from 0 to"),
+        ("optimizer.lr=-1", "optimizer.lr=-1: a number above 0"),
+        ("trainer.devices=0", "trainer.devices=0: a whole number of at least 1"),
+        ("trainer.devices=abc", "trainer.devices=abc: a whole number of at least 1"),
         ("trainer.max_epochs=0", "not one step was left to train: trainer.max_epochs=0"),
         ("trainer.limit_test_batches=0", "judged by its test"),
     ],

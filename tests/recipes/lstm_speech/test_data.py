@@ -54,10 +54,10 @@ BROKEN = {
     "truncated": r"truncated, 1,500 bytes of sound where its header says 1,600; copy it again",
     "header": r"not a PCM wav \(.*\); convert it",
     "text": r"not a PCM wav \(.*\); convert it",
-    "empty": r"truncated, 0 bytes",
+    "empty": r"no sound at all; record it again",
     "8 bits": r"8 bits per sample, expected 16; convert it",
     "rate": r"16,000 samples per second, expected 8,000; convert it: sox in\.wav -r 8000",
-    "missing": r"no such file; check the path",
+    "missing": r"no such file; give the path of a wav, or correct the manifest",
 }
 
 
@@ -87,12 +87,17 @@ def test_a_wrong_line_is_named_before_training(part: str, line: str, words: str,
 
 
 def test_missing_manifests(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train\.tsv: cannot be read .*set data\.root"):
+    with pytest.raises(ValueError, match=r"train\.tsv: the manifest cannot be read \(No such file.*set data\.root"):
         WavDir(root=str(tmp_path)).dims  # noqa: B018
     root = write_wavdir(tmp_path)
-    (root / "train.tsv").write_text("")
-    with pytest.raises(ValueError, match=r"train\.tsv: no lines"):
-        WavDir(root=str(root)).setup("fit")
+    for content, words in (
+        (b"", r"train\.tsv: no lines"),
+        (b"path\ttranscript\n0.wav\tone\n", r"train\.tsv:1: a heading.* delete the line"),
+        ("0.wav\tön\n".encode("latin-1"), r"train\.tsv: the manifest is no UTF-8 \(.*, byte 6\); convert it"),
+    ):
+        (root / "train.tsv").write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            WavDir(root=str(root)).setup("fit")
 
 
 def test_manifests_as_editors_write_them(tmp_path: Path) -> None:
