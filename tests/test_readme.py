@@ -16,8 +16,8 @@ from recipes import predict
 from tests.config.composing import composed
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+README, BACKWARD = (ROOT / "README.md").read_text(), (ROOT / "docs/backward.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README + BACKWARD, flags=re.MULTILINE | re.DOTALL)
 COMMANDS = [
     line.split("  #")[0].strip()
     for kind, body in BLOCKS
@@ -28,7 +28,7 @@ COMMANDS = [
 TRAIN = [command for command in COMMANDS if command.startswith("python -m recipes.train")]
 
 
-PAGES = {"README": README} | {
+PAGES = {"README": README, "backward": BACKWARD} | {
     page: (ROOT / f"docs/{page}.md").read_text() for page in ("gossip", "local-steps", "reliability")
 }
 PYTHON = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from recipes.nmt.data import PARTS, Pair, TranslationData
 
 __all__ = ["Multi30k", "Parallel", "read_lines", "read_pairs"]
 
-FILES = {"train": "train", "val": "val", "test": "test2016"}
-"""Multi30k's names of the parts: task 1, and the test set of 2016."""
+FILES = {"train": ("train",), "val": ("val",), "test": ("test_2016_flickr", "test2016")}
+"""Multi30k's names of the parts: task 1, and the test set of 2016, which goes by two."""
+FOLDER = "multi30k"
 
 
 def read_lines(path: Path, setting: str) -> list[str]:
@@ -63,8 +66,9 @@ class Multi30k(TranslationData):
     """Captions of 31,000 pictures (Elliott et al. 2016, arXiv:1605.00459): 29,000, 1,014 and 1,000 pairs.
 
     Args:
-        root: folder that holds ``train.en.gz``, ``train.de.gz``, ``val.*`` and ``test2016.*``, as published under
-            https://github.com/multi30k/dataset/tree/master/data/task1/raw; unpacked ones will do.
+        root: folder that holds ``train.en.gz``, ``train.de.gz``, ``val.*`` and ``test_2016_flickr.*`` (or
+            ``test2016.*``), as published under https://github.com/multi30k/dataset/tree/master/data/task1/raw, or has
+            them in ``multi30k/``; unpacked ones will do.
         source: language to translate from: ``en``, ``de``, or another that is there.
         target: language to translate to.
         **kwargs: see :class:`~recipes.nmt.data.TranslationData`.
@@ -82,17 +86,18 @@ class Multi30k(TranslationData):
 
     def load(self) -> dict[str, list[Pair]]:
         """See ``TranslationData.load``."""
-        files = {part: [self._file(f"{name}.{each}") for each in self.languages] for part, name in FILES.items()}
+        files = {part: [self._file(names, each) for each in self.languages] for part, names in FILES.items()}
         setting = f"data.root={str(self.root)!r}"
         return {part: read_pairs(source, target, (setting, setting)) for part, (source, target) in files.items()}
 
-    def _file(self, name: str) -> Path:
-        for path in (self.root / f"{name}.gz", self.root / name):
-            if path.is_file():
+    def _file(self, names: Sequence[str], language: str) -> Path:
+        for folder, name, packed in product((self.root, self.root / FOLDER), names, (".gz", "")):
+            if (path := folder / f"{name}.{language}{packed}").is_file():
                 return path
         raise ValueError(
-            f"data.root={str(self.root)!r}: there is no {name}.gz; set data.root to the folder that holds the files of "
-            "https://github.com/multi30k/dataset, data/task1/raw, and data.source and data.target to what it has"
+            f"data.root={str(self.root)!r}: there is no {names[0]}.{language}.gz; set data.root to the folder that "
+            "holds the files of https://github.com/multi30k/dataset, data/task1/raw, and data.source and data.target "
+            "to what it has"
         )
 
 

@@ -31,7 +31,7 @@ def root(tmp_path: Path) -> Path:
     """Files as Multi30k has them, of other sentences."""
     pairs = drawn(120, 2)
     cuts = {"train": slice(0, 80), "val": slice(80, 100), "test": slice(100, 120)}
-    for part, name in FILES.items():
+    for part, (*_, name) in FILES.items():
         for language, side in zip(("en", "de"), zip(*pairs[cuts[part]], strict=True), strict=True):
             (tmp_path / f"{name}.{language}.gz").write_bytes(gzip.compress(("\n".join(side) + "\n").encode()))
     return tmp_path
@@ -131,6 +131,13 @@ def test_reads_what_is_published(root: Path) -> None:
     (root / "val.en.gz").unlink()
     assert Multi30k(root=str(root)).parts == data.parts  # unpacked, and without an end of the last line
     assert len(Multi30k(root=str(root), train_size=7).parts["train"]) == 7
+    for language in ("en", "de"):  # by its published name, in a folder of its own
+        (root / f"test2016.{language}.gz").rename(root / f"test_2016_flickr.{language}.gz")
+    files = list(root.glob("*.*"))
+    (root / "multi30k").mkdir(exist_ok=True)
+    for each in files:
+        each.rename(root / "multi30k" / each.name)
+    assert Multi30k(root=str(root)).parts == data.parts
 
 
 def test_multi30k_as_it_is(tmp_path: Path) -> None:
