@@ -102,13 +102,16 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     missing = len(planned) - len(rows)
     first = next(run for run in planned if run.command == some["command"])
     shared = some["command"].removesuffix(f" seed={first.seed}")
+    dense = found[0].scores
     said = [
         f"## {comparison.title}",
         comparison.note,
-        f"Seeds {', '.join(dict.fromkeys(row['seed'] for row in rows))}; {some['ranks']} ranks; {some['steps']} steps; "
+        f"{_seeds(comparison)}; {some['ranks']} ranks; {some['steps']} steps; "
         f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
-        f"{'; '.join(dict.fromkeys(row['versions'] for row in rows))}."
-        + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
+        f"{_versions(rows)}." + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
+        f"The seeds of {found[0].label} differ by {max(dense) - min(dense):.2f}: less than that says nothing."
+        if dense[1:]
+        else "",
         f"    {shared}",
         "and for the other rows, in place of the compressor:" if found[1:] else "",
         "\n".join(f"- {line.label}: `{line.rows[0]['settings']}`" for line in found[1:]),
@@ -118,6 +121,25 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     return "\n\n".join(part for part in said if part) + "\n"
 
 
+def _seeds(comparison: Comparison) -> str:
+    seeds = ", ".join(map(str, comparison.seeds))
+    more = ", ".join(map(str, comparison.dense_seeds))
+    dense = f", and {more} of {next(iter(comparison.methods))}" if more else ""
+    return f"Seed{'s' if comparison.seeds[1:] else ''} {seeds}{dense}"
+
+
+def _versions(rows: list[dict[str, str]]) -> str:
+    """Of all rows; commits of the same release side by side."""
+    commits: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        before, _, rest = row["versions"].partition(" (")
+        commit, _, after = rest.partition(")")
+        commits.setdefault((before, after) if rest else (row["versions"], ""), {})[commit] = None
+    return "; ".join(
+        f"{before} ({', '.join(found)}){after}" if any(found) else before for (before, after), found in commits.items()
+    )
+
+
 def write_page(out: Path, comparisons: list[tuple[Comparison, list[Run]]]) -> None:
     """Write ``recipes.md``, and a plot for each comparison that has several methods.
 
@@ -125,12 +147,16 @@ def write_page(out: Path, comparisons: list[tuple[Comparison, list[Run]]]) -> No
         out: folder of the CSV files.
         comparisons: each with its planned runs, whose rows alone are shown.
     """
-    parts = [HEAD]
+    parts, absent = [HEAD], []
     for comparison, planned in comparisons:
         if found := lines(out, comparison, planned):
             parts.append(section(comparison, found, planned))
             if found[1:]:
                 plot(out / f"{comparison.name}.png", comparison, found)
+        else:
+            absent.append(f"{comparison.title} (`--only {comparison.name}`)")
+    if absent:
+        parts.append(f"Not run yet: {'; '.join(absent)}.\n")
     (out / "recipes.md").write_text("\n".join(parts))
 
 
