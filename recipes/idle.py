@@ -72,7 +72,7 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
     compresses = isinstance(trainer.strategy, CompressedDDPStrategy | LocalSGDStrategy)
     gossips = isinstance(trainer.strategy, GossipStrategy)  # which has a compressor, and neighbours for an exchange
     chosen = [
-        f"{group}={cfg[group].get('_target_')}"
+        _typed(group, cfg[group])
         for group in IDLE
         if cfg.get(group) and cfg[group] not in _plain(group) and not (gossips and group == "compressor")
     ]
@@ -89,7 +89,7 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
     for group in IDLE if compresses or gossips else ():  # none is a choice here, too
         if cfg[group] != _plain(group)[0] and (own := cfg.strategy.get(group)) != cfg[group]:
             raise ValueError(
-                f"{group}={cfg[group].get('_target_')} has no effect: the strategy has its own, "
+                f"{_typed(group, cfg[group])} has no effect: the strategy has its own, "
                 f"strategy.{group}={own}; leave {group} out, or take 'strategy.{group}=${{{group}}}'"
             )
     if trainer.world_size == 1 and any(isinstance(each, SufficientFactors) for each in callbacks):
@@ -112,6 +112,14 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
             "recovery has no effect: it is none of trainer.callbacks; add it, as in "
             """'trainer.callbacks=["${monitor}", "${recovery}"]'"""
         )
+
+
+def _typed(group: str, node: DictConfig) -> str:
+    """As on the command line: ``compressor=topk``."""
+    target = node.get("_target_")
+    options = ((path.stem, OmegaConf.load(path)) for path in sorted((CONF / group).glob("*.yaml")))
+    named = (name for name, each in options if OmegaConf.select(each, "_target_") == target)
+    return f"{group}={next(named, target)}"
 
 
 def _plain(group: str) -> list[DictConfig]:

@@ -22,7 +22,7 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_class
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -44,7 +44,7 @@ FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "output_dir")
 
 
 def train(cfg: DictConfig) -> tuple[Score, float]:
-    """Fit and test what ``cfg`` describes.
+    """Fit and test what ``cfg`` describes; with ``test_only``, test it alone.
 
     Args:
         cfg: the composed config of ``conf/config.yaml``.
@@ -85,6 +85,8 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     trainer.callbacks[:0] = [Recorder(), Outlasted.of(cfg), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
     if cfg.get("backward"):  # beside those of the trainer, which a command line may replace
         trainer.callbacks.insert(0, build(cfg.backward))  # type: ignore[attr-defined]
+    if cfg.test_only:
+        return _scored(trainer, model, data, cfg.ckpt_path)
     refuse_idle(cfg, trainer, named())
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:
@@ -247,6 +249,17 @@ def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
         "start the whole multirun again. Use trainer.devices=1, or strategy.start_method=spawn, or one command per "
         "run: a shell loop, torchrun, or W&B agents (recipes/*/sweeps)"
     )
+
+
+def _scored(trainer: Trainer, model: Task, data: LightningDataModule, checkpoint: str | None) -> tuple[Score, float]:
+    """Test a checkpoint and print its score."""
+    if checkpoint is None:
+        raise ValueError("test_only=true: give the checkpoint, as in ckpt_path=outputs/.../epoch=9-step=990.ckpt")
+    trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    value = float(trainer.callback_metrics[model.score.metric])
+    if trainer.is_global_zero:
+        print(f"test {model.score.label} {model.score.written(value)}")
+    return model.score, value
 
 
 @rank_zero_only

@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from recipes import predict
+from recipes.train import whole_paths
 from tests.config.composing import composed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +106,7 @@ def test_command(command, capsys):
         assert "_target_: lightning_compress" in run([sys.executable, *words[1:], "--cfg", "job", "--resolve"])
     elif words[:3] == ["python", "-m", "recipes.train"]:  # the others are composed in this process
         overrides = [each for each in words[3:] if not each.startswith("-") and each != "job"]
-        assert "_target_: lightning_compress" in OmegaConf.to_yaml(composed(*overrides), resolve=True)
+        assert "_target_: lightning_compress" in OmegaConf.to_yaml(composed(*whole_paths(overrides)), resolve=True)
     elif words[:3] == ["python", "-m", "recipes.predict"]:  # where there is no such checkpoint, it says so
         assert predict.main(words[3:]) == 1
         assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
