@@ -270,10 +270,10 @@ def test_a_checkpoint_is_scored_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = ["trainer=cpu", "debug=fast"]
+    run = ["trainer=cpu", "debug=fast", "trainer.enable_checkpointing=true"]
     with pytest.raises(ValueError, match="test_only=true: give the checkpoint"):
         run_recipe(composed(*run, "test_only=true"))
-    _, trained = run_recipe(composed(*run, "trainer.enable_checkpointing=true"))
+    _, trained = run_recipe(composed(*run))
     (path,) = tmp_path.rglob("*.ckpt")
     said = capsys.readouterr().out.splitlines()[0]
     (tmp_path / "again").mkdir()
