@@ -11,7 +11,19 @@ import hydra.utils
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-__all__ = ["CONF", "TARGETS", "build", "composed", "options_of", "recipe_of", "refuse_foreign_data"]
+from recipes.cells import quoted
+
+__all__ = [
+    "CONF",
+    "TARGETS",
+    "build",
+    "by_group",
+    "composed",
+    "options_of",
+    "recipe_of",
+    "refuse_foreign_data",
+    "whole_paths",
+]
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -19,10 +31,35 @@ TARGETS = ("lightning_compress.*", "recipes.*", "lightning.pytorch.*", "torch.op
 """What a ``_target_`` may name."""
 
 
+def by_group(arguments: list[str]) -> list[str]:
+    """The command line with ``strategy.compressor``, which stands for the group ``compressor``, by that name.
+
+    Args:
+        arguments: such as ``strategy.compressor=moniqua strategy.compressor.bits=1``.
+    """
+    inner = "strategy.compressor"
+    named = {path.stem for path in (CONF / "compressor").glob("*.yaml")}
+    if not any(key == inner and value in named for key, _, value in (each.partition("=") for each in arguments)):
+        return arguments
+    starts = (f"{inner}=", f"{inner}.")
+    return [each.removeprefix("strategy.") if each.startswith(starts) else each for each in arguments]
+
+
+def whole_paths(arguments: list[str]) -> list[str]:
+    """The command line with checkpoints' names quoted: they hold a ``=``, which Hydra takes for an end.
+
+    Args:
+        arguments: such as ``ckpt_path=outputs/epoch=9-step=390.ckpt``.
+    """
+    start = "ckpt_path="
+    bare = [each.startswith(start) and "=" in each[len(start) :] and not set("'\"\\") & set(each) for each in arguments]
+    return [start + quoted(each[len(start) :]) if so else each for each, so in zip(arguments, bare, strict=True)]
+
+
 def composed(overrides: Sequence[str]) -> DictConfig:
     """The config of such a command line, with Hydra's own; what does not compose raises Hydra's own errors."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return compose("config", list(overrides), return_hydra_config=True)
+        return compose("config", whole_paths(by_group(list(overrides))), return_hydra_config=True)
 
 
 def build(cfg: DictConfig, **kwargs: Any) -> Any:

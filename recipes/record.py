@@ -175,11 +175,12 @@ def describe(score: Score, metrics: dict[str, Tensor], **facts: Any) -> dict[str
     }
 
 
-def writable(folder: str | Path) -> Path:
-    """Make a folder, and see that files can be written to it.
+def writable(folder: str | Path, *, make: bool = True) -> Path:
+    """See that files can be written to a folder, which need not be there yet.
 
     Args:
         folder: path of it.
+        make: it is made, which a file system may refuse.
 
     Returns:
         it, as an absolute path.
@@ -192,9 +193,10 @@ def writable(folder: str | Path) -> Path:
     problem = "is no folder" if not there.is_dir() else "is not writable"
     try:
         if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-            path.mkdir(parents=True, exist_ok=True)
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
             return path
-    except OSError as error:  # a file system may refuse what its permissions allow
+    except OSError as error:
         problem = f"takes no folder ({error.strerror})"
     raise ValueError(f"output folder {str(folder)!r}: {there} {problem}; choose another, as in hydra.run.dir=DIR")
 

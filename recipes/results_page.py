@@ -106,11 +106,11 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     said = [
         f"## {comparison.title}",
         comparison.note,
-        f"{_seeds(comparison)}; {some['ranks']} ranks; {some['steps']} steps; "
+        f"{_seeds(found)}; {some['ranks']} ranks; {some['steps']} steps; "
         f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
         f"{_versions(rows)}." + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
         f"The seeds of {found[0].label} differ by {max(dense) - min(dense):.2f}: less than that says nothing."
-        if dense[1:]
+        if dense[1:] and found[0].label == next(iter(comparison.methods))
         else "",
         f"    {shared}",
         "and for the other rows, in place of the compressor:" if found[1:] else "",
@@ -121,11 +121,13 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     return "\n\n".join(part for part in said if part) + "\n"
 
 
-def _seeds(comparison: Comparison) -> str:
-    seeds = ", ".join(map(str, comparison.seeds))
-    more = ", ".join(map(str, comparison.dense_seeds))
-    dense = f", and {more} of {next(iter(comparison.methods))}" if more else ""
-    return f"Seed{'s' if comparison.seeds[1:] else ''} {seeds}{dense}"
+def _seeds(found: list[Line]) -> str:
+    """Of the methods that are compared with the first one, and others of that one."""
+    first, *others = [[row["seed"] for row in line.rows] for line in found]
+    seeds = list(dict.fromkeys(seed for each in others or [first] for seed in each))
+    more = [seed for seed in first if seed not in seeds]
+    dense = f", and {', '.join(more)} of {found[0].label}" if more else ""
+    return f"Seed{'s' if seeds[1:] else ''} {', '.join(seeds)}{dense}"
 
 
 def _versions(rows: list[dict[str, str]]) -> str:

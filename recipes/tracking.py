@@ -76,10 +76,8 @@ class WandbLogger(loggers.WandbLogger):
             run = super().experiment
         except Exception as error:  # wandb raises many kinds, of its own and of others
             if not self._tries:
-                raise ValueError(
-                    f"W&B: no run can begin: {_first_line(error)}; run `wandb login`, or go on without the server: "
-                    "logger.wandb.offline=true"
-                ) from error
+                fix = "" if os.environ.get("WANDB_SWEEP_ID") else ", or go on without it: logger.wandb.offline=true"
+                raise ValueError(f"W&B: no run can begin: {_first_line(error)}; run `wandb login`{fix}") from error
             self._go_offline(f"the server refused: {_first_line(error)}")
             run = super().experiment
         for name in ("time/seconds", "comm/total_bytes_sent"):

@@ -28,8 +28,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from recipes.build import CONF, build, refuse_foreign_data
-from recipes.cells import quoted
+from recipes.build import CONF, build, by_group, refuse_foreign_data, whole_paths
 from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
@@ -85,14 +84,15 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     trainer.callbacks[:0] = [Recorder(), Outlasted.of(cfg), *([Portrait()] if watching else [])]  # type: ignore[attr-defined]
     if cfg.get("backward"):  # beside those of the trainer, which a command line may replace
         trainer.callbacks.insert(0, build(cfg.backward))  # type: ignore[attr-defined]
-    if cfg.test_only:
-        return _scored(trainer, model, data, cfg.ckpt_path)
-    refuse_idle(cfg, trainer, named())
+    if not cfg.test_only:
+        refuse_idle(cfg, trainer, named())
     settings = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     for logger in trainer.loggers:
         logger.log_hyperparams(settings)
         if isinstance(logger, WandbLogger):
             logger.log_hyperparams(choices())  # one word each, as in a sweep: compressor: topk
+    if cfg.test_only:
+        return _scored(trainer, model, data, cfg.ckpt_path)
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     go_on_writing(trainer.loggers)
     fitted = dict(trainer.callback_metrics)
@@ -111,9 +111,7 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     facts = {"recipe": model.recipe, "choices": choices(), "seed": cfg.seed, "ranks": trainer.world_size}
     result = describe(model.score, fitted | trainer.callback_metrics, **facts)
     _report(result, folder, getattr(trainer.checkpoint_callback, "best_model_path", ""))
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            logger.close()
+    _close(trainer.loggers)
     return model.score, result["score"]["value"]
 
 
@@ -126,8 +124,12 @@ def check_numbers(cfg: DictConfig) -> None:
     Raises:
         ValueError: a seed, a learning rate or a number of devices is none.
     """
-    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 1 << 32:
-        raise ValueError(f"seed={cfg.seed}: a whole number from 0 to {(1 << 32) - 1}")
+    if cfg.seed is not None and (type(cfg.seed) is not int or not 0 <= cfg.seed < 1 << 32):
+        raise ValueError(f"seed={cfg.seed}: a whole number from 0 to {(1 << 32) - 1}, or null for any")
+    if cfg.trainer.limit_test_batches == 0:
+        raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
+    if cfg.test_only and cfg.ckpt_path is None:
+        raise ValueError("test_only=true: give the checkpoint, as in ckpt_path=outputs/.../epoch=9-step=990.ckpt")
     rate = cfg.optimizer.get("lr") if cfg.get("optimizer") else None
     if rate is not None and not (isinstance(rate, int | float) and rate > 0):
         raise ValueError(f"optimizer.lr={rate}: a number above 0")
@@ -147,7 +149,7 @@ def choices() -> dict[str, Any]:
 
 
 def refuse_unwritable(arguments: list[str]) -> None:
-    """Stop a run whose folder Hydra could not make, before it tries.
+    """Make the folders of a run, or stop it: Hydra would say in a traceback that it cannot.
 
     Args:
         arguments: of the command line.
@@ -155,9 +157,14 @@ def refuse_unwritable(arguments: list[str]) -> None:
     Raises:
         ValueError: it could not.
     """
+    if any(each.startswith("-") and each not in ("-m", "--multirun") for each in arguments):  # --cfg, --help
+        return
     given = {key: value.strip("'\"") for key, _, value in (each.partition("=") for each in arguments) if key in FOLDERS}
     for folder in (given.pop("output_dir", "."), *(given.values() or ["."])):
-        writable(folder.split("${")[0] or ".")
+        if "${" in folder:  # what follows is not known yet
+            writable(os.path.dirname(folder.split("${")[0]) or ".", make=False)
+        else:
+            writable(folder)
 
 
 def refuse_unknown_choice(arguments: list[str]) -> None:
@@ -169,6 +176,8 @@ def refuse_unknown_choice(arguments: list[str]) -> None:
     Raises:
         ValueError: there is no such option.
     """
+    if any(each.startswith(("--config-dir", "-cd", "hydra.searchpath")) for each in arguments):  # which have others
+        return
     for group, _, value in (each.partition("=") for each in arguments):
         known = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
         for each in value.split(",") if known else ():
@@ -176,31 +185,6 @@ def refuse_unknown_choice(arguments: list[str]) -> None:
                 near = difflib.get_close_matches(each, known, 1)
                 meant = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(f"{group}={each}: {meant}choose from {', '.join(known)}")
-
-
-def by_group(arguments: list[str]) -> list[str]:
-    """The command line with ``strategy.compressor``, which stands for the group ``compressor``, by that name.
-
-    Args:
-        arguments: such as ``strategy.compressor=moniqua strategy.compressor.bits=1``.
-    """
-    inner = "strategy.compressor"
-    named = {path.stem for path in (CONF / "compressor").glob("*.yaml")}
-    if not any(key == inner and value in named for key, _, value in (each.partition("=") for each in arguments)):
-        return arguments
-    starts = (f"{inner}=", f"{inner}.")
-    return [each.removeprefix("strategy.") if each.startswith(starts) else each for each in arguments]
-
-
-def whole_paths(arguments: list[str]) -> list[str]:
-    """The command line with checkpoints' names quoted: they hold a ``=``, which Hydra takes for an end.
-
-    Args:
-        arguments: such as ``ckpt_path=outputs/epoch=9-step=390.ckpt``.
-    """
-    start = "ckpt_path="
-    bare = [each.startswith(start) and "=" in each[len(start) :] and not set("'\"\\") & set(each) for each in arguments]
-    return [start + quoted(each[len(start) :]) if so else each for each, so in zip(arguments, bare, strict=True)]
 
 
 def null_for_none(cfg: DictConfig | ListConfig) -> None:
@@ -251,15 +235,20 @@ def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
     )
 
 
-def _scored(trainer: Trainer, model: Task, data: LightningDataModule, checkpoint: str | None) -> tuple[Score, float]:
+def _scored(trainer: Trainer, model: Task, data: LightningDataModule, checkpoint: str) -> tuple[Score, float]:
     """Test a checkpoint and print its score."""
-    if checkpoint is None:
-        raise ValueError("test_only=true: give the checkpoint, as in ckpt_path=outputs/.../epoch=9-step=990.ckpt")
     trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
     value = float(trainer.callback_metrics[model.score.metric])
     if trainer.is_global_zero:
         print(f"test {model.score.label} {model.score.written(value)}")
+    _close(trainer.loggers)
     return model.score, value
+
+
+def _close(loggers: Sequence[Logger]) -> None:
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.close()
 
 
 @rank_zero_only

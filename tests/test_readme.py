@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from recipes import predict
-from recipes.train import whole_paths
+from recipes.build import whole_paths
 from tests.config.composing import composed
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,11 +8,9 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """The same, in mappings and lists too, of Python's own numbers and texts where they are others', as NumPy's are."""
+    """The same, in mappings and lists too, of Python's own numbers and texts where they are NumPy's."""
     if type(value) is dict:
         return {key: plain(each) for key, each in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
-    if isinstance(value, np.generic):
-        return value.item()
-    return next((kind(value) for kind in (bool, int, float, str) if isinstance(value, kind)), value)
+    return value.item() if isinstance(value, np.generic) else value

@@ -130,5 +130,5 @@ class _ReducersPlan(ExchangePlan):
         if len(carried):
             torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, whatever a rank sent
             scatter(carried[1:].mul_(self._weight), self._dense, out)
-        for span, _ in self._plans:  # sums may overflow, on all ranks alike
+        for span in [*self._dense, *(span for span, _ in self._plans)]:  # sums may overflow, on all ranks alike
             settle(out[span], flag)

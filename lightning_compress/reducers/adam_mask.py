@@ -113,7 +113,7 @@ class _Plan(ReducerPlan):
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         base, beta = self._moment.base(), self._settings.beta
         # looked at until it is so, no longer: it waits for the device
-        if self._begun != self._moment.resets and (bool(base.any()) or not len(vector)):
+        if self._begun != self._moment.resets and (bool(self._moment.committed.any()) or not len(vector)):
             self._begun = self._moment.resets
         if self._begun == self._moment.resets and self._count < len(vector):
             self._chosen(base, key)

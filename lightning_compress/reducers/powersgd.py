@@ -165,7 +165,7 @@ class _PowerSGDPlan(ReducerPlan):
         rights = _views(second, self._rights)
         with self._meter.span("encode"):
             for base in self._bases:
-                base.copy_(torch.linalg.qr(base.mT).Q.mT)
+                base.copy_(torch.linalg.qr(_about_one(base, out=base).mT).Q.mT)
             for matrix, left, right in zip(matrices, self._left, rights, strict=True):
                 torch.bmm(left, matrix, out=right)
                 _add_product(matrix, left, right, -1.0)
@@ -183,7 +183,7 @@ class _PowerSGDPlan(ReducerPlan):
                     right.addcmul_(before, (found == 0).float())
 
     def _directions(self, key: int) -> list[Tensor]:
-        """Every Q to multiply with, its rows brought to about 1, where it is of the last step's products.
+        """Every Q to multiply with, brought to about 1 where it is of the last step's products.
 
         Left as it is, P would be of the size of the gradient squared. Powers of two change no other bit.
         """
@@ -192,9 +192,14 @@ class _PowerSGDPlan(ReducerPlan):
             self._start.copy_(normal(key, len(self._start), self._start.device))
             return rights
         for right, before in zip(rights, _views(self._state.base(), self._rights), strict=True):
-            exponent = torch.linalg.vector_norm(before, math.inf, -1, keepdim=True).frexp().exponent
-            torch.ldexp(before, exponent.neg_().clamp_(-126, 126), out=right)
+            _about_one(before, out=right)
         return rights
+
+
+def _about_one(rows: Tensor, out: Tensor) -> Tensor:
+    """Rows times powers of two of their own, such that the largest element of each is about 1."""
+    exponent = torch.linalg.vector_norm(rows, math.inf, -1, keepdim=True).frexp().exponent
+    return torch.ldexp(rows, exponent.neg_().clamp_(-126, 126), out=out)
 
 
 def _rounds_products(device: torch.device) -> bool:

@@ -21,6 +21,7 @@ class EvaluatedMixin(WaitingMixin):
         ValueError: while a model is evaluated or saved, a buffer went, or took another shape.
     """
 
+    _trainer: Any
     _fitting = False
     """A fit is under way."""
     _ended = False
@@ -34,7 +35,8 @@ class EvaluatedMixin(WaitingMixin):
     def evaluated(self) -> Mapping[str, Tensor]:
         """Parameters and buffers of the model that is evaluated and saved, by name; others are the rank's own.
 
-        It is asked at most once between two attempts, on all ranks, and may communicate unless ``gives_up``.
+        It is asked at most once between two attempts, but in SWA's last epoch, on all ranks, and may communicate unless
+        ``gives_up``.
         """
 
     def replica(self) -> dict[str, Tensor]:
@@ -49,6 +51,7 @@ class EvaluatedMixin(WaitingMixin):
         """What differs from the rank's own, in the model that is evaluated."""
         if self._ended:
             return {}
+        self._swa = self._swa or self._trainer.fit_loop._skip_backward  # in the epoch after SWA's last of training
         if self._cached is None or self._swa:
             with torch.inference_mode(False), torch.no_grad():  # what is made outlives the evaluation
                 self._cached = self.evaluated()

@@ -23,7 +23,7 @@ from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.alike import check_common, differing
 from lightning_compress.strategies.evaluated import EvaluatedMixin
-from lightning_compress.strategies.meeting import ELSEWHERE, Meeting
+from lightning_compress.strategies.meeting import ELSEWHERE, END, Meeting
 from lightning_compress.strategies.refused import check_fit, without_wrapper
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
@@ -162,7 +162,6 @@ class UnwrappedMixin(EvaluatedMixin):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, or try to; then do what is due."""
         if self._trainer.fit_loop._skip_backward:  # SWA's last epoch only looks at data; its gradients are old ones
-            self._swa = True
             return closure()
         self._stepping = True
         try:
@@ -210,14 +209,21 @@ class UnwrappedMixin(EvaluatedMixin):
             self._ended = True
         self.meeting.signals.act()  # no batch follows what was agreed at the end
 
+    def _end_again(self) -> None:
+        with torch.no_grad():
+            if self._averages_weights:
+                self.meeting.agree(END)
+                self.average_model()
+            else:
+                self.finish()
+
     def teardown(self) -> None:
         """Give back what was taken for the fit."""
         if self._fitting:
             with suppress(ValueError):  # after another error
                 self._swap_back()
-            if not self._ended and not self.gives_up:  # resumed where it was to end, so that no step was left
-                with torch.no_grad():
-                    self.finish()
+            if self.attempts and not self._ended and not self.gives_up:  # resumed where it had ended: no step was left
+                self._end_again()
             self._fitting = False
             loop = self._trainer.fit_loop
             vars(loop).pop("on_run_end", None)
@@ -247,6 +253,8 @@ class UnwrappedMixin(EvaluatedMixin):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank has of its own beside the checkpoint, then the checkpoint, which rank 0 writes."""
         if self._trained and "optimizer_states" in checkpoint:
+            for name in ("optimizer_states", "lr_schedulers"):  # which are not loaded with NumPy's numbers
+                checkpoint[name] = plain(checkpoint[name])
             checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
             files, ranks, device = self.checkpoint_io, TorchCollective(), self.root_device
             tree = self._tree()

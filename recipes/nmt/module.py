@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -222,7 +222,7 @@ class TranslationModule(Task):
         sentence = " ".join(source.split())
         if not sentence:
             raise ValueError("the sentence is empty; give one, such as 'A man rides a horse.'")
-        if Path(source).is_file():
+        if os.path.isfile(source):
             raise ValueError(f"{source} is a file, and this model translates sentences: give them in quotes")
         pieces = padded([[*self.tokenizer.encode([sentence])[0], EOS]]).to(self.device)
         training = self.training

@@ -20,9 +20,8 @@ from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.strategies.local_sgd import PRESETS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
-from recipes.build import build, recipe_of, refuse_foreign_data
+from recipes.build import build, by_group, recipe_of, refuse_foreign_data
 from recipes.idle import Outlasted, refuse_idle
-from recipes.train import by_group
 from tests.config.composing import CONF, built, composed, lay_out
 from tests.helpers.sounds import write_wavdir
 

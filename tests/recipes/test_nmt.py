@@ -177,6 +177,9 @@ def test_a_checkpoint_needs_nothing_else(tmp_path: Path, monkeypatch: pytest.Mon
     assert expected == model.translate(pieces, beam=5, alpha=1.0)[0]
     with pytest.raises(ValueError, match="the sentence is empty"):
         again.predict_file(" \n")
+    with pytest.raises(ValueError, match="is a file, and this model translates sentences"):
+        again.predict_file(__file__)
+    assert again.predict_file(30 * "two hundred ") is not None  # longer than a file's name may be
     with pytest.raises(ValueError, match="knows no vocabulary"):
         TranslationModule(150, **TINY).predict_file("one")
 

@@ -129,6 +129,13 @@ def test_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.Mo
     assert sweep.main([str(other), "--out", str(tmp_path / "out")]) == 1  # a table of another sweep
 
 
+def test_cells_are_composed_as_they_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "run", lambda *_: Outcome(RESULT, None))
+    axes = {"strategy": {"value": "gossip"}, "strategy.compressor": {"value": "moniqua"}}
+    path = written(tmp_path / "s.yaml", parameters=axes | {"strategy.compressor.bits": {"values": [1, 8]}})
+    assert sweep.main([str(path), "--out", str(tmp_path / "out"), "ckpt_path=a/epoch=9-step=1.ckpt"]) == 0
+
+
 @pytest.mark.parametrize("name", ["compressor", "compressor.nosuch"])
 def test_a_cell_that_is_no_config_is_named_before_any_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from recipes.build import build
+from recipes.build import build, whole_paths
 from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import PARENT
 from recipes.record import read_result
@@ -32,7 +32,6 @@ from recipes.train import (
     refuse_multirun,
     refuse_unknown_choice,
     refuse_unwritable,
-    whole_paths,
 )
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
@@ -197,6 +196,9 @@ def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
         refuse_unwritable(["seed=1", f"hydra.run.dir='{folder}'"])
     refuse_unwritable([f"hydra.run.dir={tmp_path}/new/er"])
     refuse_unwritable(["hydra.run.dir=${oc.env:HOME}/x"])
+    refuse_unwritable([f"hydra.run.dir={tmp_path}/some/exp_${{seed}}"])
+    refuse_unwritable(["--cfg", "job", f"hydra.run.dir={tmp_path}/other"])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "new"]
     with pytest.raises(ValueError, match="is no folder"):
         refuse_unwritable([f"output_dir={folder}", f"hydra.run.dir={tmp_path}"])
     with pytest.raises(ValueError, match=r"/proc takes no folder \(.*\); choose another"):
@@ -209,6 +211,8 @@ def test_an_unknown_choice_is_one_line() -> None:
         refuse_unknown_choice(["recipe=nmt", "compressor=onebit,topkk"])
     with pytest.raises(ValueError, match="experiment=zzz: choose from alexnet"):
         refuse_unknown_choice(["experiment=zzz"])
+    for elsewhere in ("--config-dir=mine", "hydra.searchpath=[file://mine]"):
+        refuse_unknown_choice([elsewhere, "compressor=linear8"])
 
 
 def test_errors_in_a_line() -> None:

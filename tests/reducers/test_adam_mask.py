@@ -99,6 +99,19 @@ def test_everything_is_sent_again_where_the_moment_began_again():
     assert sent == [NUMEL, 301, 301, NUMEL, 301]
 
 
+def test_everything_is_sent_after_a_first_step_of_two_passes_that_was_rejected():
+    layout = Layout.of([("weight", (NUMEL,))])
+    state = State(layout, CPU, holder="shared")
+    plan = AdamMask(density=0.1).plan(layout, 0, World(LocalCollective(), CPU, Meter(CPU)), {"moment": state})
+    for rejected in (None, True, False):
+        mean = torch.empty(NUMEL)
+        plan.mean(torch.ones(NUMEL), mean, torch.empty(0), 1)
+        assert mean.count_nonzero() == NUMEL
+        state.touch()
+        if rejected is not None:
+            state.commit(torch.tensor(rejected), layout.names)
+
+
 def test_what_is_never_large_is_still_sent():
     """An element whose moment is 0 is drawn some time."""
     means, _ = walk(2, AdamMask(density=0.1, explore=0.5), 60, _quiet, exchange="auto", min_numel=1)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import FFT, QSGD, TopK
 from lightning_compress.collectives import run_threads
+from lightning_compress.core.primitives import plain
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.schedule import Progress, Schedule
 from lightning_compress.settings.settings import Settings
@@ -304,6 +306,8 @@ def test_values_of_numpy_are_saved_and_gone_on_with(tmp_path):
     torch.save(made.state_dict(), tmp_path / "state.pt")
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert again.settings.method.density == densities[2]
+    kind = Enum("Kind", {"A": "a"}, type=str)
+    assert plain({"a": [np.float32(0.5), (np.int64(3),)], "b": kind.A}) == {"a": [0.5, (3,)], "b": kind.A}
 
 
 def alone(collective):

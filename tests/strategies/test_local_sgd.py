@@ -214,15 +214,20 @@ def test_a_checkpoint_that_is_saved_after_the_fit_goes_on(pools, tmp_path):
     assert np.array_equal(first[1], second[1])
 
 
-@pytest.mark.parametrize("kind", ["diloco", "streaming"])
-def test_a_run_that_had_ended_ends_again_on_its_model(pools, tmp_path, kind):
-    for ended, again in pools[2].run(fit_again, partial(strategy, kind), str(tmp_path)):
-        assert np.array_equal(ended, again)
+@pytest.mark.parametrize(("kind", "swa"), [("diloco", False), ("streaming", False), ("diloco", True)])
+def test_a_run_that_had_ended_ends_again_on_its_model(pools, tmp_path, kind, swa):
+    ranks = pools[2].run(fit_again, partial(strategy, kind), str(tmp_path), swa)
+    for ended, again in ranks:
+        np.testing.assert_allclose(again, ended, atol=1e-6 if swa else 0)
+        assert np.array_equal(again, ranks[0][1])
 
 
-def test_the_last_checkpoint_is_of_the_model_that_swa_leaves(pools, tmp_path):
-    for ended, saved in pools[2].run(fit_with_swa, partial(strategy, "diloco"), str(tmp_path)):
+def test_what_swa_leaves_is_evaluated_in_its_epoch_and_saved_at_its_end(pools, tmp_path):
+    ranks = pools[2].run(fit_with_swa, partial(strategy, "diloco"), str(tmp_path))
+    for ended, saved, evaluated, first in ranks:
         np.testing.assert_allclose(saved, ended, atol=1e-6)
+        np.testing.assert_allclose(evaluated, first, atol=1e-6)
+        assert np.array_equal(evaluated, ranks[0][2])
 
 
 class FailsOnOne(ByStep):

@@ -197,15 +197,21 @@ def test_swa_ends_on_the_mean_of_averages_and_its_epoch_without_gradients_does_n
 
 
 def fit_with_swa(make, folder):
-    """The model that an averaging of weights leaves, and what was saved at the end of its last epoch."""
-    save = ModelCheckpoint(folder, save_last=True)
-    _, model = fit(make(), callbacks=[StochasticWeightAveraging(0.01, 2), save], max_epochs=3)
+    """The model that an averaging of weights leaves, what was saved at the end of its last epoch, and parameters.
+
+    These are what was evaluated in the middle of that epoch, and what it ended on.
+    """
+    save, watch = ModelCheckpoint(folder, save_last=True), Watch()
+    callbacks = [StochasticWeightAveraging(0.01, 2), save, watch]
+    _, model = fit(make(), Validated, callbacks=callbacks, max_epochs=3, val_check_interval=2)
     dist.barrier()
     saved = torch.load(f"{folder}/last.ckpt", weights_only=True)["state_dict"]
     assert saved.keys() == model.state_dict().keys()
-    return [
+    ends = [
         torch.cat([each.reshape(-1).float() for each in one.values()]).numpy() for one in (model.state_dict(), saved)
     ]
+    batches = len(watch.evaluated) // 8  # of a validation; twice in each of three epochs and SWA's
+    return *ends, watch.evaluated[-batches - 1], parameters(model).numpy()
 
 
 class ByStep(Validated):
@@ -233,13 +239,29 @@ def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, size):
     assert pools[size].run(_resumes, str(tmp_path)) == [[True] * 4] * size
 
 
-def fit_again(make, folder):
+def fit_again(make, folder, swa=False):
     """The model that a fit leaves, and the one that it leaves when it is resumed where it had ended."""
+
+    def more():
+        return [StochasticWeightAveraging(0.01, 2)] if swa else []
+
     save = ModelCheckpoint(folder, save_last=True)
-    _, ended = fit(make(), ByStep, callbacks=[save])
-    trainer, again = fit(make(), ByStep, resume=f"{folder}/last.ckpt")
-    assert trainer.global_step == 8
-    return parameters(ended).numpy(), parameters(again).numpy()
+    _, ended = fit(make(), ByStep, callbacks=[*more(), save], max_epochs=3)
+    trainer, again = fit(make(), ByStep, resume=f"{folder}/last.ckpt", callbacks=more(), max_epochs=3)
+    assert trainer.strategy.attempts == 12
+    return [
+        torch.cat([each.reshape(-1).float() for each in one.state_dict().values()]).numpy() for one in (ended, again)
+    ]
+
+
+def _nothing_to_do():
+    _, model = fit(max_epochs=0)
+    torch.manual_seed(1)
+    return parameters(model).equal(parameters(Net("adamw")))
+
+
+def test_a_fit_of_no_steps_changes_no_model(pools):
+    assert pools[3].run(_nothing_to_do) == [True] * 3
 
 
 def test_a_run_that_had_ended_ends_again_on_its_model(pools, tmp_path):
@@ -262,13 +284,6 @@ def _by_numpy(folder):
     content = torch.load(own, weights_only=True)
     rate = content["tree"]["optimizers"][0]["param_groups"][0]["lr"]
     torch.save(content | {"rate": np.float64(rate)}, own)
-    dist.barrier()
-    path = f"{folder}/step=4.ckpt"
-    if dist.get_rank() == 0:  # Lightning would not load it either
-        content = torch.load(path, weights_only=False)
-        for group in content["optimizer_states"][0]["param_groups"]:
-            group["lr"] = rate
-        torch.save(content, path)
     dist.barrier()
     return type(rate), _elsewhere(folder)
 

@@ -47,6 +47,21 @@ def test_replacing(dtype, device):
     assert target.equal(source)
 
 
+@pytest.mark.parametrize("rejected", [False, True])
+def test_some_parameters_are_rolled_back(rejected, device):
+    state = State(Layout.of([("a", (3,)), ("b", (5, 401)), ("c", (7,)), ("d", (1,))]), device)
+    state.pending.copy_(torch.arange(2016.0) + 1)
+    state.touch()
+    state.commit(torch.tensor(rejected, device=device), {"b", "d"})
+    kept = torch.arange(2016.0) + 1
+    assert state.committed.cpu().equal(
+        kept * torch.tensor([0.0] * 3 + [1.0] * 2005 + [0.0] * 7 + [1.0]) * (not rejected)
+    )
+    state.commit(torch.tensor(False, device=device), {"a", "c"})
+    assert state.committed[:3].tolist() == [1, 2, 3]
+    assert state.committed[-8:-1].tolist() == list(range(2009, 2016))
+
+
 def test_kernels_run_where_their_tensors_are(launched, device):
     """A main thread that never called set_device(r) rolls back the residuals of the GPU r."""
     state = State(Layout.of([("weight", (64,))]), device)
