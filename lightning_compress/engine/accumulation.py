@@ -29,6 +29,7 @@ class Accumulation:
         self._totals: dict[str, Tensor] = {}
         self._open: set[str] = set()
         self._before: dict[str, Tensor | None] = {}
+        self._zero: dict[str, Tensor] = {}
         self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters}
         self._hooks = [
             parameter.register_hook(partial(self._set_aside, name))
@@ -41,8 +42,8 @@ class Accumulation:
         parameter = self._parameters[name]()
         if parameter is None or name not in self._open or name in self._before:
             return
-        # zeros, or none, say that the user dropped the gradients of the passes before
-        self._before[name] = None if parameter.grad is None else parameter.grad.any()
+        # zeros that are not the method's, or none, say that the user dropped the gradients of the passes before
+        self._before[name] = None if parameter.grad is None else parameter.grad.any() | self._zero[name]
         parameter.grad = None
 
     def begin_step(self) -> None:
@@ -63,6 +64,10 @@ class Accumulation:
             elif (parameter := self._parameters[name]()) is None or parameter.grad is None:
                 total.zero_()
             gradient.copy_(self._totals[name])  # a parameter that this pass did not use has its output there
+
+    def made(self, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
+        """What the method made of them: all of a parameter may be 0, where it sends few elements of a group."""
+        self._zero.update((name, ~output.any()) for name, output in zip(names, outputs, strict=True))
 
     def close(self) -> None:
         """Stop watching, and give the memory back."""
@@ -109,6 +114,11 @@ class Passes:
         before = not self._seen.isdisjoint(names)
         self._seen.update(names)
         return before
+
+    def made(self, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
+        """The method made these of them."""
+        if self._sums:
+            self._sums.made(names, outputs)
 
     def next(self) -> None:
         """Another pass of the step begins."""

@@ -132,6 +132,8 @@ class Compression:
                         state.roll_back()
             with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
                 flag = group.reduce(own, self.step, self._scale(), turn)
+            if not group.averages:
+                self._passes.made(group.given, own)
             self._finite.add(flag, group.names)
             self._drift.note(self.step, group.given, own)
 

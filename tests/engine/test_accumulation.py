@@ -37,16 +37,25 @@ class TwoHeads(nn.Module):
         return sum((getattr(self, head)(hidden) - y).square().mean() for head in heads)
 
 
+class Uneven(TwoHeads):
+    """Of one of whose heads a method that takes the largest elements of all takes none in most steps."""
+
+    def forward(self, x, y, heads=("left", "right")):
+        hidden = torch.tanh(self.body(x))
+        weights = {"left": 1.0, "right": 0.1}
+        return sum(weights[head] * (getattr(self, head)(hidden) - y).square().mean() for head in heads)
+
+
 def _batch(step, part):
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + dist.get_rank())
     x = torch.randn(16, 33, generator=generator)
     return x, x @ torch.randn(33, 41, generator=torch.Generator().manual_seed(7)) / 6
 
 
-def _train(given, rate, count, synced, ddp, between=None, steps=8):
+def _train(given, rate, count, synced, ddp, between=None, steps=8, make=TwoHeads):
     """Parameters and losses of a run whose steps have several backward passes, in all of them synchronised or not."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(TwoHeads(), **ddp)
+    model = DistributedDataParallel(make(), **ddp)
     compression = attach(model, min_numel=1, **given) if given else None
     optimizer = torch.optim.SGD(model.parameters(), rate)
     losses = []
@@ -67,9 +76,9 @@ def _train(given, rate, count, synced, ddp, between=None, steps=8):
     return torch.cat([each.detach().flatten() for each in model.parameters()]), losses
 
 
-def _both(given, rate, count, ddp, steps=8):
-    one, losses = _train(given, rate, count, False, ddp, steps=steps)
-    other, _ = _train(given, rate, count, True, ddp, steps=steps)
+def _both(given, rate, count, ddp, steps=8, make=TwoHeads):
+    one, losses = _train(given, rate, count, False, ddp, steps=steps, make=make)
+    other, _ = _train(given, rate, count, True, ddp, steps=steps, make=make)
     ranks = [torch.empty_like(other) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, other)
     return float((one - other).abs().max()), all(each.equal(other) for each in ranks), losses
@@ -83,6 +92,20 @@ def test_all_passes_of_a_step_count_as_one(pools, name, size):
         assert agree
         assert difference < 1e-6
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"compressor": DGC(density=0.01), "exchange": "ok_topk"},
+        {"compressor": {"name": "topk", "density": 0.002, "scope": "group"}, "local_clip_norm": 0.1},
+    ],
+    ids=["ok_topk", "group"],
+)
+def test_zeros_that_the_method_makes_drop_no_gradients(pools, given):
+    for difference, agree, _ in pools[2].run(_both, given, 0.3, 3, {}, 20, Uneven):
+        assert agree
+        assert difference < 1e-6
 
 
 @pytest.mark.parametrize("ddp", [{"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}], ids=["view", "buckets"])

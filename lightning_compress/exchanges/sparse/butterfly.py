@@ -21,7 +21,7 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.message import MessagePlan, Section, settle
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed, added, joined, united
 from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
@@ -352,7 +352,7 @@ class _Plan(ExchangePlan):
         room = self._compact.take(out)
         if self._layers:
             self._sum(room, flag)
-        room.mul_(1 / size)
+        settle(room.mul_(1 / size), flag)
         self._compact.put(room, out)
 
     def _sum(self, room: Tensor, flag: Tensor) -> None:

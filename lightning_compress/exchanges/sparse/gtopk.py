@@ -22,7 +22,7 @@ from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.binomial import levels_of, links
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.message import MessagePlan, Section, settle
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed, added, united
 from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
@@ -102,7 +102,7 @@ class _Plan(ExchangePlan):
             total = self._down(self._up(held, vector, flag))
             self._rounds.finish()
             total.spread(room)
-        room.mul_(1 / size)
+        settle(room.mul_(1 / size), flag)
         self._compact.put(room, out)
 
     def _up(self, held: Listed, vector: Tensor, flag: Tensor) -> Listed:

@@ -20,7 +20,7 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, new_messages
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.message import MessagePlan, Section, settle
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.rounds import HEADER, Rounds, seal
 from lightning_compress.exchanges.sparse.selection import Compact, check_selective, expected_count
@@ -236,7 +236,7 @@ class DoublingPlan(ExchangePlan):
         self._plan.correlate_all(key, rank, size)
         self._plan.encode(vector, self._own[0], mix(key, rank), flag)
         self._plan.decode(self._own, out, 1.0, accumulate=False)
-        room = self._compact.take(out)
+        room = self._compact.take(out).add_(0.0)  # no -0.0, which lists leave out and whole sums keep
         with self._meter.span("encode"):
             total = SparseSum(room, self._coding)
         self._rounds.begin()
@@ -251,7 +251,7 @@ class DoublingPlan(ExchangePlan):
         if self._hops:
             self._rounds.finish()
         total.spread()
-        room.mul_(1 / size)
+        settle(room.mul_(1 / size), flag)
         self._compact.put(room, out)
 
     def _agree(self, total: SparseSum, hop: Hop, word: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
+from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, settle
 from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed
@@ -117,7 +117,7 @@ class _Plan(ExchangePlan):
             with self._meter.span("decode"):
                 _read(message, shard)
         for room in rooms:
-            room.mul_(1 / size)
+            settle(room.mul_(1 / size), flag)
 
     def _bounds(self, held: Sequence[Listed], flag: Tensor) -> list[list[int]]:
         """Where shards begin and end in each section, the same on all ranks; the flags are added up on the way."""
