@@ -95,7 +95,7 @@ def name(run: Run) -> str:
 
 
 def rows(results: dict[str, dict[str, float]], runs: list[Run]) -> list[dict[str, Any]]:
-    """A row for each method whose runs are all there: losses by rate and seed, and its best over dense's best."""
+    """A row for each method: losses by rate, where all seeds are there, and its best over dense's best."""
     found = []
     for method in dict.fromkeys(run["method"] for run in runs):
         by_rate: dict[float, list[float]] = {}
@@ -103,6 +103,8 @@ def rows(results: dict[str, dict[str, float]], runs: list[Run]) -> list[dict[str
             if run["method"] == method and name(run) in results:
                 by_rate.setdefault(run["rate"], []).append(results[name(run)]["held_out"])
                 ratio = results[name(run)]["ratio"]
+        seeds = len({run["seed"] for run in runs})
+        by_rate = {rate: losses for rate, losses in by_rate.items() if len(losses) == seeds}
         if by_rate:
             best = min(by_rate, key=lambda rate: statistics.mean(by_rate[rate]))
             row: dict[str, Any] = {"method": method, "best rate": best, "loss": statistics.mean(by_rate[best])}

@@ -45,7 +45,7 @@ class Recorder(Callback):
     """Times the training steps, and knows what rank 0 sent so far.
 
     The clock runs within training epochs, so that it has the loading of data and the exchange, and neither validation
-    nor the writing of checkpoints. Bytes are those of a strategy that tells them; else they are 0. Every
+    nor the checkpoints at an epoch's end. Bytes are those of a strategy that tells them; else they are 0. Every
     ``log_every_n_steps`` steps the loggers get ``time/seconds`` and ``time/step_ms``; loggers with a ``so_far`` mapping
     find there, after every step, ``time/seconds`` and ``comm/total_bytes_sent``. When the training ends, the figures of
     ``COSTS`` are in ``trainer.callback_metrics`` as ``run/...``, also in the process that spawned the ranks.
@@ -66,6 +66,7 @@ class Recorder(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See ``state_dict``."""
         self.seconds, self._before = state_dict["seconds"], self._before | state_dict
+        self.traffic = dict(state_dict["traffic"])  # which may be saved again before a step is made
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See from where the steps count; a run that goes on in the middle of an epoch begins none."""

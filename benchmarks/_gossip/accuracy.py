@@ -56,19 +56,20 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def _given(row: dict[str, str]) -> tuple[float, ...]:
+    return tuple(float(row[key]) for key in ("ranks", "steps", "images", "batch", "rate"))
+
+
 def show(path: Path) -> None:
-    """A table for each number of ranks and steps."""
+    """A table for all runs that differ in method and seed alone."""
     rows = list(known(path).values())
-    for ranks, steps, images in sorted({(int(row["ranks"]), int(row["steps"]), int(row["images"])) for row in rows}):
-        title = f"ResNet-20, {images:,} images of CIFAR-10, {ranks} ranks on a ring, {steps} steps"
+    for given in sorted({_given(row) for row in rows}):
+        ranks, steps, images, batch, rate = given
+        title = f"ResNet-20, {images:,.0f} images of CIFAR-10, {ranks:.0f} ranks on a ring, {steps:.0f} steps"
+        title += f" of {batch:.0f} images a rank, learning rate {rate:g}"
         table = Table("method", "test accuracy, %", "seeds", "kB a rank and step", "bytes kept", "apart", title=title)
         for method in METHODS:
-            own = [
-                row
-                for row in rows
-                if (row["method"], row["ranks"], row["steps"], row["images"])
-                == (method, str(ranks), str(steps), str(images))
-            ]
+            own = [row for row in rows if row["method"] == method and _given(row) == given]
             if own:
                 scores = [float(row["accuracy"]) for row in own]
                 spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""

@@ -68,7 +68,7 @@ def _factors(dtype: Literal["float32", "bfloat16"], rest: str = "none") -> Any:
 
 # Its bf16 hook refuses Gloo.
 PYTORCH: dict[str, Any] = {
-    "no communication": _hooked(nothing),
+    "no communication": _hooked(nothing, broadcast_buffers=False),
     "DDP": lambda module: (DistributedDataParallel(module), None),
     "PyTorch fp16": _hooked(default_hooks.fp16_compress_hook),
     "PyTorch PowerSGD 1": _power_sgd(1),

@@ -59,6 +59,7 @@ def play(arguments: dict[str, Any], counter: Path) -> dict[str, Any]:
                     before, start = int(counter.read_text()), time.perf_counter()
                     player.step(number)
                     times.append((time.perf_counter() - start) / arguments["factor"])
+                    dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
                     sent.append(int(counter.read_text()) - before)
             found["ms"][label] = 1e3 * statistics.median(times[WARM:])
             found["wire_bytes"][label] = statistics.median(sent[WARM:])

@@ -184,17 +184,18 @@ class SpeechData(LightningDataModule):
                         f"training part, {alphabet.characters!r}; correct it, or train on it too"
                     )
         parts = {part: Utterances(found[part], self.features, alphabet) for part in PARTS}
-        count, short = len(parts["train"]), parts["train"].too_short()
+        count = len(parts["train"])
         if count < self.batch_size * self._ranks:
             raise ValueError(
                 f"{count} training utterances for {self._ranks} ranks of data.batch_size={self.batch_size}: not one "
                 "full step; lower data.batch_size, or add utterances"
             )
-        if short:
-            rank_zero_warn(
-                f"{short} of {count} training utterances are shorter than their text, and teach nothing: check the "
-                f"manifest, or lower data.frames={self.features.frames}"
-            )
+        for part, utterances in parts.items():
+            if short := utterances.too_short():
+                rank_zero_warn(
+                    f"{short} of {len(utterances)} {part} utterances are shorter than their text, and count as a loss "
+                    f"of 0: check the manifest, or lower data.frames={self.features.frames}"
+                )
         self.parts = parts
 
     @property

@@ -21,7 +21,7 @@ class SpeechLSTM(nn.Module):
         symbols: what can be written, and the blank.
         layers: 3 to 5 in the literature, at least 1.
         hidden: units per direction and layer.
-        dropout: between layers, in [0, 1).
+        dropout: after each layer, the last one too, in [0, 1).
 
     Raises:
         ValueError: a value is out of its range.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class SpeechModule(Task):
         alphabet: the characters that can be written, as the data says.
         layers: LSTM layers.
         hidden: units per direction and layer.
-        dropout: between layers, in [0, 1).
+        dropout: after each layer, the last one too, in [0, 1).
         beam: prefixes that the search keeps in tests and predictions; 1: the likeliest path, as in validation.
         optimizer: see :class:`~recipes.task.Task`, as all that is not named here.
         batch_size: utterances per rank and step.
@@ -78,7 +79,7 @@ class SpeechModule(Task):
         self.alphabet = Alphabet(alphabet)
         self.beam = beam
         self.model = SpeechLSTM(features, len(self.alphabet), layers=layers, hidden=hidden, dropout=dropout)
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = MeanMetric(nan_strategy=math.inf), MeanMetric(nan_strategy=math.inf)
         self.val_wer, self.test_wer = WordErrorRate(), WordErrorRate()
         self.val_cer, self.test_cer = CharErrorRate(), CharErrorRate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -120,7 +121,7 @@ class TranslationModule(Task):
         self.label_smoothing = label_smoothing
         self.beam, self.alpha = beam, alpha
         self.val_sentences = val_sentences
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = MeanMetric(nan_strategy=math.inf), MeanMetric(nan_strategy=math.inf)
         self.translated: list[Translated] = []
         self._tokenizer: Tokenizer | None = None
 

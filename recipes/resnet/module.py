@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -44,7 +45,7 @@ class Classifier(Task):
     def __init__(self, model: nn.Module, num_classes: int, **settings: Any) -> None:
         super().__init__(**settings)
         self.model = model
-        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        self.val_loss, self.test_loss = MeanMetric(nan_strategy=math.inf), MeanMetric(nan_strategy=math.inf)
         tops = {"acc": 1} | ({"top5": 5} if num_classes > 5 else {})
         self.val_metrics, self.test_metrics = (
             nn.ModuleDict(

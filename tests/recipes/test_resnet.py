@@ -129,6 +129,16 @@ def test_only_weights_decay() -> None:
     assert len(parameter_groups(model, decay_norm=True)) == 1
 
 
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+@pytest.mark.parametrize("stage", ["validation", "test"])
+def test_a_loss_that_is_no_number_is_not_left_out(stage: str) -> None:
+    model = ResNetModule(depth=8, num_classes=10)
+    images = torch.randn(4, 3, 32, 32)
+    for bad in (False, True):
+        getattr(model, f"{stage}_step")((images * (math.nan if bad else 1.0), torch.arange(4)), 0)
+    assert math.isinf(model.val_loss.compute() if stage == "validation" else model.test_loss.compute())
+
+
 def test_mean_of_the_ranks_is_the_minibatch() -> None:
     torch.manual_seed(0)
     module = ResNetModule(8, in_channels=1).eval()  # batch norm off
