@@ -222,9 +222,7 @@ def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Col
     Raises:
         ValueError: it is missing, damaged, of another save, of another method or of another number of ranks.
     """
-    checked, before = _manifest(manifest, [method])
-    if before != ranks.size:
-        raise ValueError(f"the checkpoint is of {before} ranks, and this run has {ranks.size}")
+    checked, _ = _manifest(manifest, [method], ranks.size)
     place, save = _place(path, checked)
     content, own = _content(files, f"{place}{ranks.rank}.pt", save), f"{place}{ranks.rank}.pt"
     tree = content.get("tree")
@@ -242,13 +240,15 @@ def moved(tree: Any, device: torch.device) -> Any:
     return tree.to(device) if isinstance(tree, torch.Tensor) else tree
 
 
-def _manifest(manifest: object, methods: Sequence[str]) -> tuple[Mapping[str, Any], int]:
-    """A checkpoint's manifest, and of how many ranks it is."""
+def _manifest(manifest: object, methods: Sequence[str], size: int | None = None) -> tuple[Mapping[str, Any], int]:
+    """A checkpoint's manifest, and of how many ranks it is; which must be ``size``, unless that is None."""
     if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
         raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
     theirs, before = manifest.get("method"), manifest.get("world_size")
     if not isinstance(theirs, str) or type(before) is not int or not 0 < before <= MOST_RANKS:
         raise ValueError("the checkpoint's manifest is damaged")
+    if size not in (None, before):
+        raise ValueError(f"the checkpoint is of {before} ranks, and this run has {size}")
     if theirs not in methods:
         raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {methods[0]}")
     return manifest, before
