@@ -43,7 +43,7 @@ class Accumulation:
         if parameter is None or name not in self._open or name in self._before:
             return
         # zeros that are not the method's, or none, say that the user dropped the gradients of the passes before
-        self._before[name] = None if parameter.grad is None else parameter.grad.any() | self._zero[name]
+        self._before[name] = None if parameter.grad is None else parameter.grad.any() | self._zero.get(name, False)
         parameter.grad = None
 
     def begin_step(self) -> None:
