@@ -21,7 +21,7 @@ import yaml
 from recipes.lineage import start_lineage
 from recipes.record import FILE, read_result
 
-__all__ = ["Cell", "Outcome", "Sweep", "overrides", "quoted", "read_sweep", "run", "spelled"]
+__all__ = ["Cell", "Outcome", "Sweep", "nearest", "overrides", "quoted", "read_sweep", "run", "spelled"]
 
 Cell = dict[str, Any]
 """One value for each parameter of a sweep."""
@@ -151,11 +151,16 @@ def read_sweep(path: Path, *, count: int | None = None, seed: int | None = None)
     )
 
 
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A question that names what is written most like it; empty where nothing is."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
 def _known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            meant = nearest(str(key), known) or f"choose from {', '.join(known)}"
             raise ValueError(f"{where}unknown key {key!r}; {meant}")
 
 

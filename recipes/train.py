@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import os
 import re
 import shlex
@@ -29,6 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from recipes.build import CONF, build, by_group, refuse_foreign_data, whole_paths
+from recipes.cells import nearest
 from recipes.idle import Outlasted, refuse_idle
 from recipes.lineage import start_lineage
 from recipes.portrait import Portrait
@@ -182,9 +182,8 @@ def refuse_unknown_choice(arguments: list[str]) -> None:
         known = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
         for each in value.split(",") if known else ():
             if re.fullmatch(r"[\w-]+", each) and each not in known:
-                near = difflib.get_close_matches(each, known, 1)
-                meant = f"did you mean {near[0]}? " if near else ""
-                raise ValueError(f"{group}={each}: {meant}choose from {', '.join(known)}")
+                said = f"{nearest(each, known)} choose from {', '.join(known)}".lstrip()
+                raise ValueError(f"{group}={each}: {said}")
 
 
 def null_for_none(cfg: DictConfig | ListConfig) -> None:

@@ -129,6 +129,8 @@ class _ReducersPlan(ExchangePlan):
             plan.mean(vector[span], out[span], self._nothing if number else carried, mix(key, number))
         if len(carried):
             torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, whatever a rank sent
-            scatter(carried[1:].mul_(self._weight), self._dense, out)
-        for span in [*self._dense, *(span for span, _ in self._plans)]:  # sums may overflow, on all ranks alike
+            means = carried[1:].mul_(self._weight)
+            settle(means, flag)  # sums may overflow, on all ranks alike
+            scatter(means, self._dense, out)
+        for span, _ in self._plans:
             settle(out[span], flag)
