@@ -213,3 +213,16 @@ def test_a_numba_that_cannot_be_imported_is_as_none_and_said_once(monkeypatch):
         assert len(warned) == 1
     finally:
         kernels._installed.cache_clear()
+
+
+def _doubled(numbers):
+    return 2 * numbers
+
+
+def test_where_no_folder_can_be_written_to_loops_are_compiled_in_every_process(monkeypatch):
+    compilers = pytest.importorskip("lightning_compress.kernels.numba")
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
+    compilers._warn.cache_clear()
+    with pytest.warns(UserWarning, match="set NUMBA_CACHE_DIR to a folder that can be written to"):
+        compiled = compilers.kernel(_doubled)
+    assert compiled(np.ones(3)).tolist() == [2, 2, 2]

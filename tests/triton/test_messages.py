@@ -92,3 +92,30 @@ def test_the_same_bytes_as_on_a_cpu(given, layout, device, by):
         assert actual.cpu().equal(expected)
     fast.decode(got[:0], actual, 1.0, accumulate=False)
     assert not actual.any()
+
+
+@pytest.mark.parametrize("name", ["range_float", "fft"])
+def test_a_sample_of_zeros(name, device, by):
+    vector = torch.zeros(20 * 64)
+    vector[64:128] = torch.randn(64, generator=torch.Generator().manual_seed(0))  # the second block is in no sample
+    messages = []
+    for kernels, where in (("auto", CPU), ("triton", device)):
+        by(kernels)
+        plan = _plan({"name": name, "block": 64}, Layout.of([("weight", vector.shape)]), where)
+        messages.append(torch.empty(plan.message_size, dtype=torch.uint8, device=where))
+        plan.encode(vector.to(where, copy=True), messages[-1], 0)
+    assert _bits(messages[1]).equal(messages[0])
+    assert messages[0][:4].view(torch.int32) > 0
+
+
+@pytest.mark.parametrize("name", ["qsgd", "onebit", "terngrad"])
+def test_one_row_of_any_length_is_decoded(name, device, by):
+    by("triton")
+    plan = _plan({"name": name}, LAYOUTS["odd"], device)
+    before = torch.randn(plan.layout.numel, device=device)
+    vector, message = before.clone(), torch.zeros(1, plan.message_size, dtype=torch.uint8, device=device)
+    assert message.stride(0) % 4
+    plan.encode(vector, message[0], 3)
+    decoded = torch.empty_like(vector)
+    plan.decode(message, decoded, 1.0, accumulate=False)
+    assert (decoded + vector).allclose(before, atol=1e-6)

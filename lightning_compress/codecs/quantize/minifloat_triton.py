@@ -57,11 +57,10 @@ def encode(numbers, shift, half, below, positive, negative):
 
 @triton.jit
 def error(numbers, shift, half, below, positive, negative):
-    """By how much codes miss what of float32 ``[ROWS, n]`` lies in their range: magnitudes, either sign."""
+    """By how much codes miss float32 ``[ROWS, n]``: magnitudes, either sign."""
     pattern = numbers.to(tl.int32, bitcast=True)
-    most = tl.where(pattern < 0, negative, positive)
-    magnitude = tl.minimum(pattern & 0x7FFFFFFF, tl.where(most > 0, below + (most << shift), 0))
-    level = _level(magnitude, shift, half, below, most)
+    magnitude = pattern & 0x7FFFFFFF
+    level = _level(magnitude, shift, half, below, tl.where(pattern < 0, negative, positive))
     return magnitude.to(tl.float32, bitcast=True) - value(level, shift, below)
 
 
@@ -93,6 +92,8 @@ def _level(magnitude, shift, half, below, most):
 def best(errors, SAMPLE: tl.constexpr, TRIED: tl.constexpr):
     """The bits of mantissa, 0 to ``TRIED - 1``, with the least error on all rows of a sample, the fewest among equals.
 
+    Where none has an error, as of zeros, ``TRIED - 3``; see ``minifloat.best_mantissa``.
+
     Args:
         errors: where sums of squares stand, float64 ``[SAMPLE, TRIED]``, at most 8 and 16.
         SAMPLE: rows.
@@ -101,7 +102,7 @@ def best(errors, SAMPLE: tl.constexpr, TRIED: tl.constexpr):
     row, mantissa = tl.arange(0, 8)[:, None], tl.arange(0, 16)[None, :]
     found = tl.load(errors + row * TRIED + mantissa, mask=(row < SAMPLE) & (mantissa < TRIED), other=0.0)
     total = tl.where(tl.arange(0, 16) < TRIED, tl.sum(found, axis=0), float("inf"))
-    return tl.argmin(total, axis=0).to(tl.int32)
+    return tl.where(tl.sum(found) > 0, tl.argmin(total, axis=0), max(0, TRIED - 3)).to(tl.int32)
 
 
 @triton.jit

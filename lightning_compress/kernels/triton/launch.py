@@ -48,7 +48,10 @@ def width_of(count: int) -> int:
 
 def float_view(message: Tensor, start: int, count: int) -> Tensor:
     """``count`` float32 numbers of a message (uint8), or of each row of messages, from the byte ``start`` on."""
-    return message[..., start : start + 4 * count].view(torch.float32)
+    part = message[..., start : start + 4 * count]
+    if part.dim() == 2 and len(part) == 1:  # whose stride, any number of bytes, torch would look at
+        return part[0].view(torch.float32)[None]
+    return part.view(torch.float32)
 
 
 @triton.jit

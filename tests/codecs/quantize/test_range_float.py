@@ -21,13 +21,27 @@ def test_32_bits_lose_nothing(kind: str) -> None:
     assert not residual.any()
 
 
-@pytest.mark.parametrize("bits", [4, 8, 10])
-def test_automatic_mantissa_is_the_best_one(bits: int) -> None:
-    vector = make("normal", 1024)
+def one_sided(numel: int) -> torch.Tensor:
+    """Small of one sign and one large of the other, as in the gradient of a classifier's head."""
+    return (-make("normal", numel).abs()).index_fill_(0, torch.tensor([7]), 100.0)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8, 10])
+@pytest.mark.parametrize("vector", [make("normal", 1024), one_sided(1024)], ids=["normal", "one-sided"])
+def test_automatic_mantissa_is_the_best_one(bits: int, vector: torch.Tensor) -> None:
     errors = [float(trip(RangeFloat(bits, m), vector)[1].norm()) for m in range(bits - 1)]
     _, residual, message = trip(RangeFloat(bits), vector)
     assert mantissa(message) == errors.index(min(errors))
     assert float(residual.norm()) == min(errors)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_sample_of_zeros_takes_the_mantissa_of_normal_data(bits: int) -> None:
+    normal = make("normal", 4096)
+    _, _, expected = trip(RangeFloat(bits, block=4096), normal)
+    embedding = torch.cat([torch.zeros(4096), normal, torch.zeros(7 * 4096)])  # most rows are not in this batch
+    _, _, message = trip(RangeFloat(bits, block=4096), embedding)
+    assert abs(mantissa(message) - mantissa(expected)) <= 1
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "huge", "lopsided"])
