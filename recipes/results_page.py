@@ -17,9 +17,10 @@ HEAD = """# Recipes: quality against bytes
 
 Made by `make results`, from the CSV files beside it; do not edit. In each table all runs have the same steps; "- dense"
 is the mean over seeds of the score minus dense's of the same seed. The loss is that of the last validation, mean over
-seeds, and what it has over dense's. Bytes are what each rank sends per step; the ratio is what float32 would send over
-them. Steps were timed on one machine, where nothing is gained by sending less: what compression saves on a network is
-in [results](../results.md). Commands leave out where the data is (`data.root=...`).
+seeds, and what it has over dense's of the same seed. Bytes are what each rank sends per step; the ratio is what float32
+would send over them. Steps were timed on one machine, where nothing is gained by sending less, some beside other work:
+what compression saves on a network is in [results](../results.md). Commands leave out where the data is
+(`data.root=...`).
 """
 COLORS = (
     *("#000000", "#1f77b4", "#17becf", "#9467bd", "#d62728", "#8c564b", "#ff7f0e", "#2ca02c", "#98df8a", "#e377c2"),
@@ -109,7 +110,7 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
         f"{_seeds(found)}; {some['ranks']} ranks; {some['steps']} steps; "
         f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
         f"{_versions(rows)}." + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
-        f"The seeds of {found[0].label} differ by {max(dense) - min(dense):.2f}: less than that says nothing."
+        f"The seeds of {found[0].label} differ by {max(dense) - min(dense):.2f}: differences of that order say nothing."
         if dense[1:] and found[0].label == next(iter(comparison.methods))
         else "",
         f"    {shared}",

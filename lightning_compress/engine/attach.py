@@ -50,7 +50,7 @@ def attach(
         scale: returns what the loss is multiplied by (``lambda: scaler._scale`` with a GradScaler), so that residuals
             survive a change of it; None where there is no scaler.
         optimizer: the model's, one or several, on which ``error_feedback`` depends where that is left to the method; it
-            need not be given, and then is what it is with SGD.
+            need not be given, and then every biased method keeps a full residual.
         **settings: ``error_feedback`` and the others of ``CompressedDDPStrategy``, from ``warmup_steps``
             to ``check_drift_every``; but for those on checkpoints, ``state`` and ``strict_state``. Where a schedule
             goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins.
@@ -67,7 +67,7 @@ def attach(
     if chosen.asks and not optimizers:
         raise ValueError(
             "error_feedback='auto' depends on the optimizer; give it as attach(..., optimizer=optimizer), or leave "
-            "error_feedback out for what goes with SGD"
+            "error_feedback out for a full residual where the method is biased"
         )
     checks.check_ddp(ddp)
     if chosen.schedule.by_epoch and not settings.get("schedule") and TorchCollective(ddp.process_group).rank == 0:

@@ -124,7 +124,8 @@ class CompressedDDPMixin(WaitingMixin):
                 f"{coarse[0]} with {adaptive[0]} trains worse than without compression: adaptive learning rates do not "
                 f"go with so coarse a method. {errors} Use compressor='rotated', which costs nothing; or "
                 "LocalSGDStrategy(sync_every=8, compressor='rotated'), which sends half a bit a parameter and step, of "
-                "what Adam changed; or 'onebit_adam', which is Adam itself; or SGD with momentum."
+                "what Adam changed; or 'onebit_adam', which takes Adam's place (give it torch.optim.SGD); or SGD with "
+                "momentum."
             )
 
     def _watch_clipping(self) -> None:
@@ -312,7 +313,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             sent and what is kept then add up in units of updates (Stich et al., NeurIPS 2018), not of gradients. Where
             a learning rate is 0, the residual waits. For SGD, with which updates are in proportion to the rate.
         residual_dtype: "bfloat16" halves what the residual costs, from 8 to 4 bytes a parameter, for some time: it is
-            rounded at random, so that small gradients still add up.
+            rounded at random, so that small gradients still add up. It asks for a full residual, as the two before do:
+            ``onebit`` and ``efsign`` then do without LoCo.
         local_clip_norm: clip gradients on each rank before they are compressed, to this norm times the square root of
             the number of ranks, so that the mean of independent gradients is clipped to about this norm. The Trainer's
             ``gradient_clip_val`` clips the mean, after; it is refused where the optimizer is given steps and no mean of

@@ -357,7 +357,7 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
         evaluate: what is evaluated and saved in checkpoints: "anchor", what the ranks had in common last, which costs
             some bytes a frozen tensor, to see that it is the same; or "mean", the mean of the replicas as they are,
             made once between two steps.
-        error_feedback: see ``CompressedDDPStrategy``.
+        error_feedback: as there, but None and "auto" do not look at the optimizer: on for biased methods, else off.
         warmup_rounds: rounds in float32 before compression begins.
         min_numel: see ``CompressedDDPStrategy``.
         exclude: likewise.

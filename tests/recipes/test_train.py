@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -396,6 +397,17 @@ def test_heads_are_of_the_transformer() -> None:
     with pytest.raises(ValueError, match=r"recipe\.heads has no effect: the LSTM's attention has one"):
         refuse_idle(cfg, trainer, ["recipe.model", "recipe.heads"])
     refuse_idle(composed("trainer=cpu", "recipe=nmt"), trainer, ["recipe.heads"])
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *ROOT.glob("recipes/*/README.md")], ids=lambda page: page.parent.name
+)
+def test_what_a_page_shows_has_an_effect(page: Path) -> None:
+    commands = re.findall(r"^python -m recipes\.train (.*?)(?:  #|$)", page.read_text(), flags=re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        cfg = composed(*whole_paths([each for each in shlex.split(command) if "=" in each]))
+        refuse_idle(cfg, build(cfg.trainer))
 
 
 @pytest.mark.parametrize(
