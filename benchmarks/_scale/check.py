@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.auto import THROUGH
 from lightning_compress.exchanges.composite import encoded
-from lightning_compress.exchanges.cost import Link, Speeds, backward_seconds, device_seconds, wire_seconds
+from lightning_compress.exchanges.cost import Link, Speeds, device_seconds, wire_seconds
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.settings import Settings
 
@@ -105,6 +106,22 @@ def predict(
         device_s = device_seconds(plan.cost, work, copy_s) + (0 if plan.straight else THROUGH * copy_s * numel)
         costs.append((backward_s, device_s, wire_seconds(plan.cost, link)))
     return computing_s * (1 - BACKWARD) + backward_seconds(costs, overlaps=settings is None)
+
+
+def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:
+    """Time from the beginning of backward until all means are there.
+
+    Args:
+        buckets: of each in its order, seconds of backward until it is ready after the one before, seconds that the
+            device encodes and decodes it, seconds that it travels.
+        overlaps: backward goes on while messages travel (a stream of its own); else it waits for them.
+    """
+    computed = arrived = 0.0
+    for backward_s, device_s, wire_s in buckets:
+        computed += backward_s + device_s
+        arrived = max(arrived, computed) + wire_s  # one after the other; what comes last has nothing to hide behind
+        computed = computed if overlaps else arrived
+    return max(computed, arrived)
 
 
 def compare(ranks: int, rate: str, model: str, steps: int) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class BF16(Cast):
 class Narrow(Dense):
     """What stays dense of a model of 16 bits: its gradients in their own dtype, which loses nothing.
 
+    But where the transport adds up float16, of magnitudes above ``65504 / summands``.
+
     Args:
         cast: the format of the gradients.
     """
@@ -137,6 +139,10 @@ class Narrow(Dense):
     def limit(self, summands: int) -> float:
         """See ``Cast.limit``."""
         return self.cast.limit(summands)
+
+    def refined(self, ranks: int) -> Codec:
+        """See ``Codec.refined``: a sum of float16 may pass the largest."""
+        return Dense() if ranks > 1 and isinstance(self.cast, FP16) else self
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Cast.plan``."""

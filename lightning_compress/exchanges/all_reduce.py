@@ -30,8 +30,8 @@ MOST = 8
 class AllReduce(Exchange):
     """One all-reduce per dtype in the message; a rank sends ``2 (W - 1) / W`` messages.
 
-    Only for methods whose messages may be summed: none, fp16, bf16. What the transport's own additions round off is
-    no rank's residual: for a cast only the local half of the conservation law holds.
+    Only for methods whose messages may be summed: none, fp16, bf16, randomk. What the transport's own additions round
+    off is no rank's residual: for a cast only the local half of the conservation law holds.
     """
 
     def check(self, codec: Codec) -> None:

@@ -72,7 +72,7 @@ class Auto(Exchange):
         link: what it is, as a mapping of ``latency_s`` and ``bytes_per_s``; then nothing is measured, and codecs are
             taken for good ones on a CPU. None: measured.
         node_size: ranks of a node, which are neighbours in the order of ranks; 1: nodes do not matter; None: those with
-            the same host name.
+            the same host name, or with ``link``, or in a run that is ``deterministic``, 1: name it there.
 
     Raises:
         ValueError: a setting is none of these.
@@ -129,10 +129,19 @@ class Auto(Exchange):
             self._measured.look(sums, collective, world, device, self.node_size)
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
-        """See ``Exchange.plan``."""
+        """See ``Exchange.plan``.
+
+        Raises:
+            ValueError: the ranks are more than ``node_size``, and no multiple of it.
+        """
         collective = world.collective
         if collective.size == 1:
             return _dense(sections, world)
+        if self.node_size and collective.size > self.node_size and collective.size % self.node_size:
+            raise ValueError(
+                f"Auto(node_size={self.node_size}): it must divide the {collective.size} ranks; set it to the ranks of "
+                "each node, to 1 where nodes do not matter, or to null"
+            )
         self.measure(codecs_of(sections), collective, collective, world.device)
         choice = self._best(sections, world)
         if collective.rank == 0 and world.device != META:

@@ -49,7 +49,7 @@ def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec
         )
     codec = build(f"{exchange}(sums=...)", sums, CODECS, (Codec,))
     assert isinstance(codec, Codec)
-    if codec.sparse or not codec.repeatable:
+    if codec.sparse or codec.sent_share < 1 or not codec.repeatable:
         raise ValueError(f"{exchange}(sums={codec}): sums are encoded once more, in full; use rotated or qsgd")
     if codec.correlated:
         raise ValueError(
@@ -60,11 +60,25 @@ def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec
 
 
 def of_sums(sections: Sequence[Section], ranks: int, sums: object) -> list[Section]:
-    """The sections by the codecs that encode sums of so many ranks; ``sums`` is what ``read_sums`` made."""
-    if isinstance(sums, Codec):
-        coarse = [ranks > 1 and not isinstance(each.method, Dense) for each in sections]
-        return [replace(each, method=sums) if by else each for each, by in zip(sections, coarse, strict=True)]
-    return [replace(each, method=each.codec_of_sums(ranks)) if sums == "refined" else each for each in sections]
+    """The sections by the codecs that encode sums of so many ranks; ``sums`` is what ``read_sums`` made.
+
+    Raises:
+        ValueError: a biased codec is to encode sums of a section that keeps nothing of what is not sent.
+    """
+    return [_of_sum(each, ranks, sums) for each in sections]
+
+
+def _of_sum(section: Section, ranks: int, sums: object) -> Section:
+    if ranks == 1 or sums == "refined" or isinstance(section.method, Dense):
+        return replace(section, method=section.codec_of_sums(ranks))
+    if not isinstance(sums, Codec):
+        return section
+    if sums.contractive and not sums.safe_with_adam and not section.fed_back:
+        raise ValueError(
+            f"sums={sums}: what it leaves of a sum would be lost, as {section.method} goes without error feedback; use "
+            "rotated or qsgd for sums, or error_feedback=True"
+        )
+    return replace(section, method=sums)
 
 
 class ExchangePlan(ABC):

@@ -65,7 +65,7 @@ class Binomial(Exchange):
     small messages, and leaders of nodes. Every rank encodes once, the whole vector; what that leaves of its sum stays
     in its own vector, so that nothing is lost. A number is encoded up to ``1 + log2 W`` times on its way (``two_shot``:
     twice), and what is left of it may wait on another rank than the one that sent it: sparse methods drop what others
-    selected, which is another algorithm, and methods with a momentum of their own (``dgc``) are refused. ``auto`` never
+    selected, which is another algorithm, and ``dgc`` with masking is refused. ``auto`` never
     chooses it.
 
     The noise of unbiased methods averages out over the ranks, but for that of encoding sums: a sum of m ranks is
@@ -73,7 +73,8 @@ class Binomial(Exchange):
     times that of ``all_gather``.
 
     Args:
-        sums: "refined": more bits for the sums of unbiased methods, the more ranks they are of; "same": those of what
+        sums: "refined": more bits for the sums of unbiased methods, and of ``fft`` and ``dct``, the more ranks they are
+            of; "same": those of what
             a rank sends; or a codec for all sums.
 
     Raises:

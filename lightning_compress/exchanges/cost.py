@@ -132,16 +132,13 @@ def wire_seconds(cost: Cost, link: Link, inside: Link | None = None, sharing: in
     return waits + outward + inward
 
 
-def device_seconds(
-    cost: Cost, work: Work, copy_s: float = 0.0, crowding: float = 1.0, sums: Work | None = None
-) -> float:
+def device_seconds(cost: Cost, work: Work, copy_s: float = 0.0, sums: Work | None = None) -> float:
     """Time that the rank's device encodes and decodes, and can do nothing else.
 
     Args:
         cost: of the exchange.
         work: elements and speeds, of each section.
         copy_s: seconds per element that is copied.
-        crowding: ranks that share a core, 1 or more.
         sums: the same of the codecs that encode sums; None: by the same ones.
     """
     once = 0.0
@@ -153,7 +150,7 @@ def device_seconds(
         once += numel * (cost.decodes - cost.sum_decodes) * speeds.decode_s  # grows with the messages that arrive
         once += numel * cost.copies * copy_s  # what stays float32 passes through memory all the same
         once += cost.calls * speeds.start_s  # a shard of its own is a call of its own
-    return once * max(1.0, crowding)
+    return once
 
 
 def step_seconds(
@@ -163,11 +160,9 @@ def step_seconds(
     inside: Link | None = None,
     sharing: int = 1,
     copy_s: float = 0.0,
-    crowding: float = 1.0,
-    hidden_s: float = 0.0,
     sums: Work | None = None,
 ) -> float:
-    """What one exchange adds to a step.
+    """What one exchange adds to a step, if none of it is hidden behind backward.
 
     Args:
         cost: of the exchange.
@@ -176,29 +171,9 @@ def step_seconds(
         inside: likewise.
         sharing: likewise.
         copy_s: see ``device_seconds``.
-        crowding: see ``device_seconds``.
-        hidden_s: seconds of backward that are left while messages travel; 0 for the last bucket.
         sums: see ``device_seconds``.
     """
-    exposed = max(0.0, wire_seconds(cost, link, inside, sharing) - hidden_s)
-    # Encoding takes the device from backward: nothing of it is hidden.
-    return device_seconds(cost, work, copy_s, crowding, sums) + exposed
-
-
-def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:
-    """Time from the beginning of backward until all means are there.
-
-    Args:
-        buckets: of each in its order, seconds of backward until it is ready after the one before, seconds that the
-            device encodes and decodes it, seconds that it travels.
-        overlaps: backward goes on while messages travel (a stream of its own); else it waits for them.
-    """
-    computed = arrived = 0.0
-    for backward_s, device_s, wire_s in buckets:
-        computed += backward_s + device_s
-        arrived = max(arrived, computed) + wire_s  # one after the other; what comes last has nothing to hide behind
-        computed = computed if overlaps else arrived
-    return max(computed, arrived)
+    return device_seconds(cost, work, copy_s, sums) + wire_seconds(cost, link, inside, sharing)
 
 
 def link_of(given: object) -> Link:

@@ -6,6 +6,7 @@ owner's own shard enters raw, and what the second encode leaves stays in that sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -36,6 +37,9 @@ from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.refusal import Refusal
 from lightning_compress.kernels import Summands
+
+LARGEST = torch.finfo(torch.float32).max
+"""Of a history: an infinite one would hold an element still for ever."""
 
 
 class OwnerAdaGrad:
@@ -75,7 +79,7 @@ class OwnerAdaGrad:
         for piece in self._pieces:
             values, history = vector[piece], self._history.pending[piece]
             values.div_(self._collective.size)
-            torch.addcmul(old[piece], values, values, out=history)
+            torch.addcmul(old[piece], values, values, out=history).clamp_(max=LARGEST)
             root = torch.sqrt(history, out=self._root[: len(values)])
             values.div_(root.add_(self._eps)).add_(left[piece])
 
@@ -107,7 +111,8 @@ class TwoShot(Exchange):
     sums are encoded by a finer codec: with half of log2 of the ranks more bits, 5 for the 4 of ``rotated`` and ``qsgd``
     at 4 ranks and 6 at 8 and 16 (``Codec.refined``). Then the variance at 8 ranks is at most twice that of
     ``all_gather``; with ``sums="same"`` it is 8 times that, for a fifth fewer bytes. Methods with error feedback encode
-    both alike: what the second stage leaves is fed back.
+    both alike, since what the second stage leaves is fed back; but ``fft`` and ``dct``, of whose coefficients more are
+    kept.
 
     With ``adagrad`` the owner of a shard does AdaGrad on the mean in full precision, before it is encoded again::
 
@@ -122,9 +127,9 @@ class TwoShot(Exchange):
 
     Args:
         adagrad: what is added to the root of the history, above 0 (1e-8 is usual), or None for no AdaGrad.
-        sums: "refined": more bits for the second stage of unbiased methods, and of biased ones whose errors are not fed
-            back in full; "same": those of the first; or a codec for the second stage whatever the first one is, such as
-            ``{"name": "rotated", "bits": 4}``.
+        sums: "refined": more bits for the second stage of unbiased methods, of ``fft`` and ``dct``, and of biased ones
+            whose errors are not fed back in full; "same": those of the first; or a codec for the second stage whatever
+            the first one is, such as ``{"name": "rotated", "bits": 4}``; a biased one only with error feedback.
 
     Raises:
         ValueError: adagrad is no such number, or sums is none of these.
@@ -138,7 +143,11 @@ class TwoShot(Exchange):
         object.__setattr__(self, "sums", read_sums("TwoShot", self.sums))  # frozen
         if self.adagrad is None:
             return
-        if isinstance(self.adagrad, bool) or not isinstance(self.adagrad, (int, float)) or not self.adagrad > 0:
+        if (
+            isinstance(self.adagrad, bool)
+            or not isinstance(self.adagrad, (int, float))
+            or not 0 < self.adagrad < math.inf
+        ):
             raise ValueError(
                 f"TwoShot(adagrad={self.adagrad!r}): adagrad is what is added to the root of AdaGrad's history, above "
                 "0 (1e-8 is usual), or null for no AdaGrad"

@@ -44,7 +44,7 @@ class PowerSGD(Reducer):
         warm_start: go on from the last Q; without it, every step draws a new one.
         min_compression_rate: by how much the factors must be smaller than the matrix, at least 1. The authors'
             implementation has 2.
-        seed: of the first Q.
+        seed: of the first Q; without ``warm_start`` every Q is drawn anew, by the step's own seed.
 
     Raises:
         ValueError: a setting is none of these.

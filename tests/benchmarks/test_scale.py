@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import scale
+from benchmarks._scale.check import backward_seconds
 from benchmarks._scale.simulated import Call, Cluster, longer
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import CountingCollective, World, run_threads
@@ -106,3 +107,12 @@ def test_a_plot_is_drawn(tmp_path):
 
     draw(found, "some", tmp_path / "some.png")
     assert (tmp_path / "some.png").stat().st_size > 5000
+
+
+def test_the_last_bucket_never_overlaps():
+    # backward 4, 4, 2 s; encoding 1 s each; 3 s on the wire
+    buckets = [(4.0, 1.0, 3.0), (4.0, 1.0, 3.0), (2.0, 1.0, 3.0)]
+    assert backward_seconds(buckets, overlaps=False) == 10 + 3 + 9
+    assert backward_seconds(buckets, overlaps=True) == 10 + 3 + 3
+    assert backward_seconds([(4.0, 0.0, 100.0), (4.0, 0.0, 1.0)], overlaps=True) == 4 + 100 + 1  # the wire is behind
+    assert backward_seconds([(4.0, 1.0, 3.0)], overlaps=True) == backward_seconds([(4.0, 1.0, 3.0)], overlaps=False)

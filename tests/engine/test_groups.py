@@ -7,10 +7,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
-from lightning_compress.collectives import run_threads
+from lightning_compress.collectives import World, run_threads
+from lightning_compress.core.meter import Meter
+from lightning_compress.engine.group import Group
 from lightning_compress.exchanges.base import longest
+from lightning_compress.settings.settings import Settings
 
-MEGA = 1 << 20
+CPU, MEGA = torch.device("cpu"), 1 << 20
 
 
 class Layers(nn.Sequential):
@@ -102,3 +105,17 @@ def _dense_of_float64():
 
 def test_what_stays_dense_of_float64_is_exact(pools):
     assert pools[2].run(_dense_of_float64) == [True, True]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot", {"name": "two_shot", "sums": "same"}, "binomial"])
+def test_what_stays_dense_of_float16_is_not_cut(exchange):
+    given = Settings.of("rotated", exchange)
+
+    def mean(collective):
+        shapes = [("weight", (64, 64)), ("bias", (64,))]
+        group = Group(shapes, given, World(collective, CPU, Meter(CPU)), dtype=torch.float16)
+        gradients = [torch.full((numel,), value, dtype=torch.float16) for numel, value in ((64 * 64, 0.01), (64, 4e4))]
+        group.reduce(gradients, 0, None)
+        return float(gradients[1][0])
+
+    assert run_threads(4, mean) == [40000.0] * 4

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
 from lightning_compress.codecs import OneBit
-from lightning_compress.collectives import World
+from lightning_compress.collectives import World, run_threads
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.arguments import build_exchange
@@ -202,3 +202,21 @@ def test_wrong_settings(value):
 def test_two_methods_that_optimize_are_refused():
     with pytest.raises(ValueError, match="would both do the optimizer's work"):
         Settings.of("dgc", ADAGRAD)
+
+
+def test_a_spike_does_not_hold_an_element_still():
+    layout = [("weight", (64, 64))]
+    spike = torch.ones(64 * 64)
+    spike[5] = 2e19  # whose square is beyond float32
+
+    def walk(collective):
+        group = Group(layout, Settings.of("bf16", ADAGRAD), World(collective, CPU, Meter(CPU)))
+        for step, numbers in enumerate((spike, torch.full_like(spike, 1e19))):
+            given = [numbers.clone()]
+            assert float(group.reduce(given, step, None)) == 0
+            for state in group.states.values():
+                state.commit(SOUND, {"weight"})
+        return given[0]
+
+    for applied in run_threads(2, walk):
+        assert applied[5] > 0

@@ -443,3 +443,12 @@ def test_settings_that_cannot_go_by_what_is_measured():
 def test_refused_at_construction(exchange, words):
     with pytest.raises(ValueError, match=words):
         CompressedDDPStrategy(exchange=exchange)
+
+
+def test_a_node_size_that_does_not_divide_the_ranks_is_refused():
+    def refused(collective):
+        with pytest.raises(ValueError, match=r"Auto\(node_size=3\): it must divide the 4 ranks"):
+            plan(Auto(link=UNKNOWN, node_size=3), collective, OneBit())
+
+    run_threads(4, refused)
+    assert chosen(4, Auto(link=UNKNOWN, node_size=8), OneBit())  # all on one node

@@ -6,7 +6,6 @@ from lightning_compress.exchanges.cost import (
     Cost,
     Link,
     Speeds,
-    backward_seconds,
     device_seconds,
     link_of,
     step_seconds,
@@ -31,14 +30,11 @@ def test_by_hand():
     waiting = cost(inner_bytes=4000, inner_rounds=2, waited_bytes=9000, inner_waited_bytes=6000)
     assert wire_seconds(waiting, LINK, Link(1e-4, 1e8)) == pytest.approx(1e-3 + 4e-3 + 2e-4 + 1e-4)
     assert device_seconds(cost(), WORK) == pytest.approx(2e-3 + 2e-3 + 2e-4)
-    assert device_seconds(cost(copies=3.0), WORK, copy_s=1e-7, crowding=2) == pytest.approx(2 * (4.2e-3 + 3e-4))
-    assert device_seconds(cost(), WORK, crowding=0.5) == device_seconds(cost(), WORK)  # a rank has no two cores
+    assert device_seconds(cost(copies=3.0), WORK, copy_s=1e-7) == pytest.approx(4.2e-3 + 3e-4)
     sums, finer = cost(sum_encodes=0.25, sum_decodes=1.0), [(1000, Speeds(4e-6, 3e-6, 1e-4))]
     assert device_seconds(sums, WORK) == device_seconds(cost(), WORK)
     assert device_seconds(sums, WORK, sums=finer) == pytest.approx(1.5e-3 + 1e-3 + 1e-3 + 3e-3 + 2e-4)
     assert step_seconds(cost(), WORK, LINK) == pytest.approx(8e-3 + 4.2e-3)
-    assert step_seconds(cost(), WORK, LINK, hidden_s=5e-3) == pytest.approx(3e-3 + 4.2e-3)
-    assert step_seconds(cost(), WORK, LINK, hidden_s=1.0) == pytest.approx(4.2e-3)  # encoding is never hidden
 
 
 @pytest.mark.parametrize("number", ["bytes_sent", "rounds", "encodes", "decodes", "copies", "calls"])
@@ -50,15 +46,6 @@ def test_more_of_anything_takes_longer(number):
 @pytest.mark.parametrize("slower", [Link(2e-3, 1e6), Link(1e-3, 5e5)])
 def test_a_slower_link_takes_longer(slower):
     assert step_seconds(cost(), WORK, slower) > step_seconds(cost(), WORK, LINK)
-
-
-def test_the_last_bucket_never_overlaps():
-    # backward 4, 4, 2 s; encoding 1 s each; 3 s on the wire
-    buckets = [(4.0, 1.0, 3.0), (4.0, 1.0, 3.0), (2.0, 1.0, 3.0)]
-    assert backward_seconds(buckets, overlaps=False) == 10 + 3 + 9
-    assert backward_seconds(buckets, overlaps=True) == 10 + 3 + 3
-    assert backward_seconds([(4.0, 0.0, 100.0), (4.0, 0.0, 1.0)], overlaps=True) == 4 + 100 + 1  # the wire is behind
-    assert backward_seconds([(4.0, 1.0, 3.0)], overlaps=True) == backward_seconds([(4.0, 1.0, 3.0)], overlaps=False)
 
 
 @pytest.mark.parametrize(

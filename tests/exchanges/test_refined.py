@@ -1,11 +1,11 @@
 """Sums of messages are encoded by a codec of their own."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, RangeFloat, TernGrad
+from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, RangeFloat, Rotated, TernGrad
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
@@ -66,10 +66,24 @@ def test_one_message_of_several_methods(exchange, codec):
         assert ((ranks[0][2][: first.numel] != 0).float().mean() - 0.3).abs() < 0.01
 
 
-@pytest.mark.parametrize("sums", ["topk", {"name": "rotated", "bits": 4, "depth": 1}, TernGrad])
+@pytest.mark.parametrize("sums", ["topk", "randomk", {"name": "rotated", "bits": 4, "depth": 1}, TernGrad])
 def test_what_cannot_encode_sums_is_refused(sums):
     with pytest.raises(ValueError, match=r"TwoShot\(sums="):
         TwoShot(sums=sums)
+
+
+@pytest.mark.parametrize(
+    "exchange", [TwoShot(sums="onebit"), Binomial(sums="fft"), Hierarchical(TwoShot(sums="onebit"), 2)]
+)
+def test_biased_sums_need_a_residual(exchange):
+    section = Section(Rotated(), Layout.of([("weight", (64, 64))]), 0, fed_back=False)
+
+    def plan(collective):
+        with pytest.raises(ValueError, match=r"sums=.*would be lost, as Rotated.* goes without error feedback"):
+            exchange.plan([section], World(collective, CPU, Meter(CPU)))
+        exchange.plan([replace(section, fed_back=True)], World(collective, CPU, Meter(CPU)))
+
+    run_threads(4, plan)
 
 
 def test_auto_knows_what_encoding_sums_costs():

@@ -59,7 +59,8 @@ class Adaptive(Codec):
     indices: Indices = "rice"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.proportion, (int, float)) or not 1 <= self.proportion < math.inf:
+        proportion = self.proportion
+        if isinstance(proportion, bool) or not isinstance(proportion, (int, float)) or not 1 <= proportion < math.inf:
             raise ValueError(
                 f"Adaptive(proportion={self.proportion!r}): proportion must be 1 or more; 32 sends one in 32"
             )

@@ -63,9 +63,9 @@ class Threshold(Codec):
     def __post_init__(self) -> None:
         for field in ("tau_plus", "tau_minus"):
             value = getattr(self, field)
-            if not isinstance(value, (int, float)) or not 2.0**-126 <= value < 2.0**127:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 2.0**-126 <= value < 2.0**127:
                 raise ValueError(f"Threshold({field}={value!r}): {field} must be a number above 0, such as 0.001")
-        if not isinstance(self.capacity, (int, float)) or not 0 < self.capacity <= 1:
+        if isinstance(self.capacity, bool) or not isinstance(self.capacity, (int, float)) or not 0 < self.capacity <= 1:
             raise ValueError(
                 f"Threshold(capacity={self.capacity!r}): capacity must be in (0, 1]; 0.1 has room for 10 %"
             )

@@ -215,7 +215,7 @@ class TopK(Codec):
     indices: IndexCoding = "int32"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
+        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
             raise ValueError(f"TopK(density={self.density!r}): density must be in (0, 1]; 0.01 sends 1 %")
         for field, allowed in ALLOWED.items():
             value = getattr(self, field)

@@ -60,7 +60,7 @@ class Wangni(Codec):
     density: float = 0.1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
+        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
             raise ValueError(f"Wangni(density={self.density!r}): density must be in (0, 1]; 0.1 keeps 10 % on average")
 
     @property

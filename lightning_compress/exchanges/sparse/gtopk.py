@@ -45,7 +45,7 @@ class GTopK(Exchange):
     the residual of the rank that merged, so that the sum over the ranks is exact. What is sent dense stays whole.
 
     It is another algorithm than the sum of what was selected: elements wait longer, and on another rank than the one
-    that sent them. So no method with a momentum of its own (``dgc``) can use it, and ``auto`` never chooses it.
+    that sent them. So ``dgc`` with masking cannot use it, and ``auto`` never chooses it.
     """
 
     hands_over: ClassVar[bool] = True

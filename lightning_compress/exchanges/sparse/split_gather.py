@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs import Codec
 from lightning_compress.codecs.base import aligned
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import (
@@ -36,7 +36,7 @@ from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, s
 from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed
-from lightning_compress.exchanges.sparse.selection import expected_count
+from lightning_compress.exchanges.sparse.selection import check_selective, expected_count
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
 """Times that copying takes, to write and to read numbers of which many are 0: by tensor operations, by a kernel."""
@@ -59,11 +59,7 @@ class SplitGather(Exchange):
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
-        if not codec.sparse and not isinstance(codec, Dense):
-            raise ValueError(
-                "exchange='split_gather' sends sums as they are, which pays where few elements are sent; "
-                f"{codec} sends all of them: use exchange='auto' or 'two_shot'"
-            )
+        check_selective("split_gather", codec)
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
