@@ -211,7 +211,41 @@ def overflows(self, vector, message, key):
     BytesPlan.encode(self, vector, message, key)
 
 
+def by_the_first_scale(self, vector, message, key):
+    self.scale = getattr(self, "scale", vector.abs().amax() / 127)
+    codes = self.codes(vector, self.scale, key)
+    message[:16].view(torch.float32)[:] = self.scale
+    message[16:].view(torch.int8).copy_(codes)
+    vector -= codes * self.scale
+
+
+def halves(message, vector):
+    """Scale, codes and elements of each half."""
+    return zip(
+        message[:16].view(torch.float32).tensor_split(2),
+        message[16:].view(torch.int8).tensor_split(2),
+        vector.tensor_split(2),
+        strict=True,
+    )
+
+
+def by_halves(self, vector, message, key):
+    for scale, codes, half in halves(message, vector):
+        scale[:] = half.abs().amax() / 127 if len(half) else 0.0
+        codes.copy_(self.codes(half, scale[0], key))
+        half -= codes * scale[0]
+
+
+def of_halves(self, messages, out, weight, accumulate):
+    if not accumulate:
+        out.zero_()
+    for message in messages:
+        for scale, codes, half in halves(message, out):
+            half.add_(codes * scale[0], alpha=weight)
+
+
 TERNARY = {"codes": at_random, "levels": 1}
+HALVES = {"encode": by_halves, "decode": of_halves}
 
 
 def test_a_codec_of_a_few_lines_passes():
@@ -219,6 +253,7 @@ def test_a_codec_of_a_few_lines_passes():
     check_codec(broken({"codes": at_random}, contractive=False))
     check_codec(broken(TERNARY, contractive=False), ranks=(2,))
     check_codec(broken({"encode": centred, "decode": with_middle}), ranks=(2,))
+    check_codec(broken(HALVES), ranks=(2,))
 
 
 def test_denormals_may_be_rounded_in_another_order():
@@ -231,6 +266,7 @@ def test_denormals_may_be_rounded_in_another_order():
         (broken({"encode": forgets}), {}, "law 1 (conservation): "),
         (Bytes(), {"size": lambda layout: 8 + layout.numel}, "law 2 (size): "),
         (broken({"encode": skips_bytes}), {}, "unwritten bytes"),
+        (broken({"encode": by_the_first_scale}), {}, "the message depends on more than vector and key"),
         (broken({"send": skips_bytes}), {}, "send writes another message"),
         (Bytes(), {"lossless": Bytes()}, "law 3 (identity): "),
         (broken({"decode": differs}), {}, "law 4 (one truth): "),
@@ -253,6 +289,7 @@ def test_denormals_may_be_rounded_in_another_order():
         (broken({"encode": centred, "decode": with_middle}, keeps_zeros=True), {}, "law 8 (faithful): Broken() of 300"),
         (broken({"levels": 15}, sparse=True), {}, "is declared sparse, but a message holds 9"),
         (broken(elementwise=True), {}, "is declared elementwise, and "),
+        (broken(HALVES, elementwise=True), {}, "is declared elementwise, and elements change"),
         (broken({"codes": at_random}, contractive=False, correlated=True), {}, "same message after Plan.correlate"),
         (broken({"decode": trusts}), {}, "law 9 (any bytes): "),
         (broken({"decode": writes_there}), {}, "the messages were changed"),
