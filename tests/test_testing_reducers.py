@@ -17,7 +17,7 @@ class SumPlan(ReducerPlan):
 
     def __init__(self, layout, carried, world, settings, states):
         self.world, self.fault, self.states = world, settings.fault, states
-        self.hidden = torch.zeros(layout.numel)
+        self.hidden, self.steps = torch.zeros(layout.numel), 0
         self.bytes_sent = all_reduce_bytes(4 * (layout.numel + carried), world.collective.size)
         if self.fault == "bytes":
             self.bytes_sent //= 2
@@ -72,6 +72,20 @@ class SumPlan(ReducerPlan):
         torch.mul(state.base(), 0.5, out=state.pending).add_(out, alpha=0.5)
         out.copy_(state.pending)
 
+    def at_times(self, vector, out, before, carried, own):
+        """Writes in every other step."""
+        self.steps += 1
+        out.copy_(out if self.steps % 2 else 0.5 * (out + self.states["mean"].base()))
+        if self.steps % 2:
+            self.states["mean"].pending.copy_(out)
+
+    def reads_pending(self, vector, out, before, carried, own):
+        out.copy_(self.states["mean"].pending.mul_(0.5).add_(out, alpha=0.5))
+
+    def shared(self, vector, out, before, carried, own):
+        """Each rank has a number of its own, which ranks that resume with another one's would not."""
+        self.states["mean"].pending.fill_(float(before.abs().amax()))
+
     def too_soon(self, vector, out, before, carried, own):
         self.declared(vector, out, before, carried, own)
         self.states["mean"].committed.copy_(out)
@@ -82,7 +96,9 @@ class Sum(Reducer):
     fault: str = ""
 
     def state(self, layout):
-        return {"mean": Declared(layout)} if self.fault in ("declared", "too_soon") else {}
+        holder = "shared" if self.fault == "shared" else "rank"
+        keeps = self.fault in ("declared", "too_soon", "at_times", "shared", "reads_pending")
+        return {"mean": Declared(layout, holder)} if keeps else {}
 
     def plan(self, layout, carried, world, states):
         return SumPlan(layout, carried, world, self, states)
@@ -113,6 +129,9 @@ def test_a_reducer_of_a_few_lines_passes():
         (failing("own", contractive=True), "law 8 (faithful): "),
         (failing("noise", keeps_zeros=True), "is declared keeps_zeros, and "),
         (failing("kept", conserves=False), "law 6 (state is committed): "),
+        (failing("at_times", conserves=False), "rank 0: the state 'mean' is not written, or not finite, after a step"),
+        (failing("reads_pending", conserves=False), "read state.base(), write all of state.pending in every mean"),
+        (Sum("shared"), "rank 1: the state 'mean' is declared 'shared', and is not what rank 0 has; declare it 'rank'"),
         (failing("too_soon", conserves=False), "goes on otherwise after a step that was rolled back"),
     ],
     ids=lambda each: f"{each.fault}-{type(each).__name__}" if isinstance(each, Sum) else "",
