@@ -17,6 +17,7 @@ from lightning_compress.codecs import CODECS, Codec, Dense, OneBit, Plan
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.corrections import CORRECTED, Corrected
+from lightning_compress.settings import readers
 from lightning_compress.settings.arguments import CompressorLike, build_compressor
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import Rules
@@ -169,21 +170,23 @@ def compare(
             their momentum nor their first, dense steps.
         error_feedback: add what was left behind to the next step, in full; None: for contractive methods (in training
             it depends on the optimizer, too: see the README). One step shows no difference.
-        min_numel: parameters with fewer elements are left out.
-        seed: of all randomness.
+        min_numel: parameters with fewer elements are left out; an integer, 0 or more.
+        seed: of all randomness; an integer, 0 or more.
 
     Returns:
         The measured rows.
 
     Raises:
-        ValueError: there is no such compressor, or it works among several ranks; ``error_feedback`` is none of these;
-            no gradient to compare on, or it is not a finite floating-point tensor; steps differ in names, shapes or
-            devices; or the file holds something else.
+        ValueError: there is no such compressor, or it works among several ranks; ``error_feedback``, ``min_numel`` or
+            ``seed`` is none of these; no gradient to compare on, or it is not a finite floating-point tensor; steps
+            differ in names, shapes or devices; or the file holds something else.
     """
     if error_feedback not in (True, False, None):
         raise ValueError(
             f"error_feedback={error_feedback!r} must be true, false or null; averages (LoCo) are not compared"
         )
+    readers.whole("min_numel", min_numel)
+    readers.whole("seed", seed)
     steps = read(gradients)
     codecs = [_codec(each) for each in (CODECS if compressors is None else _listed(compressors))]
     if not codecs:

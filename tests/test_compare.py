@@ -190,6 +190,9 @@ WRONG = {
     "names none": (gradients(), {"compressors": []}),
     r"compressors=\['topk'\]": (gradients(), {"compressors": "topk"}),
     "unknown compressor 'zip'": (gradients(), {"compressors": ["zip"]}),
+    "min_numel=-1 must be an integer, 0 or more": (gradients(), {"min_numel": -1}),
+    "min_numel='x' must be an integer, 0 or more": (gradients(), {"min_numel": "x"}),
+    "seed=1.5 must be an integer, 0 or more": (gradients(), {"seed": 1.5}),
     "density must be in": (gradients(), {"compressors": [{"name": "topk", "density": 2}]}),
 }
 

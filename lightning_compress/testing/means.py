@@ -152,10 +152,18 @@ def mean_sender(
 
 
 def commit(states: States, rejected: bool = False) -> None:
-    """After a step: all states were written, and are committed, or rolled back."""
+    """After a step: all states were written, and are committed, or rolled back; what comes next is not written yet."""
     for state in states.values():
         state.touch()
         state.commit(torch.tensor(rejected), state.layout.names)
+    spoil(states)
+
+
+def spoil(states: States) -> None:
+    """Fill what is to be written with numbers that nobody wrote; owners write only what is theirs."""
+    for state in states.values():
+        if state.holder != "owner":
+            state.pending.fill_(math.nan if state.pending.is_floating_point() else 0xFF)
 
 
 class Walk(NamedTuple):
@@ -165,11 +173,15 @@ class Walk(NamedTuple):
         steps: one after the other.
         rolled: the second one again, by a plan that rolled another one back before it.
         restored: the last one again, by a new plan that was given the committed states.
+        spoilt: names of states whose ``pending`` was not a number after a step.
+        shared: states that all ranks have in common, after the last step.
     """
 
     steps: list[Mean]
     rolled: Mean
     restored: Mean
+    spoilt: list[str]
+    shared: dict[str, Tensor]
 
 
 def walk_on(collective: Collective, method: Method, exchange: Exchange, steps: int = 4) -> Walk:
@@ -178,6 +190,7 @@ def walk_on(collective: Collective, method: Method, exchange: Exchange, steps: i
     def begun() -> tuple[Callable[[int], Mean], States]:
         meter = Meter(CPU)
         plan, states = group(method, exchange, CountingCollective(collective, meter), meter)
+        spoil(states)
         sent = 0
 
         def step(number: int) -> Mean:
@@ -191,14 +204,19 @@ def walk_on(collective: Collective, method: Method, exchange: Exchange, steps: i
 
         return step, states
 
+    spoilt: set[str] = set()
+
     def walked(step: Callable[[int], Mean], states: States, numbers: Sequence[int]) -> list[Mean]:
         found = []
         for number in numbers:
             found.append(step(number))
+            spoilt.update(name for name, state in states.items() if state.pending.isnan().any())
             commit(states)
         return found
 
-    whole = walked(*begun(), range(steps))
+    step, states = begun()
+    whole = walked(step, states, range(steps))
+    shared = {name: state.committed for name, state in states.items() if state.holder == "shared"}
     step, states = begun()
     walked(step, states, [0])
     step(steps)
@@ -207,4 +225,4 @@ def walk_on(collective: Collective, method: Method, exchange: Exchange, steps: i
     last, new = begun()
     for name, state in new.items():
         state.committed.copy_(states[name].committed)
-    return Walk(whole, rolled, last(steps - 1))
+    return Walk(whole, rolled, last(steps - 1), sorted(spoilt), shared)

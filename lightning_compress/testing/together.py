@@ -11,7 +11,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, Exchange, TwoShot
 from lightning_compress.testing.faithful import ADVICE, KEYS, Measure, T, check_sent
 from lightning_compress.testing.laws import law
-from lightning_compress.testing.means import Mean, flags_arrive, mean_sender, means, noise, outcome_of, walk_on
+from lightning_compress.testing.means import Mean, Walk, flags_arrive, mean_sender, means, noise, outcome_of, walk_on
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, make
 
 
@@ -40,9 +40,12 @@ def check_together(method: Method, exchange: Exchange, count: int, where: str, r
 def check_steps(method: Method, exchange: Exchange, count: int, where: str, rounding: float) -> None:
     """Hold several means, one after the other, to the laws: what a method of several steps keeps, and what arrives."""
     ranks = run_threads(count, lambda collective: walk_on(collective, method, exchange))
+    for rank, walk in enumerate(ranks):
+        _check_states(walk, ranks[0], f"{where}: rank {rank}")
     for number, step in enumerate(zip(*(rank.steps for rank in ranks), strict=True)):
         result, at = outcome_of(step), f"{where}, step {number + 1}"
         law(4, result.agree and result.finite, f"{at}: ranks have different means, or numbers that are not finite")
+        law(7, result.zero_flags, f"{at}: finite gradients are flagged")
         kept = not method.conserves or result.error <= count * max(1e-6, rounding)
         law(1, kept, f"{at}: mean and what stays differ from the sum by {result.error:.3g} of it")
         zeros = torch.stack([each.before == 0 for each in step]).all(0)
@@ -58,6 +61,15 @@ def check_steps(method: Method, exchange: Exchange, count: int, where: str, roun
         figures = "by a new plan with the states that were saved; declare in state() all that is kept between steps"
         law(6, _equal(walk.restored, walk.steps[-1]), f"{goes_on} {figures}")
     check_sent(method, where, lambda whole, measure: _measured(method, exchange, count, whole, measure))
+
+
+def _check_states(walk: Walk, first: Walk, where: str) -> None:
+    for name in walk.spoilt:
+        figures = f"the state {name.partition('.')[2]!r} is not written, or not finite, after a step"
+        law(6, False, f"{where}: {figures}; read state.base(), write all of state.pending in every mean")
+    for name, numbers in walk.shared.items():
+        figures = f"the state {name.partition('.')[2]!r} is declared 'shared', and is not what rank 0 has"
+        law(6, numbers.equal(first.shared[name]), f"{where}: {figures}; declare it 'rank'")
 
 
 def _equal(one: Mean, other: Mean) -> bool:

@@ -41,14 +41,15 @@ def trip(codec: Codec, given: Tensor, key: int = 1) -> Trip:
 
 
 def written(codec: Codec, given: Tensor, key: int) -> list[Tensor]:
-    """Law 2: the message over two fillings, with another step in between, and as ``send`` writes it: all equal."""
-    plan = codec.plan(layout(len(given)), CPU)
+    """Law 2: a new plan's message, and, over other fillings, those of one that took others first, and of ``send``."""
+    new, old = (codec.plan(layout(len(given)), CPU) for _ in range(2))
     found = []
-    for fill, write in ((0x00, plan.encode), (0xFF, plan.encode), (0x55, plan.send)):
+    for plan, fill, write in ((new, 0x00, new.encode), (old, 0xFF, old.encode), (old, 0x55, old.send)):
         message = torch.full((plan.message_size,), fill, dtype=torch.uint8)
+        if plan is old:
+            plan.encode(10 * make("heavy", len(given), fill), message.clone(), key + 1 & 2**64 - 1)
         write(given.clone(), message, key)
         found.append(message[: plan.used])
-        plan.encode(make("normal", len(given)), message.clone(), key + 1 & 2**64 - 1)
     return found
 
 

@@ -11,8 +11,8 @@ from lightning_compress.core.layout import Layout
 CPU = torch.device("cpu")
 DENSE = Layout.of([("bias", (37,)), ("norm", (5,))])
 LARGE = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 347))])
-SMALL = Layout.of([("matrix", (16, 16)), ("row", (64,))])
-"""Of vectors that are sent hundreds of times."""
+SMALL = Layout.of([("matrix", (16, 16)), ("row", (67,))])
+"""Of vectors that are sent hundreds of times; the last elements are no whole block of any method."""
 LENGTHS = (1, 300, 5000)
 """Of vectors that go through a codec alone."""
 KINDS = (
