@@ -125,9 +125,13 @@ class MePropMixin:
             return {}
         own = self._unscaled()
         ranks: list[Memories | None] = [own if rank == 0 else None for rank in range(self._ranks)]
-        if self._group is not None and not (self._trainer.interrupted or _in_handler()):
+        if self._group is not None and self._together():
             torch.distributed.all_gather_object(ranks, own, group=self._group)
         return {"memory": ranks}
+
+    def _together(self) -> bool:
+        """Whether other ranks are here to talk with: not after an error, in a signal's handler, or after the fit."""
+        return self._trainer is not None and self._ranks > 1 and not (self._trainer.interrupted or _in_handler())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See ``state_dict``."""
