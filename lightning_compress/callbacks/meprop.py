@@ -15,7 +15,7 @@ from lightning_compress.backward import disable, enable
 from lightning_compress.backward.cautions import FEW, warn_of_few
 from lightning_compress.backward.selection import Amount
 from lightning_compress.backward.sparsity import Sparsity
-from lightning_compress.backward.transform import amounts_of, check_settings, pattern_of
+from lightning_compress.backward.transform import LAYERS, amounts_of, check_settings, pattern_of
 
 __all__ = ["MeProp", "MePropMixin"]
 
@@ -79,7 +79,9 @@ class MePropMixin:
         )
         self._try_schedule(pl_module)
         kept = ", ".join(f"{name} {each.k} of {each.width}" for name, each in self.layers.items())
-        rank_zero_info(f"meProp: backward passes keep {kept}")
+        alike = [name for name, each in pl_module.named_modules() if isinstance(each, tuple(LAYERS))]
+        whole = ", ".join(name for name in alike if name not in self.layers)
+        rank_zero_info(f"meProp: backward passes keep {kept}" + (f", and all of {whole}" if whole else ""))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on where a checkpoint ended."""
@@ -164,7 +166,13 @@ class MePropMixin:
         """Find now what is wrong with a later ``k``, and warn of it as ``enable`` does of the first."""
         first = {name: each.k for name, each in self.layers.items()}
         least = dict(first)
-        for _, amounts in self.schedule:
+        for step, amounts in self.schedule:
+            patterns = amounts_of(amounts)
+            for pattern in patterns.keys() - {pattern_of(name, patterns) for name in self.layers}:
+                raise ValueError(
+                    f"schedule: {pattern!r} of step {step} matches no layer whose backward pass is sparse, which are "
+                    f"{', '.join(self.layers)}; k names these: give it k=1.0 there to begin with all of its outputs"
+                )
             self._resize(amounts)
             least = {name: min(k, self.layers[name].k) for name, k in least.items()}
         shares = {name: (least[name] / each.width, first[name] / each.width) for name, each in self.layers.items()}
@@ -238,11 +246,12 @@ class MeProp(MePropMixin, Callback):
         share: ranks add up their sums first, one all-reduce of as many floats as the layer has outputs, and keep the
             same outputs, so that the mean gradient has ``k`` rows as well. Every rank must run the same layers.
         per_example: each example keeps ``k`` outputs of its own: the paper's first variant, which saves little time.
+            Convolutions are left alone then.
         sparse_bias: biases of dropped outputs get no gradient; in the paper's code all of them do.
         per_sequence: recurrent layers choose once for all time steps, which is several times as fast; otherwise at each
             step anew, as in the paper.
 
     Raises:
-        ValueError: a value is not allowed; when training begins: a pattern matches no layer, or a layer cannot be
-            changed (its weight is tied, quantised or parametrized, or it is of another kind).
+        ValueError: a value is not allowed; when training begins: a pattern, of the schedule too, matches no layer, or a
+            layer cannot be changed (its weight is tied, quantised or parametrized, or it is of another kind).
     """
