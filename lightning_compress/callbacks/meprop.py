@@ -21,7 +21,7 @@ __all__ = ["MeProp", "MePropMixin"]
 
 Amounts = Amount | Mapping[str, Amount]
 Memories = dict[str, dict[str, Tensor]]
-"""By layer and name."""
+"""Of layers, by their names; each under a name of its own, "", as checkpoints always had it."""
 
 
 MET = "lightning_compress.strategies.signals"
@@ -102,8 +102,8 @@ class MePropMixin:
             return
         factor = scale if self._scale is None else scale / self._scale
         for sparsity in self.layers.values():
-            for remembered in sparsity.memory.values():
-                remembered.mul_(factor.to(remembered.device))
+            if sparsity.memory is not None:
+                sparsity.memory.mul_(factor.to(sparsity.memory.device))
         self._scale = scale.clone()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -143,9 +143,9 @@ class MePropMixin:
         """Memory in units of the loss, on the CPU."""
         factor = 1.0 if self._scale is None else 1 / self._scale.item()
         return {
-            layer: {name: (each * factor).cpu() for name, each in sparsity.memory.items()}
+            layer: {"": (sparsity.memory * factor).cpu()}
             for layer, sparsity in self.layers.items()
-            if sparsity.memory
+            if sparsity.memory is not None
         }
 
     def _restore(self, ranks: Sequence[Memories | None], trainer: Any) -> None:
@@ -154,13 +154,12 @@ class MePropMixin:
             rank_zero_warn("MeProp: the checkpoint was saved in a hurry and has no memory of ranks other than 0")
         same = len(ranks) == trainer.world_size
         own = (ranks[trainer.global_rank] or {}) if same else _mean([each or {} for each in ranks])
-        for layer, memories in own.items() if self.memory else ():
+        for layer, named in own.items() if self.memory else ():
             sparsity = self.layers.get(layer)
-            for name, remembered in memories.items():
-                if sparsity is None or remembered.numel() != sparsity.width:
-                    rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory begins anew")
-                    break
-                sparsity.memory[name] = remembered.clone()
+            if sparsity is None or named[""].numel() != sparsity.width:
+                rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory begins anew")
+                continue
+            sparsity.memory = named[""].clone()
 
     def _try_schedule(self, model: Any) -> None:
         """Find now what is wrong with a later ``k``, and warn of it as ``enable`` does of the first."""
@@ -199,11 +198,9 @@ def _milestones(schedule: Mapping[Any, Amounts]) -> list[tuple[int, Amounts]]:
 
 def _mean(ranks: Sequence[Memories]) -> Memories:
     total: Memories = {}
-    for memories in ranks:
-        for layer, named in memories.items():
-            for name, each in named.items():
-                mine = total.setdefault(layer, {})
-                mine[name] = mine.get(name, torch.zeros_like(each)) + each / len(ranks)
+    for layer, named in (each for memories in ranks for each in memories.items()):
+        before = total.get(layer, {"": torch.zeros_like(named[""])})
+        total[layer] = {"": before[""] + named[""] / len(ranks)}
     return total
 
 

@@ -121,8 +121,9 @@ class MeSimpMixin(MePropMixin):
     def _narrow(self, name: str, keep: Tensor) -> None:
         """What is known of the layer, in as many numbers as it has neurons now."""
         sparsity = self.layers[name]
-        was, sparsity.width = sparsity.width, len(keep)
-        sparsity.memory = {key: each[keep.to(each.device)] for key, each in sparsity.memory.items() if len(each) == was}
+        sparsity.width = len(keep)
+        if sparsity.memory is not None:
+            sparsity.memory = sparsity.memory[keep.to(sparsity.memory.device)]
         patterns = amounts_of(self._given)
         amount = patterns[pattern_of(name, patterns) or "*"]
         sparsity.k = count_of(min(amount, sparsity.width) if isinstance(amount, int) else amount, sparsity.width, name)
