@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
+from lightning_compress.backward.autocast import autocast_dtype
 from lightning_compress.backward.choice import choose_and_sum
 from lightning_compress.backward.linear import bias_gradient, refuse_second
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
@@ -35,7 +36,7 @@ def convolution(
     Returns:
         ``[batch, out, ...]``, the same bits as the ordinary function.
     """
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    dtype = autocast_dtype(x)
     apply = _apply_eagerly if torch.compiler.is_compiling() and not sparsity.stateless else _Convolution.apply
     return cast(Tensor, apply(x, weight, bias, stride, padding, dilation, sparsity, dtype))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_compress.backward.autocast import autocast_dtype
 from lightning_compress.backward.choice import choose_and_sum
 from lightning_compress.backward.selection import over_rows
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
@@ -34,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: Sparsity) -
         raise ValueError(f"{sparsity.name}: meProp takes dense inputs, not {x.layout}; convert it by x.to_dense()")
     if not sparsity.active or not torch.is_grad_enabled():
         return functional.linear(x, weight, bias)
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    dtype = autocast_dtype(x)
     if torch.compiler.is_compiling() and not sparsity.stateless:
         return cast(Tensor, _apply_eagerly(x, weight, bias, sparsity, dtype))
     return cast(Tensor, _Linear.apply(x, weight, bias, sparsity, dtype))  # type: ignore[no-untyped-call]

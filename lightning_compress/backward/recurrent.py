@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_compress.backward import selection
+from lightning_compress.backward.autocast import autocast_dtype
 from lightning_compress.backward.linear import refuse_second
 from lightning_compress.backward.scan import CELLS, Scan, Step, plan_steps
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
@@ -44,7 +45,7 @@ def scan(
     Returns:
         the output ``[rows, hidden]``, and what is hidden after the last step.
     """
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    dtype = autocast_dtype(x)
     output, *after = _Scan.apply(kind, steps, sparsity, dtype, x, *weights, *hidden)  # type: ignore[no-untyped-call]
     return output, tuple(after)
 
@@ -116,7 +117,8 @@ def _columns(gates: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 def selection_of_each(gates: Tensor, count: int, k: int) -> Tensor:
     """Gate gradients ``[rows, count * hidden]`` with ``k`` of each example's own left in each gate."""
-    return selection.kept_of_each(gates.reshape(len(gates) * count, -1), k).view_as(gates)
+    each = gates.reshape(len(gates) * count, gates.shape[1] // count)
+    return selection.kept_of_each(each, k).view_as(gates)
 
 
 class _Recurrent(SparseLayer):
@@ -168,6 +170,8 @@ def _forward(layer: Any, input: Any, hx: Any) -> Any:
         x = input.unsqueeze(batch_axis) if single else input
     batch = x.shape[batch_axis] if sizes is None else int(sizes[0])
     lengths = [batch] * x.shape[1 - batch_axis] if sizes is None else sizes.tolist()
+    if not lengths:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     directions = 2 if layer.bidirectional else 1
     parts = 2 if layer.kind == "lstm" else 1
     if hx is None:
@@ -183,6 +187,9 @@ def _forward(layer: Any, input: Any, hx: Any) -> Any:
         hidden = tuple(each.index_select(1, order) for each in hidden)
     rows = x if packed else (x.transpose(0, 1) if layer.batch_first else x).reshape(-1, x.shape[-1])
     output, after = _stack(layer, rows, hidden, lengths)
+    if layer.kind != "lstm" or len(set(lengths)) > 1:  # an LSTM of equal lengths is one function of PyTorch's
+        output, *left = _promoted((output, *after), hidden)
+        after = tuple(left)
     if back is not None:
         after = tuple(each.index_select(1, back) for each in after)
     if single:
@@ -190,9 +197,15 @@ def _forward(layer: Any, input: Any, hx: Any) -> Any:
     state = after if parts == 2 else after[0]
     if packed:
         return PackedSequence(output, sizes, order, back), state
-    output = output.view(-1, batch, output.shape[-1])
+    output = output.view(len(lengths), batch, output.shape[-1])
     output = output.transpose(0, 1) if layer.batch_first else output
     return (output.squeeze(batch_axis) if single else output), state
+
+
+def _promoted(found: Hidden, hidden: Hidden) -> Hidden:
+    """Under autocast on a CPU PyTorch's states, and outputs, are as wide as the first ones."""
+    cpu = found[0].device.type == "cpu"
+    return tuple(each.to(torch.promote_types(each.dtype, hidden[0].dtype)) if cpu else each for each in found)
 
 
 def _stack(layer: Any, x: Tensor, hidden: Hidden, lengths: Sequence[int]) -> tuple[Tensor, Hidden]:
@@ -252,6 +265,7 @@ def _cell_forward(cell: Any, input: Tensor, hx: Any) -> Any:
         hidden = tuple(each if input.dim() == 2 else each.unsqueeze(0) for each in given)
     weights = [cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh]
     _, after = scan(cell.kind, x, hidden, weights, plan_steps([len(x)]), cell.sparsity)
+    after = _promoted(after, hidden)
     after = after if input.dim() == 2 else tuple(each.squeeze(0) for each in after)
     return after if parts == 2 else after[0]
 

@@ -27,7 +27,7 @@ class Sparsity:
         sparse_bias: only outputs that are kept have a gradient of their bias.
         decay: what is left of the memory after a step, 0 to 1; 0: nothing is remembered.
         group: process group whose ranks choose together; None: each rank chooses alone.
-        memory: what was dropped so far, per rank: float32, ``[width]``, by a name of the layer's own.
+        memory: what was dropped so far, per rank: float32, ``[width]``; None: nothing.
         gradients: of the layer's weights, by their names.
         per_sequence: in a recurrent layer one choice holds for all time steps; otherwise each step has its own.
         hits: how often each output was kept and not zero, int64 ``[width]``; None: nobody counts.
@@ -41,7 +41,7 @@ class Sparsity:
     sparse_bias: bool = False
     decay: float = 0.0
     group: Any = None
-    memory: dict[str, Tensor] = field(default_factory=dict)
+    memory: Tensor | None = None
     gradients: dict[str, RowGradient] = field(default_factory=dict)
     per_sequence: bool = False
     hits: Tensor | None = None
@@ -50,7 +50,7 @@ class Sparsity:
     @property
     def active(self) -> bool:
         """Whether anything is dropped, or is still to be added."""
-        return self.k < self.width or bool(self.memory)
+        return self.k < self.width or self.memory is not None
 
     @property
     def stateless(self) -> bool:

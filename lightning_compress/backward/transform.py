@@ -55,8 +55,8 @@ def enable(
         skip: patterns of layers that are left alone.
         output: change the output layer too. It is the last layer that could be changed, in the order of
             ``model.modules()``; a pattern that is its very name takes it as well.
-        per_example: each example keeps ``k`` of its own, which saves little; otherwise one choice holds for the
-            minibatch, by the sum of absolute values over it.
+        per_example: each example keeps ``k`` of its own, which saves little, and leaves convolutions alone; otherwise
+            one choice holds for the minibatch, by the sum of absolute values over it.
         sparse_bias: biases of outputs that are dropped have no gradient; otherwise all have theirs.
         memory: what is dropped is multiplied by this and added the next time (Zhang et al., arXiv:1905.10194); 0: lost.
         group: process group whose ranks keep the same outputs, those with the largest sums over all ranks. Each
@@ -188,7 +188,7 @@ def _chosen(
             raise ValueError(f"k[{pattern!r}]: {_no_kind(everything[pattern])}; {_hint(layers)}")
     last = next(reversed(list(layers)), None)
     chosen: dict[str, Amount] = {}
-    used = set()
+    used, refused = set(), dict[str, str]()
     for name, layer in layers.items():
         matched = pattern_of(name, amounts)
         left_out = any(fnmatchcase(name, each) for each in skip) or (name == last and not output and matched != name)
@@ -200,14 +200,16 @@ def _chosen(
         refusal = _own_forward(name, layer, kind, everything) or kind.refusal(layer, per_example)
         if problem or (refusal and matched == name):
             raise ValueError(f"{name}: {problem or refusal}; leave it out by skip=[{name!r}]")
-        if not refusal:
+        if refusal:
+            refused[matched] = f"{name}: {refusal}"
+        else:
             used.add(matched)
             chosen[name] = amounts[matched]
     for pattern in amounts:
         if pattern not in used:
+            why = refused.get(pattern, f"the output layer, {last!r}, is, unless output=True")
             raise ValueError(
-                f"k[{pattern!r}] matches no layer that can be changed and is not left out (the output layer, "
-                f"{last!r}, is, unless output=True); {_hint(layers)}"
+                f"k[{pattern!r}] matches no layer that can be changed and is not left out ({why}); {_hint(layers)}"
             )
     return chosen
 

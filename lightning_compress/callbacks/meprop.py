@@ -15,13 +15,13 @@ from lightning_compress.backward import disable, enable
 from lightning_compress.backward.cautions import FEW, warn_of_few
 from lightning_compress.backward.selection import Amount
 from lightning_compress.backward.sparsity import Sparsity
-from lightning_compress.backward.transform import amounts_of, check_settings, pattern_of
+from lightning_compress.backward.transform import LAYERS, amounts_of, check_settings, pattern_of
 
 __all__ = ["MeProp", "MePropMixin"]
 
 Amounts = Amount | Mapping[str, Amount]
 Memories = dict[str, dict[str, Tensor]]
-"""By layer and name."""
+"""Of layers, by their names; each under a name of its own, "", as checkpoints always had it."""
 
 
 MET = "lightning_compress.strategies.signals"
@@ -79,7 +79,9 @@ class MePropMixin:
         )
         self._try_schedule(pl_module)
         kept = ", ".join(f"{name} {each.k} of {each.width}" for name, each in self.layers.items())
-        rank_zero_info(f"meProp: backward passes keep {kept}")
+        alike = [name for name, each in pl_module.named_modules() if isinstance(each, tuple(LAYERS))]
+        whole = ", ".join(name for name in alike if name not in self.layers)
+        rank_zero_info(f"meProp: backward passes keep {kept}" + (f", and all of {whole}" if whole else ""))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on where a checkpoint ended."""
@@ -100,8 +102,8 @@ class MePropMixin:
             return
         factor = scale if self._scale is None else scale / self._scale
         for sparsity in self.layers.values():
-            for remembered in sparsity.memory.values():
-                remembered.mul_(factor.to(remembered.device))
+            if sparsity.memory is not None:
+                sparsity.memory.mul_(factor.to(sparsity.memory.device))
         self._scale = scale.clone()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -125,9 +127,13 @@ class MePropMixin:
             return {}
         own = self._unscaled()
         ranks: list[Memories | None] = [own if rank == 0 else None for rank in range(self._ranks)]
-        if self._group is not None and not (self._trainer.interrupted or _in_handler()):
+        if self._group is not None and self._together():
             torch.distributed.all_gather_object(ranks, own, group=self._group)
         return {"memory": ranks}
+
+    def _together(self) -> bool:
+        """Whether other ranks are here to talk with: not after an error, in a signal's handler, or after the fit."""
+        return self._trainer is not None and self._ranks > 1 and not (self._trainer.interrupted or _in_handler())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See ``state_dict``."""
@@ -137,9 +143,9 @@ class MePropMixin:
         """Memory in units of the loss, on the CPU."""
         factor = 1.0 if self._scale is None else 1 / self._scale.item()
         return {
-            layer: {name: (each * factor).cpu() for name, each in sparsity.memory.items()}
+            layer: {"": (sparsity.memory * factor).cpu()}
             for layer, sparsity in self.layers.items()
-            if sparsity.memory
+            if sparsity.memory is not None
         }
 
     def _restore(self, ranks: Sequence[Memories | None], trainer: Any) -> None:
@@ -148,19 +154,24 @@ class MePropMixin:
             rank_zero_warn("MeProp: the checkpoint was saved in a hurry and has no memory of ranks other than 0")
         same = len(ranks) == trainer.world_size
         own = (ranks[trainer.global_rank] or {}) if same else _mean([each or {} for each in ranks])
-        for layer, memories in own.items() if self.memory else ():
+        for layer, named in own.items() if self.memory else ():
             sparsity = self.layers.get(layer)
-            for name, remembered in memories.items():
-                if sparsity is None or remembered.numel() != sparsity.width:
-                    rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory begins anew")
-                    break
-                sparsity.memory[name] = remembered.clone()
+            if sparsity is None or named[""].numel() != sparsity.width:
+                rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory begins anew")
+                continue
+            sparsity.memory = named[""].clone()
 
     def _try_schedule(self, model: Any) -> None:
         """Find now what is wrong with a later ``k``, and warn of it as ``enable`` does of the first."""
         first = {name: each.k for name, each in self.layers.items()}
         least = dict(first)
-        for _, amounts in self.schedule:
+        for step, amounts in self.schedule:
+            patterns = amounts_of(amounts)
+            for pattern in patterns.keys() - {pattern_of(name, patterns) for name in self.layers}:
+                raise ValueError(
+                    f"schedule: {pattern!r} of step {step} matches no layer whose backward pass is sparse, which are "
+                    f"{', '.join(self.layers)}; k names these: give it k=1.0 there to begin with all of its outputs"
+                )
             self._resize(amounts)
             least = {name: min(k, self.layers[name].k) for name, k in least.items()}
         shares = {name: (least[name] / each.width, first[name] / each.width) for name, each in self.layers.items()}
@@ -187,11 +198,9 @@ def _milestones(schedule: Mapping[Any, Amounts]) -> list[tuple[int, Amounts]]:
 
 def _mean(ranks: Sequence[Memories]) -> Memories:
     total: Memories = {}
-    for memories in ranks:
-        for layer, named in memories.items():
-            for name, each in named.items():
-                mine = total.setdefault(layer, {})
-                mine[name] = mine.get(name, torch.zeros_like(each)) + each / len(ranks)
+    for layer, named in (each for memories in ranks for each in memories.items()):
+        before = total.get(layer, {"": torch.zeros_like(named[""])})
+        total[layer] = {"": before[""] + named[""] / len(ranks)}
     return total
 
 
@@ -234,11 +243,12 @@ class MeProp(MePropMixin, Callback):
         share: ranks add up their sums first, one all-reduce of as many floats as the layer has outputs, and keep the
             same outputs, so that the mean gradient has ``k`` rows as well. Every rank must run the same layers.
         per_example: each example keeps ``k`` outputs of its own: the paper's first variant, which saves little time.
+            Convolutions are left alone then.
         sparse_bias: biases of dropped outputs get no gradient; in the paper's code all of them do.
         per_sequence: recurrent layers choose once for all time steps, which is several times as fast; otherwise at each
             step anew, as in the paper.
 
     Raises:
-        ValueError: a value is not allowed; when training begins: a pattern matches no layer, or a layer cannot be
-            changed (its weight is tied, quantised or parametrized, or it is of another kind).
+        ValueError: a value is not allowed; when training begins: a pattern, of the schedule too, matches no layer, or a
+            layer cannot be changed (its weight is tied, quantised or parametrized, or it is of another kind).
     """

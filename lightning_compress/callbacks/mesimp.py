@@ -58,7 +58,7 @@ class MeSimpMixin(MePropMixin):
         _check_strategy(trainer.strategy)
         check_optimizers(trainer.optimizers)
         resumed = bool(self.history)
-        self.k = {**(_narrower(pl_module, self._given, self.skip) if resumed else {}), **amounts_of(self._given)}
+        self.k = _amounts_left(pl_module, self._given, self.skip) if resumed else self._given
         super().on_fit_start(trainer, pl_module)
         self._following = followers(pl_module, self.layers, self.pairs)
         for name, sparsity in self.layers.items():
@@ -70,9 +70,9 @@ class MeSimpMixin(MePropMixin):
             sparsity.hits, sparsity.seen = torch.zeros(sparsity.width, dtype=torch.int64), 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on counting where a checkpoint ended."""
+        """Go on counting where a checkpoint ended: rank 0 has what all had counted, and the others begin at zero."""
         super().on_train_start(trainer, pl_module)
-        for name, (hits, seen) in (self._counted or {}).items():
+        for name, (hits, seen) in (self._counted or {}).items() if trainer.is_global_zero else ():
             if name in self.layers and len(hits) == self.layers[name].width:
                 self.layers[name].hits, self.layers[name].seen = torch.tensor(hits), seen
         self._counted = None
@@ -86,7 +86,7 @@ class MeSimpMixin(MePropMixin):
             self._prune(trainer, pl_module)
 
     def _prune(self, trainer: Any, pl_module: Any) -> None:
-        kept = {name: self._frequent(name, trainer) for name in self._following}
+        kept = {name: self._frequent(name) for name in self._following}
         cuts = {name: each for name, each in kept.items() if len(each) < self.layers[name].width}
         for name, each in cuts.items():
             cut(pl_module, name, self._following[name], each, trainer.optimizers)
@@ -99,16 +99,21 @@ class MeSimpMixin(MePropMixin):
         if cuts:
             _wrap_again(trainer.strategy)
 
-    def _frequent(self, name: str, trainer: Any) -> Tensor:
-        """Neurons of a layer that stay, the same on all ranks; one at least."""
+    def _counts(self, name: str) -> tuple[Tensor, int]:
+        """``hits`` and ``seen`` of a layer, of all ranks where these are here; a collective call."""
         sparsity = self.layers[name]
         assert sparsity.hits is not None
-        counts = torch.cat([sparsity.hits.cpu(), torch.tensor([sparsity.seen])]).to(trainer.strategy.root_device)
-        if trainer.world_size > 1:
+        counts = torch.cat([sparsity.hits.cpu(), torch.tensor([sparsity.seen])])
+        if self._together():
+            counts = counts.to(self._trainer.strategy.root_device)
             torch.distributed.all_reduce(counts)
-        hits, seen = counts[:-1].cpu(), int(counts[-1])
+        return counts[:-1].cpu(), int(counts[-1])
+
+    def _frequent(self, name: str) -> Tensor:
+        """Neurons of a layer that stay, the same on all ranks; one at least."""
+        hits, seen = self._counts(name)
         if not seen:  # all outputs are kept now
-            return torch.arange(sparsity.width)
+            return torch.arange(len(hits))
         frequent = hits >= self.prune * seen
         frequent[hits.argmax()] = True
         return frequent.nonzero().flatten()
@@ -116,8 +121,9 @@ class MeSimpMixin(MePropMixin):
     def _narrow(self, name: str, keep: Tensor) -> None:
         """What is known of the layer, in as many numbers as it has neurons now."""
         sparsity = self.layers[name]
-        was, sparsity.width = sparsity.width, len(keep)
-        sparsity.memory = {key: each[keep.to(each.device)] for key, each in sparsity.memory.items() if len(each) == was}
+        sparsity.width = len(keep)
+        if sparsity.memory is not None:
+            sparsity.memory = sparsity.memory[keep.to(sparsity.memory.device)]
         patterns = amounts_of(self._given)
         amount = patterns[pattern_of(name, patterns) or "*"]
         sparsity.k = count_of(min(amount, sparsity.width) if isinstance(amount, int) else amount, sparsity.width, name)
@@ -126,8 +132,9 @@ class MeSimpMixin(MePropMixin):
                 self.layers[each].gradients.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes so far, and rank 0's counters, with which all ranks go on."""
-        counts = {name: (each.hits.tolist(), each.seen) for name, each in self.layers.items() if each.hits is not None}
+        """Sizes so far, and the counters of all ranks; a collective call, as ``MeProp``'s is."""
+        found = {name: self._counts(name) for name in self._following}
+        counts = {name: (hits.tolist(), seen) for name, (hits, seen) in found.items()}
         return {**super().state_dict(), "counts": counts, "history": self.history}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -136,14 +143,19 @@ class MeSimpMixin(MePropMixin):
         self._counted, self.history = state_dict["counts"], list(state_dict["history"])
 
 
-def _narrower(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict[str, Amount]:
-    """Layers that have fewer neurons by now than they are to keep: they keep all. The output layer is none of them."""
-    patterns, found = amounts_of(given), {}
+def _amounts_left(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict[str, Amount]:
+    """What layers keep that have fewer neurons by now than they are to keep: all. The output layer is none of them."""
+    patterns, matched, found = amounts_of(given), {}, {}
     for name, layer in [each for each in model.named_modules() if isinstance(each[1], nn.Linear)][:-1]:
         pattern = None if any(fnmatchcase(name, each) for each in skip) else pattern_of(name, patterns)
-        if pattern is not None and isinstance(patterns[pattern], int) and layer.out_features < patterns[pattern]:
+        if pattern is None:
+            continue
+        matched[name], amount = pattern, patterns[pattern]
+        if isinstance(amount, int) and layer.out_features < amount:
             found[name] = layer.out_features
-    return found
+    used = {pattern for name, pattern in matched.items() if name not in found}
+    gone = {matched[name] for name in found} - used  # would match no layer that is left
+    return {**found, **{pattern: amount for pattern, amount in patterns.items() if pattern not in gone}}
 
 
 def _check_strategy(strategy: Any) -> None:
@@ -152,6 +164,12 @@ def _check_strategy(strategy: Any) -> None:
         raise ValueError(
             f"MeSimp removes neurons on one device or under DDPStrategy (CompressedDDPStrategy too), and not under "
             f"{type(strategy).__name__}, which holds the parameters in another form"
+        )
+    if (method := getattr(strategy, "_start_method", "popen")) != "popen":
+        raise ValueError(
+            f"MeSimp cannot train with start_method={method!r} (strategies ..._spawn, _fork, _notebook): the main "
+            "process has the model with all neurons, and Lightning would load the smaller weights into it; use "
+            "start_method='popen', as strategy='ddp' does, in a script"
         )
     settings: Any = getattr(strategy, "_settings", None)
     if getattr(settings, "correction", None) is not None:
@@ -185,7 +203,8 @@ class MeSimp(MeSimpMixin, Callback):
     Linear layers of an ``nn.Sequential`` with nothing but activations and dropout between them are known to follow one
     another; others are given by ``pairs``. All ranks remove the same neurons. DistributedDataParallel is made anew
     then, with buckets of the new sizes; under ``CompressedDDPStrategy`` residuals begin at zero there, and
-    ``exchange="auto"`` chooses again. Other callbacks must not hold copies of parameters (weight averaging).
+    ``exchange="auto"`` chooses again. Other callbacks must not hold copies of parameters (weight averaging), and a main
+    process must not hold the model for others that train it (``ddp_spawn``, ``ddp_notebook``).
 
     To resume or to load, make the model as small first:
     ``backward.pruning.shrink(Model(), torch.load(path)["state_dict"])``.

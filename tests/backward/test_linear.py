@@ -229,12 +229,12 @@ def test_memory_keeps_what_is_dropped():
         y.backward(gradient)
         given += gradient.sum(0)
         kept += model.layer.weight.grad[:, 0]  # inputs are 1: the column sums of what was kept
-    memory = model.layer.sparsity.memory[""]
+    memory = model.layer.sparsity.memory
     assert torch.allclose(kept + memory, given)
     assert int((memory == 0).sum()) >= 3
     before = memory.clone()
     model(x).backward(torch.full_like(y, float("inf")))  # a step that a loss scaler skips
-    assert torch.equal(model.layer.sparsity.memory[""], before)
+    assert torch.equal(model.layer.sparsity.memory, before)
     model.layer.sparsity.resize(1.0)  # all that is left is added, and then it is the ordinary pass
     model(x).backward(gradient)
     assert not model.layer.sparsity.active
@@ -245,7 +245,7 @@ def test_memory_fades():
     y = model(torch.ones(4, 8))
     y.backward(gradient := whole(y.shape, seed=1))
     expected = 0.5 * gradient.sum(0) * (1 - mask_of(gradient, 3))
-    assert torch.equal(model.layer.sparsity.memory[""], expected)
+    assert torch.equal(model.layer.sparsity.memory, expected)
 
 
 def test_copies_and_pickles():

@@ -234,15 +234,33 @@ def test_training_step_by_step_with_accumulation(options: dict[str, Any]) -> Non
 
 
 def test_bfloat16_and_no_grad() -> None:
-    layer = nn.GRU(INPUT, HIDDEN)
+    layer = nn.LSTM(INPUT, HIDDEN)
     ours, x = sparse(layer, 3), torch.randn(STEPS, BATCH, INPUT)
     with torch.no_grad():
         assert torch.equal(ours(x)[0], layer(x)[0])
     with torch.autocast("cpu", torch.bfloat16):
         output, after = ours(x)
     assert output.dtype == torch.bfloat16
-    loss_of(output.float(), after.float()).backward()
+    loss_of(output.float(), tuple(each.float() for each in after)).backward()
     assert all(each.grad.dtype == torch.float32 and each.grad.isfinite().all() for each in ours.parameters())
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_examples(kind: str, options: dict[str, bool]) -> None:
+    layer = KINDS[kind](INPUT, HIDDEN, num_layers=2, bidirectional=True, batch_first=True)
+    cell = CELLS[kind](INPUT, HIDDEN)
+    ours, our_cell = sparse(layer, 3, **options), sparse(cell, 3, **options)
+    x = torch.randn(0, STEPS, INPUT, requires_grad=True)
+    (output, after), (wanted, state) = ours(x), layer(x)
+    pairs = zip((output, *leaves(after)), (wanted, *leaves(state)), strict=True)
+    assert all(one.shape == other.shape for one, other in pairs)
+    (output.sum() + leaves(our_cell(x[:, 0]))[0].sum()).backward()
+    assert x.grad is not None
+    assert not any(each.grad.any() for each in (*ours.parameters(), *our_cell.parameters()))
+    for each in (ours, layer):
+        with pytest.raises(RuntimeError, match="Expected sequence length to be larger than 0"):
+            each(torch.randn(BATCH, 0, INPUT))
 
 
 def test_disable_gives_the_layer_back() -> None:

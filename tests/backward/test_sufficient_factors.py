@@ -221,6 +221,25 @@ def test_the_ordinary_way_is_the_compressors(pools):
         assert count == 1
 
 
+def _empty():
+    """Batches without a row: on a rank, then on all."""
+    model, handle, compression = wrapped(compressor="bf16", layers=["first"], force=True)
+    found = []
+    for some in (2, 0 if dist.get_rank() else 2, 0):
+        model.zero_grad()
+        model(data(0, some)).sum().backward()
+        found.append(float(model.module.first.weight.grad.abs().sum()))
+    handle.close()
+    compression.close()
+    return found
+
+
+def test_batches_without_a_row_beside_compression(pools):
+    one, other = pools[2].run(_empty)
+    assert one == other
+    assert min(one[:2]) > one[2] == 0
+
+
 def _half():
     """AMP with a GradScaler that skips one step; bfloat16 rows."""
     errors, skipped = {}, []

@@ -25,7 +25,7 @@ class Watch(Callback):
     def on_after_backward(self, trainer, pl_module):
         layers = enabled(pl_module)
         self.kept.append({name: each.k for name, each in layers.items()})
-        self.memory = {name: each.memory[""].clone() for name, each in layers.items() if each.memory}
+        self.memory = {name: each.memory.clone() for name, each in layers.items() if each.memory is not None}
         if trainer.global_step == self.fail_at:
             raise RuntimeError("on purpose")
 
@@ -176,7 +176,7 @@ def test_another_number_of_ranks_takes_the_mean(tmp_path):
 
     class First(Callback):
         def on_train_batch_start(self, trainer, pl_module, *_):
-            seen.append(enabled(pl_module)["head.0"].memory[""].clone())
+            seen.append(enabled(pl_module)["head.0"].memory.clone())
 
     pl.seed_everything(3, verbose=False)
     trainer = pl.Trainer(
@@ -211,6 +211,13 @@ def test_a_loss_scale_scales_the_memory(tmp_path):
     assert float(watch.memory["head.0"].abs().max()) > 100 * float(saved.abs().max())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_says_which_layers_are_left_alone(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train(tmp_path, 1, MeProp(0.25, per_example=True), Watch())
+    assert "meProp: backward passes keep head.0 16 of 64, and all of body.0, body.3, head.2" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -230,7 +237,13 @@ def test_refused_at_construction(arguments, message):
 
 @pytest.mark.parametrize(
     ("callback", "message"),
-    [(MeProp({"tail.*": 0.5}), "k['tail.*'] matches no layer"), (MeProp(0.5, schedule={9: 17}), "its width, 16")],
+    [
+        (MeProp({"tail.*": 0.5}), "k['tail.*'] matches no layer"),
+        (MeProp(0.5, schedule={9: 17}), "its width, 16"),
+        (MeProp(1.0, schedule={9: {"tail.*": 0.5}}), "schedule: 'tail.*' of step 9 matches no layer"),
+        (MeProp({"head.*": 0.5}, schedule={9: {"body.*": 0.5}}), "which are head.0; k names these"),
+        (MeProp({"body.*": 0.5, "*": 0.5}, per_example=True), "convolutions have one choice"),
+    ],
 )
 def test_refused_when_training_begins(callback, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):

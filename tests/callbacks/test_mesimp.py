@@ -1,11 +1,14 @@
 """meSimp in a real training: neurons go, on all ranks the same, and training goes on."""
 
 import warnings
+from functools import partial
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_compress import CompressedDDPStrategy, MeSimp
@@ -112,6 +115,17 @@ def test_a_run_that_goes_on_counts_on(tmp_path):
     assert (first.pruned, second.pruned) == ([], [(18, {18})])
 
 
+@pytest.mark.parametrize("k", [20, {"net.1": 20, "net.3": 20}], ids=str)
+def test_goes_on_where_all_layers_are_narrower_than_k(tmp_path, k):
+    first, second = (MeSimp(k, cycle=1, prune=0.9) for _ in range(2))
+    trainer, model = train(tmp_path, first, epochs=2)
+    assert max(sizes(model)[:2]) < 20
+    path = trainer.checkpoint_callback.best_model_path
+    small = shrink(Wide(), torch.load(path, weights_only=True)["state_dict"])
+    train(tmp_path, second, epochs=4, path=path, model=small)
+    assert second.history == first.history * 2
+
+
 class StopsAt(pl.Callback):
     """As early stopping does."""
 
@@ -174,6 +188,42 @@ def test_two_ranks_remove_the_same(pools, tmp_path, kind):
     assert torch.equal(first, second)  # averaged after the removal, too
     assert sum(losses[-6:]) < sum(losses[:6])
     assert steps == 18
+
+
+def goes_on_in_a_cycle(folder):
+    """The run at once, and one that goes on after two of three epochs; the counters between."""
+
+    def steady():
+        pl.seed_everything(3, verbose=False)
+        model = Wide()
+        model.net[4] = nn.Identity()  # draws nothing
+        return model
+
+    callbacks = [MeSimp({"net.1": 8, "net.3": 6}, cycle=3, prune=0.2) for _ in range(3)]
+    _, whole = train(f"{folder}/whole", callbacks[0], "ddp", epochs=4, model=steady())
+    trainer, _ = train(f"{folder}/half", callbacks[1], "ddp", epochs=2, model=steady())
+    path = trainer.strategy.broadcast(trainer.checkpoint_callback.best_model_path)
+    counts = torch.load(path, weights_only=True)["callbacks"]["MeSimp"]["counts"]
+    _, again = train(f"{folder}/half", callbacks[2], "ddp", epochs=4, path=path, model=steady())
+    same = [torch.equal(*each) for each in zip(whole.parameters(), again.parameters(), strict=True)]
+    return same, counts, [callbacks[1].layers["net.1"].hits.tolist(), callbacks[2].layers["net.1"].seen]
+
+
+def test_a_run_that_goes_on_removes_what_all_ranks_counted(pools, tmp_path):
+    (same, counts, (own, seen)), (also, _, (others, _)) = pools[2].run(goes_on_in_a_cycle, str(tmp_path))
+    assert all(same + also)
+    hits, total = counts["net.1"]
+    assert (hits, total) == ([sum(each) for each in zip(own, others, strict=True)], 24)
+    assert own != others
+    assert seen == 6  # of the last epoch alone
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, partial(CompressedDDPStrategy, "topk")], ids=["ddp", "compressed"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_main_process_that_keeps_the_whole_model_is_refused(make, method):
+    trainer = SimpleNamespace(strategy=make(start_method=method))
+    with pytest.raises(ValueError, match=f"start_method='{method}'.*start_method='popen'"):
+        MeSimp().on_fit_start(trainer, Wide())
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ class Factors:
         flags, formed = [], [layer for layer in self.layers if layer.way == "factors"]
         for layer in formed:
             if layer.gathered is not None:
-                flags += [flag_of(layer)] if self._compression else []
+                flags += [flag_of(layer)] if self._compression and any(layer.counts or ()) else []
                 layer.add(*layer.gathered, self._ranks)
             layer.rows, layer.gathered = [], None
         assert self._ddp is not None

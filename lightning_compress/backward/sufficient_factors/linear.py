@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_compress.backward.autocast import autocast_dtype
+
 Rows = list[tuple[Tensor, Tensor]]
 """Pairs of inputs ``[k, N]`` and output gradients ``[k, M]``."""
 
@@ -86,8 +88,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Stash) -> Ten
             "or give it a dense input"
         )
     used = weight.detach()
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := autocast_dtype(x)) is not None:
         x, used = x.to(dtype), used.to(dtype)
     out: Tensor = _Linear.apply(x, weight, bias, used, kept)  # type: ignore[no-untyped-call]
     return out
