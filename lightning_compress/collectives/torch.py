@@ -15,6 +15,23 @@ from lightning_compress.collectives.base import Collective
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+def backend_of(device: str, group: dist.ProcessGroup | None = None) -> str:
+    """What carries tensors of such devices in a process group: "gloo", "nccl", ...; "" if nothing does.
+
+    ``torch.distributed.get_backend`` says "undefined" or "cpu:gloo,cuda:nccl" of groups that carry several.
+
+    Args:
+        device: "cpu" or "cuda".
+        group: None means the default one.
+    """
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    try:
+        return str(whole._get_backend(torch.device(device)).name())
+    except RuntimeError:
+        return ""
+
+
 class TorchCollective(Collective):
     """Collectives of one process group, issued synchronously.
 
@@ -26,8 +43,8 @@ class TorchCollective(Collective):
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._met = dist.get_backend(group) != "nccl"
-        self._gloo = dist.get_backend(group) == "gloo"
+        self._met = backend_of("cuda", group) != "nccl"
+        self._through_host = backend_of("cuda", group) == "gloo"
 
     @property
     def _whole(self) -> dist.ProcessGroup:
@@ -67,14 +84,15 @@ class TorchCollective(Collective):
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """All transfers at once, so that no order can deadlock: asynchronous on Gloo, one group call on NCCL."""
         # Gloo sends no accelerator memory point to point: copy through the host
-        if self._gloo and any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):
+        if self._through_host and any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):
             arriving = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
             self.swap({peer: tensor.cpu() for peer, tensor in sends.items()}, arriving)
             for peer, tensor in receives.items():
                 tensor.copy_(arriving[peer])
             return
-        if not self._met:  # NCCL wants all ranks in a group's first call
-            dist.barrier(self.group)
+        if not self._met:  # NCCL wants all ranks in a group's first call, each on its own device
+            given = [tensor.device for tensor in (*sends.values(), *receives.values())]
+            dist.all_reduce(torch.zeros(1, device=given[0] if given else "cuda"), group=self.group)
             self._met = True
         # receives first: on Gloo, word that one is ready would wait behind what the same connection sends
         both = ((dist.irecv, receives), (dist.isend, sends))
@@ -111,7 +129,9 @@ _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], d
 
 def _part(whole: dist.ProcessGroup, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
     own: dist.ProcessGroup | None = None
-    timeout = whole._get_backend(torch.device("cuda" if dist.get_backend(whole) == "nccl" else "cpu")).options._timeout
+    timeout = whole._get_backend(
+        torch.device("cuda" if backend_of("cuda", whole) == "nccl" else "cpu")
+    ).options._timeout
     for part in ranks:  # every rank makes all of them, in the same order
         made = dist.new_group([dist.get_global_rank(whole, rank) for rank in part], timeout=timeout)
         own = made if dist.get_rank(whole) in part else own

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_compress.collectives.torch import backend_of
 from lightning_compress.core import failures
 from lightning_compress.strategies.signals import Signals
 
@@ -31,7 +32,7 @@ class Interruptions:
 
     def __init__(self, trainer: Any, device: torch.device) -> None:
         self.signals = Signals(trainer)
-        self._device = torch.device("cpu") if "gloo" in str(dist.get_backend()) else device
+        self._device = torch.device("cpu") if backend_of("cpu") else device
         self._rank = dist.get_rank()
         self._batches = 0
         self._asked: Callable[[], Tensor] | None = None

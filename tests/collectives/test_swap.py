@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_compress.collectives import (
     CountingCollective,
@@ -10,6 +11,7 @@ from lightning_compress.collectives import (
     TorchCollective,
     run_threads,
 )
+from lightning_compress.collectives.torch import backend_of
 from lightning_compress.core.meter import Meter
 
 CPU = torch.device("cpu")
@@ -88,3 +90,10 @@ def test_a_message_of_another_length_is_an_error():
 
     with pytest.raises(RuntimeError, match=r"rank 0 sends \(1,\), not \(4,\)"):
         run_threads(2, program)
+
+
+@pytest.mark.parametrize("given", [None, "gloo", "cpu:gloo,cuda:gloo"])
+def test_what_a_group_speaks_is_known_by_device(given, tmp_path):
+    dist.init_process_group(given, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert backend_of("cpu") == "gloo"
+    assert backend_of("cuda") in (("", "nccl") if given is None else ("gloo",))

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +20,7 @@ from lightning_compress.backward.sufficient_factors.ordinary import average_ordi
 from lightning_compress.backward.sufficient_factors.rule import matrix_bytes
 from lightning_compress.backward.sufficient_factors.settings import FactorSettings
 from lightning_compress.collectives import CountingCollective, TorchCollective
+from lightning_compress.collectives.torch import backend_of
 from lightning_compress.core import failures
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine import checks
@@ -59,7 +59,7 @@ def enable(
     except ValueError as error:  # the other ranks wait for word
         problem = error
     told = [(each.names, tuple(each.weight.shape), str(each.weight.dtype)) for each in layers]
-    agreed_on = _agree(repr([settings, told]), collective)
+    agreed_on = _agree(repr([settings, told]), collective, next(module.parameters()).device)
     if problem:
         raise problem
     if not agreed_on:
@@ -70,10 +70,10 @@ def enable(
     return Factors(module, layers, settings, collective.size) if collective.size > 1 else None
 
 
-def _agree(told: str, collective: TorchCollective) -> bool:
-    """Whether all ranks say the same."""
-    device = "cuda" if dist.get_backend(collective.group) == "nccl" else "cpu"
-    mine = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.uint8).to(device)
+def _agree(told: str, collective: TorchCollective, device: torch.device) -> bool:
+    """Whether all ranks say the same; by tensors on the model's device, or, of one that is still to move, on CUDA."""
+    mine = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.uint8)
+    mine = mine.to(device if backend_of(device.type, collective.group) else "cuda")
     everyone = mine.new_empty(collective.size, len(mine))
     collective.all_gather(mine, everyone)
     return bool(everyone.eq(everyone[0]).all())
@@ -83,8 +83,8 @@ class Factors:
     """The layers of one model whose gradients travel as factors; made by ``enable``.
 
     In each synchronising backward, every layer's rows are gathered in the same order on all ranks, each as soon as
-    backward is through with it, over a process group of their own, in a thread beside backward. At the end of backward
-    the means are formed, in the order of the ranks. Rows of backwards that do not synchronise are kept until then.
+    backward is through with it (on CUDA at its end), over a process group of their own, in a thread beside backward.
+    Then the means are formed, in the order of the ranks. Rows of backwards that do not synchronise are kept until then.
 
     Args:
         module: the model.
@@ -208,7 +208,7 @@ class Factors:
             )
         layer.rows += rows
         self._arrivals.append(layer.name)
-        if self._syncs and self._ordered:
+        if self._syncs and self._ordered and self._stream is None:  # NCCL wants buckets and rows in one order
             self._send_arrived()
 
     def _begin_pass(self, task: int) -> None:
