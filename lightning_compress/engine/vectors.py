@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ class Pass:
         step: how many steps were committed.
         scale: what the loss was multiplied by, or None.
         draws: what random numbers are drawn from, equal on all ranks.
+        left_out: names of parameters whose gradients on this rank are the means of the pass before.
     """
 
     slices: list[Tensor]
@@ -32,6 +33,7 @@ class Pass:
     step: int
     scale: Tensor | None
     draws: tuple[int, ...]
+    left_out: Collection[str]
 
 
 @dataclass(frozen=True)
