@@ -345,6 +345,8 @@ class Compression:
         self.step, self.epoch, kinds = before.step, before.epoch, self.settings.rules.kinds
         self.settings = self.next_settings = before.next_settings.bound(kinds)
         self._scheduled = before._scheduled
+        self.meter.follow(before.meter)
+        self._finite.count.copy_(before._finite.count)
 
     def reset(self) -> None:
         """Begin again: no residuals, no steps."""
