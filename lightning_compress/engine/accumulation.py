@@ -57,7 +57,7 @@ class Accumulation:
             total = self._totals.setdefault(name, torch.empty(0))
             if name not in self._open:
                 self._open.add(name)
-                self._totals[name] = total.copy_(gradient) if total.numel() == gradient.numel() else gradient.clone()
+                self._totals[name] = total.copy_(gradient) if total.shape == gradient.shape else gradient.clone()
             elif name in self._before:
                 kept = self._before.pop(name)
                 total.copy_(gradient) if kept is None else total.masked_fill_(~kept, 0.0).add_(gradient)

@@ -47,8 +47,8 @@ def attach(
         ddp: the model.
         compressor: see ``CompressedDDPStrategy``.
         exchange: likewise.
-        scale: returns what the loss is multiplied by (``lambda: scaler._scale`` with a GradScaler), so that residuals
-            survive a change of it; None where there is no scaler.
+        scale: returns what the loss is multiplied by, so that residuals survive a change of it; None where there is no
+            scaler. With a GradScaler, enabled or not: ``lambda: getattr(scaler, "_scale", None)``.
         optimizer: the model's, one or several, on which ``error_feedback`` depends where that is left to the method; it
             need not be given, and then every biased method keeps a full residual. A run that goes on from a state with
             ``residual_follows_lr``, or a schedule by the learning rate, needs it to go on exactly: it would be known

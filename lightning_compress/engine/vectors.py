@@ -12,6 +12,8 @@ from lightning_compress.corrections import CorrectionPlan
 from lightning_compress.engine.gradients import spoil
 from lightning_compress.exchanges.base import ExchangePlan
 
+_LARGEST = torch.finfo(torch.float16).max
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -89,9 +91,11 @@ class Copied:
         correction.after(self.mean, self.vector, compressed, step)
 
     def give(self, slices: list[Tensor]) -> None:
-        """Replace the gradients by their mean."""
+        """Replace the gradients by their mean, which saturates in float16, unless a GradScaler looks for infinity."""
         if self.scale is not None:
             self.mean.mul_(self.scale)
+        elif slices[0].dtype == torch.float16:  # a residual can bring it above what float16 holds
+            self.mean.clamp_(-_LARGEST, _LARGEST)
         spoil(self.mean, self.flag)
         torch._foreach_copy_(slices, list(self.mean.split([each.numel() for each in slices])))
 
