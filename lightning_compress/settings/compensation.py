@@ -108,7 +108,8 @@ def beside_adam(method: Method, way: Compensation, correction: Correction | None
         said = "What is not sent is lost (no error feedback)"
     row = _measured(method, "adam")
     if row is None:
-        return f"{said}; error_feedback=true, false and 'loco' can be tried, none is measured to be best here."
+        ways = "true and false" if correction else "true, false and 'loco'"  # which is refused beside a correction
+        return f"{said}; error_feedback={ways} can be tried, none is measured to be best here."
     other = "" if way == row.compensation else f"; error_feedback='auto' takes {row.compensation}"
     return f"{said}{other}. Loss over dense: {row.measured}."
 

@@ -78,6 +78,8 @@ def test_what_a_warning_says_of_estimates():
     assert "1.457 with eta 0.1" in said
     assert "error_feedback" not in said
     assert "is lost" not in said
+    dgc = Settings.of("dgc").stepped_by("adam")
+    assert "'loco'" not in beside_adam(dgc.method, of(dgc), dgc.correction)
 
 
 @pytest.mark.parametrize("given", [None, "auto"])
