@@ -45,6 +45,12 @@ class Meter:
         self._last = (0, 0)
         self._sample = _Sample()
 
+    def follow(self, before: Meter) -> None:
+        """Count on from where another one of this run is."""
+        self.sample_every, self.steps, self.sampled = before.sample_every, before.steps, before.sampled
+        self.bytes_sent, self.bytes_dense = before.bytes_sent, before.bytes_dense
+        self._last, self._sample = before._last, before._sample
+
     def begin_step(self) -> None:
         """Open the books of a step."""
         due = self.steps == 0 or (self.steps + 1) % self.sample_every == 0 if self.sample_every else False

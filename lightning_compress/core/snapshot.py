@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, get_args
 
@@ -139,8 +139,14 @@ def _one(state: State) -> Snapshot:
     return {"holder": state.holder, "names": names, "numels": numels, "numbers": state.committed}
 
 
-def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
+def fill(states: States, saved: Snapshot, names: Sequence[str], dispensable: Collection[str] = ()) -> None:
     """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters.
+
+    Args:
+        states: of a group.
+        saved: the element.
+        names: of parameters.
+        dispensable: kinds of states that are left out for parameters that no longer have any.
 
     Raises:
         ValueError: there is no place for some of it.
@@ -150,9 +156,12 @@ def fill(states: States, saved: Snapshot, names: Sequence[str]) -> None:
             one = _coded(one)
         numels = {segment.name: segment.numel for segment in states[kind].layout.segments} if kind in states else {}
         theirs = dict(zip(one["names"], one["numels"], strict=True))
-        if lost := [name for name in names if name in theirs and numels.get(name) != theirs[name]]:
+        wanted = theirs.keys() & numels.keys() if kind in dispensable else theirs.keys()
+        if lost := [name for name in names if name in wanted and numels.get(name) != theirs[name]]:
             raise ValueError(f"{kind} of {', '.join(lost[:3])} was saved with other settings and has no place in these")
-        if kind in states and one["holder"] != states[kind].holder:
+        if kind not in states:
+            continue
+        if one["holder"] != states[kind].holder:
             raise ValueError(f"{kind} was saved as that of {one['holder']!r}, and is that of {states[kind].holder!r}")
         layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
         old = State(layout, one["numbers"].device, holder=one["holder"], dtype=one["numbers"].dtype)

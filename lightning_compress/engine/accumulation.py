@@ -57,7 +57,7 @@ class Accumulation:
             total = self._totals.setdefault(name, torch.empty(0))
             if name not in self._open:
                 self._open.add(name)
-                self._totals[name] = total.copy_(gradient) if total.numel() == gradient.numel() else gradient.clone()
+                self._totals[name] = total.copy_(gradient) if total.shape == gradient.shape else gradient.clone()
             elif name in self._before:
                 kept = self._before.pop(name)
                 total.copy_(gradient) if kept is None else total.masked_fill_(~kept, 0.0).add_(gradient)
@@ -77,6 +77,36 @@ class Accumulation:
         self._totals.clear()
 
 
+class Arrivals:
+    """Which parameters a gradient came for since each was averaged last: what DistributedDataParallel goes by.
+
+    A pass of a step that leaves a parameter out brings the mean of the pass before, which is still in ``grad``; where
+    no rank used it, DistributedDataParallel throws away what is made of that.
+
+    Args:
+        parameters: names and tensors.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self._came: set[str] = set()
+        self._hooks = [each.register_post_accumulate_grad_hook(partial(self._note, name)) for name, each in parameters]
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self._came.add(name)
+
+    def left_out(self, names: Collection[str]) -> frozenset[str]:
+        """Those of these parameters, which are averaged now, that none came for."""
+        missing = frozenset(names) - self._came
+        self._came.difference_update(names)
+        return missing
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
 class Passes:
     """The backward passes of a step that synchronise.
 
@@ -90,6 +120,7 @@ class Passes:
     def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
         self._parameters = parameters
         self._sums: Accumulation | None = None
+        self._arrivals: Arrivals | None = None
         self._reduced: set[str] = set()  # parameters, in this pass
         self._seen: set[str] = set()  # parameters, in this step
         self.number = 0
@@ -98,6 +129,16 @@ class Passes:
         """See from now on that no output is taken for a gradient."""
         if self._sums is None and self._parameters:
             self._sums = Accumulation(self._parameters)
+
+    def expect(self) -> None:
+        """See from now on which parameters a pass leaves out; see ``Arrivals``."""
+        if self._arrivals is None and self._parameters:
+            self._arrivals = Arrivals(self._parameters)
+
+    def left_out(self, names: Collection[str]) -> frozenset[str]:
+        """Those of these parameters, which are averaged now, whose gradient on this rank is that of a pass before."""
+        missing = self._arrivals.left_out(names) if self._arrivals else frozenset()
+        return missing if self.number else frozenset()
 
     def again(self, names: Collection[str]) -> bool:
         """Whether any of these parameters has come in this pass already, so that another one has begun."""
@@ -135,5 +176,6 @@ class Passes:
 
     def close(self) -> None:
         """Stop watching."""
-        if self._sums:
-            self._sums.close()
+        for each in (self._sums, self._arrivals):
+            if each:
+                each.close()

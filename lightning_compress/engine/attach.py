@@ -47,10 +47,12 @@ def attach(
         ddp: the model.
         compressor: see ``CompressedDDPStrategy``.
         exchange: likewise.
-        scale: returns what the loss is multiplied by (``lambda: scaler._scale`` with a GradScaler), so that residuals
-            survive a change of it; None where there is no scaler.
+        scale: returns what the loss is multiplied by, so that residuals survive a change of it; None where there is no
+            scaler. With a GradScaler, enabled or not: ``lambda: getattr(scaler, "_scale", None)``.
         optimizer: the model's, one or several, on which ``error_feedback`` depends where that is left to the method; it
-            need not be given, and then every biased method keeps a full residual.
+            need not be given, and then every biased method keeps a full residual. A run that goes on from a state with
+            ``residual_follows_lr``, or a schedule by the learning rate, needs it to go on exactly: it would be known
+            from its first step on only.
         **settings: ``error_feedback`` and the others of ``CompressedDDPStrategy``, from ``warmup_steps``
             to ``check_drift_every``; but for those on checkpoints, ``state`` and ``strict_state``. Where a schedule
             goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins.
@@ -79,6 +81,8 @@ def attach(
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
     compression = compress(ddp, chosen, scale)
     compression.stepped_by(optimizers)
+    for each in optimizers:
+        compression.take_over(each)
     if dist.get_rank(ddp.process_group) == 0:
         say(compression)
     return compression

@@ -101,11 +101,16 @@ def check_clipping(settings: Settings, clip: float | None) -> None:
 
 
 def check_ddp(ddp: DistributedDataParallel) -> None:
-    """Refuse a model that was built with what ``check_ddp_arguments`` refuses.
+    """Refuse what is no DistributedDataParallel, or was built with what ``check_ddp_arguments`` refuses.
 
     Raises:
-        ValueError: it was.
+        ValueError: it is.
     """
+    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # which torch.compile wraps
+        raise ValueError(
+            f"{type(ddp).__name__} is no DistributedDataParallel: give "
+            "torch.nn.parallel.DistributedDataParallel(module), on every rank"
+        )
     check_ddp_arguments(
         {
             "mixed_precision": ddp.mixed_precision,
@@ -118,27 +123,33 @@ def check_module(module: nn.Module, settings: Settings) -> None:
     """Refuse modules whose gradients cannot be compressed as they reach the communication hook, and idle patterns.
 
     Raises:
-        ValueError: an embedding has sparse gradients, an optimizer runs inside backward, a parameter is complex, or
-            a pattern in ``exclude`` matches nothing.
+        ValueError: an embedding has sparse gradients, an optimizer runs inside backward, or a parameter is complex,
+            which ``none`` leaves to DistributedDataParallel; or a pattern in ``exclude`` matches nothing.
     """
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise ValueError(f"{name or 'the module'} has sparse gradients; build it with sparse=False")
     parameters = trained_parameters(module)
-    for name, parameter in parameters:
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise ValueError(
-                f"{name} is stepped inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
-                "step the optimizer after backward"
-            )
-        if parameter.is_complex():
-            raise ValueError(f"{name} is {parameter.dtype}: only real gradients are compressed; use compressor='none'")
+    if not settings.plain:
+        _check_gradients(module, parameters)
     optimize_ddp = getattr(torch._dynamo.config, "optimize_ddp", True)
     if isinstance(optimize_ddp, str) and optimize_ddp.startswith("python_reducer"):
         raise ValueError(
             f"torch._dynamo.config.optimize_ddp={optimize_ddp!r} calls hooks with other arguments; set it to True"
         )
     settings.rules.bound(kinds_of(module)).check([name for name, _ in parameters])
+
+
+def _check_gradients(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse modules whose gradients do not reach the communication hook as dense real numbers."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ValueError(f"{name or 'the module'} has sparse gradients; build it with sparse=False")
+    for name, parameter in parameters:
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"{name} is stepped inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
+                "step the optimizer after backward, or use compressor='none'"
+            )
+        if parameter.is_complex():
+            raise ValueError(f"{name} is {parameter.dtype}: only real gradients are compressed; use compressor='none'")
 
 
 def check_running(ddp: DistributedDataParallel) -> None:

@@ -124,18 +124,22 @@ class Compression:
         self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
         for group, places in parts:
             own = [gradients[place] for place in places]
-            turn = self._passes.number
+            turn, left_out = self._passes.number, self._passes.left_out(group.given)
             if not group.averages:  # the method gets all gradients of this step, in the state with which it began
-                turn = 0
+                turn, left_out = 0, frozenset()
                 if self._passes.add_up(group.given, own):
                     for state in group.states.values():
                         state.roll_back()
             with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
-                flag = group.reduce(own, self.step, self._scale(), turn)
+                flag = group.reduce(own, self.step, self._scale(), turn, left_out)
             if not group.averages:
                 self._passes.made(group.given, own)
             self._finite.add(flag, group.names)
             self._drift.note(self.step, group.given, own)
+
+    def expect_unused(self) -> None:
+        """A backward pass may leave parameters out, as DistributedDataParallel was told."""
+        self._passes.expect()
 
     def beside(self, names: Iterable[str], sent: int, dense: int, flag: Tensor) -> None:
         """These parameters were averaged in this backward by something else; to be called at its end.
@@ -341,6 +345,8 @@ class Compression:
         self.step, self.epoch, kinds = before.step, before.epoch, self.settings.rules.kinds
         self.settings = self.next_settings = before.next_settings.bound(kinds)
         self._scheduled = before._scheduled
+        self.meter.follow(before.meter)
+        self._finite.count.copy_(before._finite.count)
 
     def reset(self) -> None:
         """Begin again: no residuals, no steps."""

@@ -33,7 +33,8 @@ Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 """By name, in the model's order."""
 
 _OF_RESIDUAL = ("residual_decay", "residual_follows_lr", "residual_dtype")
-_OF_COMPRESSION = ("warmup_steps", *_OF_RESIDUAL, "on_nonfinite", "on_drift", "check_drift_every")
+_OF_DRIFT = ("on_drift", "check_drift_every")
+_OF_COMPRESSION = ("warmup_steps", *_OF_RESIDUAL, "on_nonfinite", *_OF_DRIFT)
 _OF_RULES = ("min_numel", "exclude", "rules")
 
 
@@ -158,7 +159,9 @@ def forecast(settings: Settings, parameters: Parameters, world: World) -> Foreca
         return _off("there is one rank", warning=idle if settings.on_nonfinite != "pass" else "")
     if settings.plain:
         if settings.chosen:
-            return _off("compressor='auto' expects too little of it on this link", why)
+            reason = "compressor='auto' expects too little of it on this link"
+            idle = ", ".join(_set(settings, Settings.of("none"), _OF_DRIFT))
+            return _off(reason, why, idle and f"{reason}: nothing comes of {idle}, where it compresses nothing")
         reason = "compressor='none' sends everything as it is"
         idle = ", ".join(_idle(settings))
         return _off(reason, warning=f"{reason}, so that nothing comes of {idle}; leave it out" if idle else "")
@@ -230,7 +233,8 @@ def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameter
 def _compensation(settings: Settings) -> str:
     """What makes up for errors, where the optimizer decides, or in another way than in full."""
     way = settings.compensation(settings.method)
-    if way == automatic(settings.method, None):
+    estimated = settings.correction is not None and settings.correction.replaces_residual
+    if estimated or way == automatic(settings.method, None):
         return ""
     said = f", error_feedback {way if isinstance(way, str) else label(way)}"
     if settings.feedback is not None:

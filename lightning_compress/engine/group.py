@@ -7,7 +7,7 @@ everything that may happen to a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -168,7 +168,14 @@ class Group:
         """State was taken over from other groups."""
         self._exchange.adopted()
 
-    def reduce(self, gradients: Sequence[Tensor], step: int, scale: Tensor | None, turn: int = 0) -> Tensor:
+    def reduce(
+        self,
+        gradients: Sequence[Tensor],
+        step: int,
+        scale: Tensor | None,
+        turn: int = 0,
+        left_out: Collection[str] = frozenset(),
+    ) -> Tensor:
         """Replace gradients by their mean over the ranks.
 
         Args:
@@ -176,13 +183,14 @@ class Group:
             step: how many steps were committed.
             scale: what the loss was multiplied by (automatic mixed precision), or None.
             turn: how many backward passes of this step came before.
+            left_out: parameters whose gradients on this rank are the means of the pass before.
 
         Returns:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
         draws = (self._key, step, turn) if turn else (self._key, step)
         slices = [gradients[place].view(-1) for place in self.order]
-        given = Pass(slices, [each for each in slices if each.numel()], self.plan(step), step, scale, draws)
+        given = Pass(slices, [each for each in slices if each.numel()], self.plan(step), step, scale, draws, left_out)
         self.nonfinite = []
         if (flag := self._averaged_in_place(given)) is not None:
             return flag
@@ -239,7 +247,7 @@ class Group:
     def _fed(self, given: Pass) -> Fed | None:
         """Gradient and residual added up in one pass: the usual case on a CPU; None where it is another."""
         residual, decay = self.residual, self.settings.residual_decay
-        if not self._plain or given.scale is not None or (residual and residual.touched):
+        if not self._plain or given.scale is not None or given.left_out or (residual and residual.touched):
             return None
         if self.errors:
             vector = self._take(MEAN)
@@ -273,7 +281,7 @@ class Group:
             parts = [gradient[place_of(segment)] for segment in self._segments]
             clip_each(parts, self.settings.local_clip_norm, self._collective.size, self.settings.local_clip_by)
         if unused := self._unused_of(given.plan):
-            unused.look(gradient)
+            unused.look(gradient, given.left_out)
         if self._correction:
             self._correction.before(gradient, self._lossy(given.plan), given.step)
         if self.errors:

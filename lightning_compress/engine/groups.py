@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
@@ -13,8 +14,10 @@ from lightning_compress.collectives import World
 from lightning_compress.core import snapshot
 from lightning_compress.core.buffers import release
 from lightning_compress.core.state import State
-from lightning_compress.engine.group import GRADIENT, MEAN, Group
+from lightning_compress.engine.group import GRADIENT, LOCO, MEAN, Group
 from lightning_compress.settings.settings import Settings
+
+log = logging.getLogger(__name__)
 
 Parts = list[tuple[Group, list[int]]]
 """The groups of a bucket, and where in the bucket each one's parameters are."""
@@ -126,15 +129,26 @@ class Groups:
         return snapshot.take(method, step, rates, running, groups, self._orders)
 
     def restore(self, state: snapshot.Snapshot, settings: Settings) -> None:
-        """Make the groups of a checked snapshot anew, with their states.
+        """Make the groups of a checked snapshot anew, with their states; errors that LoCo kept are dispensable.
 
         Raises:
-            ValueError: there is no place for some of it.
+            ValueError: there is no place for some of it, or it is of other parameters.
         """
+        saved_names = [name for saved in state["groups"] if saved["states"] for name in saved["names"]]
+        dropped = [name for name in saved_names if name not in self._shapes]
+        if dropped and len(dropped) == len(saved_names):
+            raise ValueError(
+                f"the state is of parameters that are not trained here ({', '.join(dropped[:3])}), where there are "
+                f"{', '.join(list(self._shapes)[:3])}: give the model's modules the names that they had"
+            )
+        if dropped and self._world.collective.rank == 0:
+            log.warning(
+                "the checkpoint's state of %s is dropped: there is no such parameter in training", _few(dropped)
+            )
         for saved in snapshot.reordered(state, self._shapes, self._orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
                 group = self.add(names, settings, had_residual=True)
-                snapshot.fill(group.states, saved, names)
+                snapshot.fill(group.states, saved, names, dispensable=(LOCO,))
                 group.adopted()
 
     def look_again(self) -> None:
@@ -164,3 +178,9 @@ class Groups:
         self._groups.clear()
         self._owner.clear()
         self._by_bucket.clear()
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

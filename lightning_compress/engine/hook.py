@@ -183,6 +183,8 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
             compression.before_forward()
 
     compression.active = True
+    if ddp.find_unused_parameters:
+        compression.expect_unused()
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
     hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transport)
     ddp.register_comm_hook(None, hook.reduce)

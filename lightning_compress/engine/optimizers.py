@@ -141,7 +141,8 @@ class Optimizers:
 
     def _rates_of(self, optimizer: Optimizer) -> dict[str, float]:
         groups = [group for group in optimizer.param_groups if "lr" in group]
-        pairs = [(id(parameter), float(group["lr"])) for group in groups for parameter in group["params"]]
+        # a schedule that ends at 0 may round to less
+        pairs = [(id(parameter), max(0.0, float(group["lr"]))) for group in groups for parameter in group["params"]]
         return {self._names[parameter]: rate for parameter, rate in pairs if parameter in self._names}
 
 

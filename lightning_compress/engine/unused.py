@@ -76,6 +76,7 @@ class Unused:
         self._mask = torch.ones(sum(block.rows for block in [*kept, *mixed]), dtype=torch.uint8, device=world.device)
         self._parts = self._mask.split([block.rows for block in [*kept, *mixed]])
         self._bases: list[tuple[State, Tensor]] = []
+        self._given: list[tuple[Block, Tensor, Tensor]] = []
         self._wait: Callable[[], object] = lambda: None
 
     @property
@@ -83,13 +84,23 @@ class Unused:
         """Whether parameters may be without a gradient, and keep their state then."""
         return bool(self._kept)
 
-    def look(self, gradient: Tensor | None) -> None:
-        """Note which parameters have a gradient on this rank; None: all of them."""
+    def look(self, gradient: Tensor | None, left_out: Collection[str] = frozenset()) -> None:
+        """Note which parameters have a gradient on this rank.
+
+        Args:
+            gradient: float32 ``[numel]``; None: all have one.
+            left_out: parameters for which it is the mean of an earlier pass of the step, which stays where no rank has
+                more.
+        """
         self._mask.fill_(1)
-        self._bases = []
+        self._bases, self._given = [], []
         if gradient is None or not self._kept:
             return
         self._find(self._kept, self._parts[: len(self._kept)], [gradient])
+        for block, part in zip(self._kept, self._parts, strict=False):
+            if block.segment.name in left_out:
+                part.zero_()
+                self._given.append((block, part, block.of(gradient).clone()))
         everything = [*self._states] if self._residual is None else [*self._states, self._residual]
         self._bases = [(state, state.base().clone() if state.touched else state.committed) for state in everything]
 
@@ -99,11 +110,15 @@ class Unused:
         self._wait = self._collective.begin_all_reduce_max(self._mask)
 
     def clear(self, vector: Tensor, mean: Means) -> None:
-        """Zero what no rank uses in the mean, and what encoding made of its zeros in the vector."""
+        """Zero what no rank uses in the mean, or leave it as given, and what encoding made of zeros in the vector."""
         self._wait()
         self._clear(self._kept, self._parts[: len(self._kept)], [mean])
         stale = [(state.pending, state.committed) for state in self._owned if not state.touched]
         self._clear(self._mixed, self._parts[len(self._kept) :], [mean, vector], stale)
+        for block, part, given in self._given:
+            assert isinstance(mean, Tensor)
+            block.of(mean).copy_(torch.where(part == 0, given, block.of(mean)))
+        self._given = []
 
     def restore(self, vector: Tensor) -> None:
         """Put back what is kept of parameters without a gradient; ``vector`` is the new residual."""

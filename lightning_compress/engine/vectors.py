@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_compress.corrections import CorrectionPlan
 from lightning_compress.engine.gradients import spoil
 from lightning_compress.exchanges.base import ExchangePlan
+
+_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Pass:
         step: how many steps were committed.
         scale: what the loss was multiplied by, or None.
         draws: what random numbers are drawn from, equal on all ranks.
+        left_out: names of parameters whose gradients on this rank are the means of the pass before.
     """
 
     slices: list[Tensor]
@@ -32,6 +35,7 @@ class Pass:
     step: int
     scale: Tensor | None
     draws: tuple[int, ...]
+    left_out: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,11 @@ class Copied:
         correction.after(self.mean, self.vector, compressed, step)
 
     def give(self, slices: list[Tensor]) -> None:
-        """Replace the gradients by their mean."""
+        """Replace the gradients by their mean, which saturates in float16, unless a GradScaler looks for infinity."""
         if self.scale is not None:
             self.mean.mul_(self.scale)
+        elif slices[0].dtype == torch.float16:  # a residual can bring it above what float16 holds
+            self.mean.clamp_(-_LARGEST, _LARGEST)
         spoil(self.mean, self.flag)
         torch._foreach_copy_(slices, list(self.mean.split([each.numel() for each in slices])))
 

@@ -69,6 +69,10 @@ TABLE = (
 """Where "auto" differs from classical error feedback for methods that are biased, and none for the others."""
 
 
+ESTIMATES = "character LSTM, AdamW, 4 ranks, 300 steps, onebit, 1.217 with eta 0.5 and 1.457 with eta 0.1"
+"""What was measured where estimates take the place of a residual (``ef21``)."""
+
+
 def kind_of(optimizers: Iterable[object]) -> Optimizer | None:
     """The kind of all of them; "adam" if one is; None where nothing was measured."""
     kinds = {_kind(each) for each in optimizers}
@@ -92,8 +96,10 @@ def _measured(method: Method, optimizer: Optimizer | None) -> Row | None:
     return next((row for row in TABLE if (row.method, row.optimizer) == (name, optimizer)), None)
 
 
-def beside_adam(method: Method, way: Compensation) -> str:
-    """What a compensation means for a coarse method beside Adam, and what was measured: sentences for a warning."""
+def beside_adam(method: Method, way: Compensation, correction: Correction | None = None) -> str:
+    """What becomes of a coarse method's errors beside Adam, and what was measured: sentences for a warning."""
+    if correction and correction.replaces_residual:
+        return f"Estimates go after what is not sent, which arrives late. Loss over dense: {ESTIMATES}."
     if isinstance(way, LoCo):
         said = f"A slow average of what is not sent is fed back ({way}), which makes up for a part of that"
     elif way == "classical":
@@ -102,7 +108,8 @@ def beside_adam(method: Method, way: Compensation) -> str:
         said = "What is not sent is lost (no error feedback)"
     row = _measured(method, "adam")
     if row is None:
-        return f"{said}; error_feedback=true, false and 'loco' can be tried, none is measured to be best here."
+        ways = "true and false" if correction else "true, false and 'loco'"  # which is refused beside a correction
+        return f"{said}; error_feedback={ways} can be tried, none is measured to be best here."
     other = "" if way == row.compensation else f"; error_feedback='auto' takes {row.compensation}"
     return f"{said}{other}. Loss over dense: {row.measured}."
 

@@ -19,7 +19,7 @@ from lightning_compress.core.registry import describe
 from lightning_compress.corrections import Corrected, Correction
 from lightning_compress.corrections.clipping import ClipBy
 from lightning_compress.corrections.loco import LoCo
-from lightning_compress.exchanges import Auto, Exchange, Hierarchical
+from lightning_compress.exchanges import Exchange, Hierarchical
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer
 from lightning_compress.settings import readers
@@ -50,6 +50,7 @@ from lightning_compress.settings.compensation import (
 )
 from lightning_compress.settings.rules import Compressor, Rules
 from lightning_compress.settings.schedule import Schedule, changed
+from lightning_compress.settings.together import check_carried, check_corrected, check_idle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,21 +188,10 @@ class Settings:
             ValueError: methods, exchange and error feedback do not go together.
         """
         for method in self.methods:
-            if isinstance(method, Codec):
-                self.exchange.check(method)
-            elif not isinstance(self.exchange, Auto):
-                raise ValueError(
-                    f"exchange={self.exchange} cannot carry {method}, which exchanges by itself; use exchange='auto'"
-                )
-            elif self.compensation(method) != "none" and not method.conserves:
-                raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
+            check_carried(method, self.exchange, self.compensation(method))
         for given in (self.compressor, *self._scheduled):
-            _, correction = _parts(given)
-            if correction and self.exchange.hands_over and correction.masks:
-                raise ValueError(
-                    f"exchange={self.exchange} leaves what ranks sent in the residuals of others, and {given} takes "
-                    "what has left its own for applied; use exchange='auto', or masking=False"
-                )
+            if correction := _parts(given)[1]:
+                check_corrected(given, correction, self.exchange, self.rules.methods)
         needed = any(self.feeds_back(method) for method in self.rules.methods)
         return dataclasses.replace(self, error_feedback=self.error_feedback or needed)
 
@@ -239,6 +229,7 @@ class Settings:
         feedback, asks = read_feedback(error_feedback)
         chosen = cls._read(options)
         read_norm("local_clip_norm", chosen["local_clip_norm"], given)
+        check_idle(*(chosen[name] for name in ("local_clip_norm", "local_clip_by", "on_drift", "check_drift_every")))
         readers.whole("min_numel", min_numel)
         made = cls(
             compressor=given,
@@ -289,7 +280,9 @@ class Settings:
             return "none" if isinstance(self.feedback, LoCo) and isinstance(method, Dense) else self.feedback
         if self.correction and self.correction.replaces_residual:
             return "none"
-        known = None if self.correction or self._shapes_residual else self.optimizer
+        if self._shapes_residual:
+            return automatic(method, None)
+        known = None if self.correction else self.optimizer
         return dict(self.decided).get(name_of(method)) or automatic(method, known)
 
     def feeds_back(self, method: Method) -> bool:

@@ -100,13 +100,13 @@ class CompressedDDPMixin(WaitingMixin):
             for name, value in each.hparams_initial.items()
             if name != "_class_path"  # LightningCLI's own
         }
-        for logger in trainer.loggers if made and self.is_global_zero else ():
+        for logger in trainer.loggers if self.is_global_zero else ():
             logger.log_hyperparams(theirs | made.hyperparameters())
 
     def on_train_start(self) -> None:
         """Say what runs, once everything is restored."""
         super().on_train_start()
-        if self._compression is not None and self._compression.forecast:
+        if self._compression is not None:
             rank_zero_info(self._compression.forecast.line)
             if self._compression.forecast.warning:
                 rank_zero_warn(self._compression.forecast.warning)
@@ -119,7 +119,8 @@ class CompressedDDPMixin(WaitingMixin):
         adaptive = [type(each).__name__ for each in self.optimizers if kind_of([each]) == "adam"]
         coarse = [each for each in self._settings.methods if not each.safe_with_adam]
         if adaptive and self.world_size > 1 and coarse:
-            errors = beside_adam(coarse[0], self._compression.settings.compensation(coarse[0]))
+            running = self._compression.settings
+            errors = beside_adam(coarse[0], running.compensation(coarse[0]), running.correction)
             rank_zero_warn(
                 f"{coarse[0]} with {adaptive[0]} trains worse than without compression: adaptive learning rates do not "
                 f"go with so coarse a method. {errors} Use compressor='rotated', which costs nothing; or "

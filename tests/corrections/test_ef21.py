@@ -127,3 +127,15 @@ def test_a_residual_is_refused(given):
     with pytest.raises(ValueError, match="keeps no residual"):
         Settings.of("ef21", **given)
     assert EF21().codec == OneBit()
+
+
+@pytest.mark.parametrize(
+    "name", [{"name": "randomk", "rescale": True}, "atomo", "wangni", "terngrad_shared", "signsgd"]
+)
+def test_rules_take_what_comes_closer(name):
+    """As its quantiser: what is right on average only makes the estimates grow without bound."""
+    rule = {"match": ["0.weight"], "compressor": name}
+    with pytest.raises(ValueError, match="its estimates need a method that always comes closer"):
+        Settings.of("ef21", rules=[rule])
+    for fit in ("topk", "bf16", "none", "powersgd"):
+        Settings.of("ef21", rules=[rule | {"compressor": fit}])

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.corrections import DGC, OneBitAdam
+from lightning_compress.engine.accumulation import Accumulation
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.reducers import SignSGD
 from tests.helpers.training import Net, fit, parameters
@@ -128,6 +129,15 @@ def test_a_pass_may_leave_parameters_out(pools, name):
     for finite, losses in pools[2].run(_unused, *NO_MEANS[name]):
         assert finite
         assert losses[-1] < losses[0]
+
+
+def test_a_parameter_without_elements_takes_part():
+    sums = Accumulation([("none", nn.Parameter(torch.zeros(0, 7)))])
+    for _ in range(2):
+        sums.add(["none"], [torch.zeros(0, 7)])
+        sums.made(["none"], [torch.zeros(0, 7)])
+        sums.begin_step()
+    sums.close()
 
 
 def _dropped(given, rate, to_none):

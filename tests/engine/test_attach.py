@@ -1,6 +1,8 @@
 """A bare DistributedDataParallel model: state, flags, unused parameters, dtypes."""
 
+import inspect
 import math
+import re
 
 import numpy as np
 import pytest
@@ -149,6 +151,36 @@ def test_residuals_do_not_depend_on_the_loss_scale(pools):
     plain = pools[2].run(_scaled, [1.0, 1.0, 1.0, 1.0])
     scaled = pools[2].run(_scaled, [256.0, 512.0, 512.0, 4.0])
     assert np.array_equal(plain[0], scaled[0])
+
+
+def _in_float16():
+    """Gradients that float16 holds, and a residual that makes more of them."""
+    model = DistributedDataParallel(nn.Linear(64, 48, bias=False, dtype=torch.float16))
+    compression = attach(model, {"name": "topk", "density": 0.5}, on_nonfinite="raise")
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    weight = torch.full((48, 64), 40000.0, dtype=torch.float16)
+    weight[:36] = 60000.0
+    largest = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.eye(64, dtype=torch.float16)) * weight.t()).sum().backward()
+        optimizer.step()
+        largest.append(float(model.module.weight.grad.max()))
+    compression.close()
+    return largest
+
+
+def test_a_residual_makes_no_infinity_of_float16(pools):
+    for largest in pools[2].run(_in_float16):
+        assert largest == [60000.0, 65504.0, 65504.0]
+
+
+def test_the_documented_source_of_a_scale_goes_with_any_scaler():
+    documented = re.search(r"``(lambda: .*?)``", inspect.getdoc(attach)).group(1)
+    for enabled, expected in ((True, 65536.0), (False, None)):
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(torch.ones(()))
+        assert eval(documented, {"scaler": scaler})() == expected
 
 
 def _warmup():

@@ -167,8 +167,8 @@ def bump(matrix):
 def _drift(what, **settings):
     reduce = Group.reduce
 
-    def faulty(group, gradients, step, scale, turn):
-        flag = reduce(group, gradients, step, scale, turn)
+    def faulty(group, gradients, step, *more):
+        flag = reduce(group, gradients, step, *more)
         if what == "gradient" and step == 3 and last_rank() and "head.2.weight" in group.given:
             bump(gradients[group.given.index("head.2.weight")].view(10, 64))
         return flag

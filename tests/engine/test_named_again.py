@@ -14,21 +14,32 @@ FEW, MANY = {"name": "topk", "density": 0.01}, {"name": "topk", "density": 0.2}
 SCHEDULE = {"density": {0: 0.3, 100: 0.01}}
 
 
-def _run(collective, given, state=None, steps=1, tuned=None, **settings):
-    """Take steps; returns the state, elements of the last mean that are not 0, the residual's norm, what is lost."""
-    model = nn.Linear(64, 64, bias=False)
+def _layers(*names):
+    return nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in names})
+
+
+def _step(compression, model, step, optimizer):
+    """Take one; returns elements of the means that are not 0."""
     parameters = list(model.parameters())
+    generator = torch.Generator().manual_seed(10 * step + compression._collective.rank)
+    for each in parameters:
+        each.grad = torch.randn(each.shape, generator=generator)
+    compression.reduce(parameters, [each.grad for each in parameters])
+    optimizer.step()
+    return sum(int((each.grad != 0).sum()) for each in parameters)
+
+
+def _run(collective, given, state=None, steps=1, tuned=None, names=("only",), rates=(), **settings):
+    """Take steps; returns the state, elements of the last mean that are not 0, the residual's norm."""
+    model = _layers(*names)
     compression = Compression(model, Settings.of(given, **settings), collective)
     compression.active = True
     if state is not None:
         compression.load_state_dict(state)
-    optimizer = torch.optim.SGD(parameters, 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
     for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * step + collective.rank)
-        parameters[0].grad = torch.randn(64, 64, generator=generator)
-        compression.reduce(parameters, [parameters[0].grad])
-        sent = int((parameters[0].grad != 0).sum())
-        optimizer.step()
+        optimizer.param_groups[0]["lr"] = rates[step] if rates else 0.0
+        sent = _step(compression, model, step, optimizer)
     if tuned:
         compression.retune(**tuned)
     norm = compression.stats().get("residual_norm", 0.0)
@@ -93,3 +104,75 @@ def test_it_is_said(caplog):
     said = [each.message for each in caplog.records if "goes on with" in each.message]
     assert len(said) == 1
     assert said[0].index("0.01") < said[0].index("goes on with") < said[0].index("0.2")
+
+
+@pytest.mark.parametrize(
+    ("named", "kinds"),
+    [
+        ({"error_feedback": False}, set()),
+        ({"error_feedback": True}, {"residual"}),
+        ({"residual_decay": 0.9}, {"residual"}),
+        ({"exclude": ["*"]}, set()),
+        ({"exclude": ["first.*"]}, {"loco"}),
+    ],
+    ids=str,
+)
+def test_what_loco_kept_stands_in_no_ones_way(named, kinds):
+    """It owes nothing: the run goes on from its step without it."""
+    names = ("first", "last")
+
+    def rank(collective):
+        state, _, kept = _run(collective, "onebit", steps=2, names=names, error_feedback="loco")
+        state, _, _ = _run(collective, "onebit", state, names=names, **named)
+        return kept, state["step"], {kind for group in state["groups"] for kind in group["states"]}
+
+    for kept, step, found in run_threads(2, rank):
+        assert kept > 0
+        assert (step, found) == (3, kinds)
+
+
+def test_a_state_of_other_parameters_is_no_state_of_this_model(caplog):
+    def rank(collective):
+        state, _, _ = _run(collective, FEW, steps=2, names=("first", "last"))
+        with pytest.raises(ValueError, match=r"not trained here \(first.weight, last.weight\), .* are inner.weight"):
+            _run(collective, FEW, state, names=("inner",))
+        return _run(collective, FEW, state, names=("last", "new"))[0]["step"]
+
+    assert run_threads(2, rank) == [3, 3]
+    said = [each.message for each in caplog.records if "is dropped" in each.message]
+    assert said == ["the checkpoint's state of first.weight is dropped: there is no such parameter in training"]
+
+
+def test_a_model_that_is_wrapped_anew_counts_on():
+    def rank(collective):
+        model = _layers("only")
+        first, second = (Compression(model, Settings.of(FEW), collective) for _ in range(2))
+        first.active = second.active = True
+        first.meter.sample_every = 3
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        for step in range(3):
+            _step(first, model, step, optimizer)
+        first._finite.count.fill_(2)
+        second.follow(first)
+        before = first.stats()
+        first.close()
+        _step(second, model, 3, optimizer)
+        return before, second.stats(), second.meter.sample_every
+
+    for before, after, every in run_threads(2, rank):
+        assert (after["steps"], after["nonfinite_steps"], every) == (4, 2, 3)
+        for name in ("total_bytes_sent", "total_bytes_dense"):
+            assert after[name] == pytest.approx(4 / 3 * before[name])
+
+
+def test_a_rate_that_rounds_to_less_than_0_is_0():
+    """As LinearLR(end_factor=0.0) leaves it: the residual waits, and the state is one that is read."""
+
+    def rank(collective):
+        given = {"given": FEW, "residual_follows_lr": True}
+        one, _, norm = _run(collective, steps=2, rates=[0.1, 0.0], **given)
+        other, _, same = _run(collective, steps=2, rates=[0.1, -1.5e-18], **given)
+        assert other["rates"] == one["rates"] == {"only.weight": 0.1}
+        return norm == same, _run(collective, state=other, rates=[0.1], **given)[0]["step"]
+
+    assert run_threads(2, rank) == [(True, 3)] * 2

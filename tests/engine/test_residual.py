@@ -1,5 +1,6 @@
 """What may be done to a residual between two steps: forgetting, and following the learning rate."""
 
+import copy
 import re
 
 import pytest
@@ -71,6 +72,46 @@ def test_updates_telescope_when_the_residual_follows_the_learning_rate(pools, ra
 
 def test_at_one_rate_nothing_changes(pools):
     assert max(pools[2].run(_telescopes, [0.1] * 4, False)) < 1e-4
+
+
+def _follows_on(cut):
+    """The weights after four steps, of which the third is at another rate: of a run that goes on from its state."""
+    model, optimizer, compression = None, None, None
+    for step, rate in enumerate([0.1, 0.1, 0.01, 0.01]):
+        if step == 0 or (cut and step == 2):
+            kept = (copy.deepcopy(compression.state_dict()), parameters_of(model)) if compression else None
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48, bias=False)))
+            optimizer = torch.optim.SGD(model.parameters(), rate)
+            compression = attach(model, "topk", residual_follows_lr=True, optimizer=optimizer)
+            if kept:
+                compression.load_state_dict(kept[0])
+                nn.utils.vector_to_parameters(kept[1], model.parameters())
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        model(_data(step)).square().mean().backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def parameters_of(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_an_optimizer_that_is_given_is_known_before_its_first_step(pools):
+    whole, cut = (pools[2].run(_follows_on, each) for each in (False, True))
+    for one, other in zip(whole, cut, strict=True):
+        assert one.equal(other)
+
+
+def _wrong_optimizer():
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="does the work a second time"):
+        attach(model, "onebit_adam", optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def test_an_optimizer_that_cannot_go_with_the_method_is_refused_at_once(pools):
+    pools[2].run(_wrong_optimizer)
 
 
 def _decayed(decay, backwards):

@@ -1,8 +1,14 @@
 """What no rank has a gradient for does not move, whatever stands beside it, and loses nothing."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_compress import attach
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.core.layout import Layout
@@ -158,3 +164,76 @@ def test_a_gradient_that_one_rank_has_arrives(name, size, exchange):
     late = sum(each.double() for each in ranks[0][0][12:]).flatten()
     assert float(kept.norm() / given.norm()) < 1.5  # bounded, where it grew with every step
     assert late.norm() > 0
+
+
+LEFT, RIGHT, BOTH = ("left",), ("right",), ("left", "right")
+LATER = {
+    "later": [(LEFT, True), (RIGHT, True)],
+    "back": [(LEFT, True), (RIGHT, True), (LEFT, True)],
+    "quiet": [(LEFT, True), (LEFT, False), (RIGHT, True)],
+    "quiet first": [(LEFT, False), (RIGHT, True), (RIGHT, True)],
+    "some": [(BOTH, True), (None, True), (RIGHT, True)],  # None: a head on rank 0, the other elsewhere
+}
+"""Heads that the passes of a step use, and whether DistributedDataParallel averages in them."""
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(32, 33, bias=False), nn.Linear(32, 33, bias=False)
+
+    def forward(self, x, heads):
+        return sum(getattr(self, head)(x).square().mean() for head in heads)
+
+
+def _owed(given, passes, view):
+    """How far what was applied and what is kept are from the gradients, over all of them, after each step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(TwoHeads(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    compression = attach(model, given.pop("compressor"), min_numel=1, **given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    names, parameters = zip(*model.module.named_parameters(), strict=True)
+    gradients, applied = ([torch.zeros(33, 32, dtype=torch.float64) for _ in names] for _ in range(2))
+    errors = []
+    for _ in range(3):
+        for heads, synced in passes:
+            heads = heads or (LEFT if dist.get_rank() == 0 else RIGHT)
+            x = torch.randn(8, 32, generator=generator)
+            own = torch.autograd.grad(model.module(x, heads), parameters, materialize_grads=True)
+            for total, each in zip(gradients, own, strict=True):
+                total += each
+            with nullcontext() if synced else model.no_sync():
+                model(x, heads).backward()
+        for total, each in zip(applied, parameters, strict=True):
+            total += each.grad
+        optimizer.step()
+        optimizer.zero_grad()
+        for place, name in enumerate(names):
+            kept = next(residual_of(group, name) for group in compression.groups if name in group.names)
+            missing = (gradients[place] - kept.view(33, 32)).contiguous()  # of this rank
+            dist.all_reduce(missing)
+            errors.append(float((missing - dist.get_world_size() * applied[place]).norm() / missing.norm()))
+    compression.close()
+    return max(errors)
+
+
+def _owed_by_all(given, first):
+    return {name: _owed(dict(given), LATER[name], bool((first + turn) % 2)) for turn, name in enumerate(LATER)}
+
+
+@pytest.mark.parametrize(
+    ("size", "given"),
+    [
+        (2, {"compressor": "topk"}),
+        (2, {"compressor": "onebit", "exchange": "two_shot"}),
+        (3, {"compressor": "topk", "exchange": "two_shot"}),
+        (3, {"compressor": "onebit", "exchange": "all_gather"}),
+        (3, {"compressor": "powersgd"}),
+    ],
+    ids=str,
+)
+def test_a_later_pass_may_leave_a_parameter_out(pools, size, given):
+    """Its ``grad`` still holds the mean of the pass before, which is not sent, nor kept, a second time."""
+    for errors in pools[size].run(_owed_by_all, given, size):
+        assert not {name: error for name, error in errors.items() if error > 1e-5}

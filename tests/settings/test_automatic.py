@@ -207,6 +207,8 @@ def test_what_comes_to_nothing_without_a_compressor_is_said():
     for more in ({"deterministic": True}, {"on_nonfinite": "skip"}):  # then the hook is there
         assert "nothing comes of" not in warned(compressor="none", **IDLE, **more)
     assert warned(compressor="auto", exchange=Auto(link=FAST), exclude=["a.*"]) == ""  # which chose none
+    said = warned(compressor="auto", exchange=Auto(link=FAST), on_drift="resync", check_drift_every=7)
+    assert "nothing comes of on_drift=resync, check_drift_every=7" in said
 
 
 def test_settings_of_a_residual_that_is_not_kept_are_said():

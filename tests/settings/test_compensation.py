@@ -71,6 +71,17 @@ def test_what_a_warning_says_of_it():
     assert "none is measured" in beside_adam(rotated, "none")
 
 
+def test_what_a_warning_says_of_estimates():
+    """Nothing is lost where they take the place of a residual, and no other error feedback may be given."""
+    settings = Settings.of("ef21").stepped_by("adam")
+    said = beside_adam(settings.method, of(settings), settings.correction)
+    assert "1.457 with eta 0.1" in said
+    assert "error_feedback" not in said
+    assert "is lost" not in said
+    dgc = Settings.of("dgc").stepped_by("adam")
+    assert "'loco'" not in beside_adam(dgc.method, of(dgc), dgc.correction)
+
+
 @pytest.mark.parametrize("given", [None, "auto"])
 def test_it_follows_from_both(given):
     settings = Settings.of("onebit", error_feedback=given)

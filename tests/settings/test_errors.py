@@ -210,3 +210,37 @@ def _delayed():
 
 def test_a_bare_model_with_delayed_parameters_is_refused(pools):
     assert all("delay_all_reduce_named_params" in answer for answer in pools[2].run(_delayed))
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.phase * x).abs().sum()
+
+
+def _uncompressed():
+    """Of stock DistributedDataParallel: what is averaged of an embedding and of complex numbers."""
+    rank = dist.get_rank()
+    words = DistributedDataParallel(nn.EmbeddingBag(6, 4, sparse=True, mode="sum"))
+    phase = DistributedDataParallel(Complex())
+    handles = [attach(each, "none") for each in (words, phase)]
+    words(torch.tensor([[rank]])).sum().backward()
+    phase(torch.full((4, 4), 1.0 + 2 * rank)).backward()
+    for each in handles:
+        each.close()
+    return words.module.weight.grad.to_dense(), phase.module.phase.grad
+
+
+def test_none_takes_every_model(pools):
+    for words, phase in pools[2].run(_uncompressed):
+        assert words[:2].equal(torch.full((2, 4), 0.5))
+        assert not words[2:].any()
+        assert phase.real.equal(torch.full((4, 4), 2.0))
+
+
+def test_what_is_no_distributed_model_is_refused():
+    with pytest.raises(ValueError, match=r"Linear is no DistributedDataParallel: give torch\.nn\.parallel"):
+        attach(nn.Linear(3, 3))

@@ -1,6 +1,7 @@
 """A setting is written where it is checked, and where a user sees it: the strategy and the configuration agree."""
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_every_setting_is_documented(name):
         {"residual_follows_lr": True},
         {"residual_dtype": torch.bfloat16},
         {"local_clip_norm": 2.0},
-        {"local_clip_by": "bucket"},
+        {"local_clip_by": "bucket", "local_clip_norm": 2.0},
         {"deterministic": True},
         {"on_nonfinite": "skip"},
         {"on_drift": "resync"},
@@ -55,10 +56,24 @@ def test_every_setting_is_documented(name):
     ids=str,
 )
 def test_every_setting_arrives(changed):
-    ((name, value),) = changed.items()
-    given = "bfloat16" if value is torch.bfloat16 else value
-    assert getattr(CompressedDDPStrategy("topk", **{name: given})._settings, name) == value
-    assert getattr(Settings.of("topk"), name) != value
+    given = {name: "bfloat16" if value is torch.bfloat16 else value for name, value in changed.items()}
+    strategy = CompressedDDPStrategy("topk", **given)
+    for name, value in changed.items():
+        assert getattr(strategy._settings, name) == value
+        assert getattr(Settings.of("topk"), name) != value
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"local_clip_by": "bucket"}, "local_clip_by='bucket' says whose norm local_clip_norm is, and there is none"),
+        ({"on_drift": "resync", "check_drift_every": 0}, "on_drift='resync' and check_drift_every=0"),
+    ],
+    ids=["clip", "drift"],
+)
+def test_what_nothing_would_come_of_is_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings.of("topk", **given)
 
 
 @pytest.mark.parametrize(("given", "meant"), [("residual_decai", "residual_decay"), ("exclud", "exclude")])

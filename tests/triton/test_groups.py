@@ -109,3 +109,27 @@ def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, m
     settings = Settings.of({"name": "onebit", "block": 512}, exchange)
     run_threads(2, lambda collective: program(collective, device, settings, plain, False, False))
     assert len(calls) == 2 * 3
+
+
+def left_out(collective, device, settings):
+    """What is made of a step of two passes, the second of which brings the mean of the first for one parameter."""
+    group = Group(PARAMETERS, settings, World(collective, device, Meter(device)))
+    first, second = ([each.to(device) for each in gradients(collective.rank, pass_)] for pass_ in range(2))
+    group.reduce(first, 0, None)
+    second[3] = first[3].clone()
+    kept = group.residual.pending.clone()
+    group.reduce(second, 0, None, 1, {"other"})
+    place = next(slice(each.offset, each.end) for each in group.layout.segments if each.name == "other")
+    assert second[3].equal(first[3])
+    assert group.residual.pending[place].equal(kept[place])
+    return [each.cpu() for each in [*second, group.residual.pending]]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
+def test_what_a_later_pass_leaves_out_stays(exchange, device, by):
+    settings = Settings.of({"name": "onebit", "block": 512}, exchange)
+    by("auto")
+    slow = run_threads(3, lambda collective: left_out(collective, CPU, settings))
+    by("triton")
+    for expected, found in zip(slow, run_threads(3, lambda each: left_out(each, device, settings)), strict=True):
+        assert all(one.equal(other) for one, other in zip(expected, found, strict=True))
