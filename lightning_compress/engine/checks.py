@@ -123,8 +123,9 @@ def check_module(module: nn.Module, settings: Settings) -> None:
     """Refuse modules whose gradients cannot be compressed as they reach the communication hook, and idle patterns.
 
     Raises:
-        ValueError: an embedding has sparse gradients, an optimizer runs inside backward, or a parameter is complex,
-            which ``none`` leaves to DistributedDataParallel; or a pattern in ``exclude`` matches nothing.
+        ValueError: an embedding has sparse gradients, an optimizer runs inside backward, a parameter is complex, or
+            they are on several devices, which ``none`` leaves to DistributedDataParallel; or a pattern in ``exclude``
+            matches nothing.
     """
     parameters = trained_parameters(module)
     if not settings.plain:
@@ -138,7 +139,12 @@ def check_module(module: nn.Module, settings: Settings) -> None:
 
 
 def _check_gradients(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse modules whose gradients do not reach the communication hook as dense real numbers."""
+    """Refuse modules whose gradients do not reach the communication hook as dense real numbers of one device."""
+    if len(devices := {str(parameter.device) for _, parameter in parameters}) > 1:
+        raise ValueError(
+            f"the model is on {', '.join(sorted(devices))}: what one process compresses has to be on one device; put "
+            "it there, or use compressor='none'"
+        )
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ValueError(f"{name or 'the module'} has sparse gradients; build it with sparse=False")

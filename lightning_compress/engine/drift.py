@@ -105,7 +105,8 @@ class DriftGuard:
         where = "their averaged gradients too" if gradients.any() else "their averaged gradients do not"
         return (
             f"drift: after step {step}, {', '.join(names[:3])}{more} of rank {ranks} differ from rank 0's, {where}; "
-            "something changed them on one rank alone: randomness, code that depends on the rank, or faulty memory"
+            "something changed them on one rank alone: randomness, code that depends on the rank, processors of "
+            "another kind (fft, dct and powersgd want one), or faulty memory"
         )
 
 

@@ -12,9 +12,11 @@ from lightning_compress import CompressedDDPStrategy, Moniqua, attach
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.cast import Narrow
 from lightning_compress.corrections import Corrected
+from lightning_compress.engine.checks import check_module
 from lightning_compress.reducers import Reducer
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.settings import Settings
 from tests.helpers.training import Net, fit
 
 
@@ -138,6 +140,13 @@ class ComplexNet(Net):
 
 def _complex():
     return _refusal({"compressor": "bf16"}, make=ComplexNet)
+
+
+def test_a_model_on_two_devices_is_refused_but_for_none():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
+    with pytest.raises(ValueError, match=r"the model is on cpu, meta: .* put it there, or use compressor='none'"):
+        check_module(model, Settings.of("onebit"))
+    check_module(model, Settings.of("none"))
 
 
 @pytest.mark.parametrize(

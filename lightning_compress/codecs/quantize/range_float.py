@@ -43,7 +43,8 @@ class RangeFloat(Codec):
     grows stale. The paper describes ranges that are estimated in the first iterations; how, is not verified.
 
     The method is biased (without error feedback, what is below ``eps`` is never sent), hence error feedback by default.
-    At 8 bits it keeps back 1.3 % of the norm of normal data, so it counts as safe beside Adam; no training was run.
+    At 8 bits it keeps back 1.3 % of the norm of normal data, so it counts as safe beside Adam, as it was in a short
+    training.
 
     A message is the bits of mantissa as int32 and zeros up to 16 bytes; ``lo`` of every block and ``hi`` of every
     block as float32, zeros up to a multiple of 16 bytes; the codes in planes of 8, 4, 2 and 1 bits of all of them (16

@@ -256,7 +256,7 @@ class _Fast:
     """The same by a kernel: each number is touched in memory once.
 
     Args:
-        kernel: ``kernels/rotation.py``.
+        kernel: ``rotated_numba.py``.
         quantiser, signs, pieces: see ``_Slow``.
         whole: all in one piece, for codes of four bits, which the kernel packs.
     """

@@ -1,7 +1,7 @@
 """A program reads a few blocks, transforms them in registers, sends what is largest, and transforms that back.
 
-Launched by ``spectrum.py``, whose ``Shape`` says what most arguments are. ``L`` is the length of a block, ``KEEP`` of
-whose coefficients are kept; a Fourier transform has ``L / 2`` complex ones and a last one that is real.
+Launched by ``spectrum_triton.py``, whose ``Shape`` says what most arguments are. ``L`` is the length of a block, of
+whose coefficients ``KEEP`` are kept; a Fourier transform has ``L / 2`` complex ones and a last one that is real.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(
 
 @triton.jit
 def _select(numbers, table, L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr):
-    """Scales, what is kept of coefficients and of the last one, 0 elsewhere; and see ``choice.largest``."""
+    """Scales, what is kept of coefficients and of the last one, 0 elsewhere; and see ``bins_triton.largest``."""
     scale, coefficients, last = analyse(numbers, table, L, COSINE)
     energy = coefficients * coefficients
     if COSINE:

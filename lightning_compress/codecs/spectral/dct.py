@@ -18,7 +18,8 @@ class DCT(Spectral):
     ``(1 - theta) * (bits + 16) + 96 / block`` above theta 0.94. The squared norm of what is dropped is at most
     ``theta`` of the vector's, so the method contracts; error feedback is on by default. No jump arises between the
     two ends of a block, so smooth data need fewer coefficients than with FFT. Messages are those of FFT, with single
-    numbers for pairs; coefficients are counted in the order 0, n/2, 1, n - 1, 2, n - 2, and so on.
+    numbers for pairs; coefficients are counted in the order 0, n/2, 1, n - 1, 2, n - 2, and so on. As there, only ranks
+    on one kind of processor have equal bits.
 
     Args:
         theta: share that is dropped, in [0, 1): 0 drops nothing; near 1 sends one coefficient of each block.

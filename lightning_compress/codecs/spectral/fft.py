@@ -23,6 +23,7 @@ class FFT(Spectral):
     error feedback is on by default (whether the paper uses it is not verified). It beats top-k of equal density where
     neighbouring elements are correlated (a relative error of 0.33 against 0.67 on AR(1) data with 0.9 at theta 0.85);
     on white noise and heavy tails it is worse (0.75 against 0.67, 0.75 against 0.48): measure it on your gradients.
+    Libraries transform otherwise on each kind of processor: only ranks on one kind have equal bits.
 
     A rest that is shorter than a block is filled up with zeros to a power of two, at least 8. A message is the bits of
     mantissa as int32 in 16 bytes; then, for whole blocks and once more for the rest: a scale (a power of two above the
