@@ -103,14 +103,16 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     missing = len(planned) - len(rows)
     first = next(run for run in planned if run.command == some["command"])
     shared = some["command"].removesuffix(f" seed={first.seed}")
-    dense = found[0].scores
+    dense, losses = found[0].scores, found[0].losses
+    spread = f"{max(dense) - min(dense):.2f}"
+    spread += f", and their validation losses by {100 * (max(losses) / min(losses) - 1):.1f} %" if losses else ""
     said = [
         f"## {comparison.title}",
         comparison.note,
         f"{_seeds(found)}; {some['ranks']} ranks; {some['steps']} steps; "
         f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
         f"{_versions(rows)}." + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
-        f"The seeds of {found[0].label} differ by {max(dense) - min(dense):.2f}: differences of that order say nothing."
+        f"The seeds of {found[0].label} differ by {spread}: differences of that order say nothing."
         if dense[1:] and found[0].label == next(iter(comparison.methods))
         else "",
         f"    {shared}",
