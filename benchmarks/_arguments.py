@@ -48,17 +48,18 @@ def file_to_write(text: str) -> Path:
 
 
 @contextmanager
-def plain_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """End the process by a line in place of a traceback, where arguments, files or the machine are not as they must be.
 
-    Its exit status is 1; after Ctrl-C 130.
+    Decorates a ``main``. The exit status is 1; after Ctrl-C 130.
     """
     try:
         yield
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, RuntimeError, OSError) as error:
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _whole(text: str, least: int) -> int:

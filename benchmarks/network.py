@@ -46,14 +46,13 @@ NOT_WITH = [("methods", "set"), *((name, "replay") for name in ("ranks", "model"
 """Options that do not go together: a recording has its ranks and its model."""
 
 
+@plain_errors()
 def main() -> None:
     """Measure and print the tables."""
-    parser = command_line()
-    with plain_errors(parser):
-        arguments = parse(parser)
-        cells = run(arguments)
-        if arguments.plot:
-            draw(cells, arguments.plot)
+    arguments = parse()
+    cells = run(arguments)
+    if arguments.plot:
+        draw(cells, arguments.plot)
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -123,8 +122,9 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """The command line, checked before anything is built."""
+    parser = command_line()
     arguments = parser.parse_args()
     given = {name for name, value in vars(arguments).items() if value != parser.get_default(name)}
     try:

@@ -149,7 +149,7 @@ def test_bad_rates_are_refused(rate):
 
 def parse(monkeypatch, *words):
     monkeypatch.setattr("sys.argv", ["network", *words])
-    return network.parse(network.command_line())
+    return network.parse()
 
 
 def test_lists_of_rates_and_ranks(monkeypatch):
