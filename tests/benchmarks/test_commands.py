@@ -2,13 +2,16 @@
 
 import argparse
 import importlib
+import os
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
 
 from benchmarks._network import lab
+from recipes.lineage import PARENT
 from tests.test_docs import PAGES
 from tests.test_house import ROOT
 
@@ -99,6 +102,28 @@ def test_what_cannot_be_run_is_refused_in_a_line(module, words, said, tmp_path, 
         main_of(f"benchmarks.{module}")()
     assert ended.value.code in (1, 2)
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("module", ["accuracy --root data", "recovery"])
+def test_trainings_end_with_the_benchmark(module, tmp_path, monkeypatch):
+    """Killed, it takes them along; terminated, it raises SystemExit, upon which ``subprocess.run`` kills them."""
+    name, *words = module.split()
+    found, before = importlib.import_module(f"benchmarks.{name}"), signal.getsignal(signal.SIGTERM)
+    monkeypatch.delenv(PARENT, raising=False)
+
+    def train(*_):
+        assert os.environ[PARENT] == str(os.getpid())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(found, "train", train)
+    monkeypatch.setattr("sys.argv", [name, *words, "--json", str(tmp_path / "x.json")])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            found.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.environ.pop(PARENT, None)
+    assert ended.value.code == 143
 
 
 def test_a_file_is_not_written_over_a_folder(tmp_path):
