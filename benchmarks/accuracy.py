@@ -16,10 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks._arguments import file_to_write, natural, plain_errors, positive
+from recipes.lineage import exit_on_sigterm, start_lineage
 
 METHODS = {
     "dense": ["compressor=none"],
@@ -49,17 +51,20 @@ def train(overrides: list[str], root: str, seed: int, folder: str) -> dict[str, 
     return {"accuracy": float(found[1]), "ratio": float(found[2] or 1)}
 
 
+@plain_errors()
 def main() -> None:
     """Run what is missing, one after the other, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="folder that holds cifar-10-batches-bin")
-    parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--json", type=file_to_write, required=True, help="results so far; written after every run")
+    parser.add_argument("--seeds", type=natural, nargs="+", default=[0, 1])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=64, help="images a rank and step")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--batch", type=positive, default=64, help="images a rank and step")
     parser.add_argument("--exchange", default="auto", help="of the group conf/exchange")
     arguments = parser.parse_args()
+    exit_on_sigterm()
+    start_lineage()
     results: dict[str, dict[str, float]] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     ranks, batch, exchange = arguments.ranks, arguments.batch, arguments.exchange
     where = f"{ranks} ranks of {batch}, {exchange}"

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks._arguments import above_zero, plain_errors, positive
 from benchmarks._backward import accuracy, recipes, speed
 
 CASES = [
@@ -47,22 +48,23 @@ backward 5.9 x; with memory (arXiv:1905.10194), MNIST: backward 10.2 x, whole st
 at most 3 x where the forward pass is a third of it."""
 
 
+@plain_errors()
 def main() -> None:
     """Measure what was asked for, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", default="", help="cases, or recipes, whose label contains this")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each case")
+    parser.add_argument("--rounds", type=positive, default=30)
+    parser.add_argument("--seconds", type=above_zero, default=6.0, help="of each case")
     parser.add_argument("--parts", action="store_true", help="the parts of one backward pass instead")
     parser.add_argument("--recipes", action="store_true", help="whole steps of the recipes instead")
     parser.add_argument("--share", type=float, nargs="+", default=[0.5], help="of the outputs that are kept there")
-    parser.add_argument("--steps", type=int, default=60, help="of each training there")
+    parser.add_argument("--steps", type=positive, default=60, help="of each training there")
     parser.add_argument("--accuracy", choices=tuple(accuracy.SETS), help="accuracy of the paper's MLP instead")
     parser.add_argument("--data", type=Path, help="folder that holds cifar-10-batches-bin/")
-    parser.add_argument("--k", type=int, nargs="+", default=[80])
+    parser.add_argument("--k", type=positive, nargs="+", default=[80])
     parser.add_argument("--memory", type=float, nargs="+", default=[0.0, 0.5])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=positive, default=3)
     given = parser.parse_args()
     console = Console(width=140)
     if given.accuracy:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives
 from benchmarks._network.cells import measure
 from benchmarks._network.lab import bits_per_second
 from benchmarks._network.models import MODELS
-from benchmarks._network.plot import draw
+from benchmarks._network.plot import draw, panels
 from lightning_compress.collectives.counting import all_reduce_bytes
 
 Cell = dict[str, Any]
@@ -111,14 +111,19 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--models", default=",".join(MODELS))
     add("--rates", default="100mbit,300mbit,1gbit,3gbit,10gbit")
-    add("--ranks", default="2,4,8")
+    add("--ranks", type=positives, default=[2, 4, 8], help="by commas (2,4,8)")
     add("--compressors", default="topk", help=f"of {', '.join(COMPRESSORS)}, by commas")
-    add("--steps", type=int, default=6)
-    add("--rounds", type=int, default=2, help="plans take turns so many times, each time another one first")
-    add("--warm", type=int, default=3, help="steps in each round before those that count")
-    add("--patience", type=float, default=4.0, help="seconds that the bytes of a step of DDP may take for it to be run")
-    add("--plot", type=Path, help="draw step time against rate and ranks, a PNG")
-    add("--json", type=Path, help="write the cells here, after each, and go on from what is there")
+    add("--steps", type=positive, default=6)
+    add("--rounds", type=positive, default=2, help="plans take turns so many times, each time another one first")
+    add("--warm", type=natural, default=3, help="steps in each round before those that count")
+    add(
+        "--patience",
+        type=above_zero,
+        default=4.0,
+        help="seconds that the bytes of a step of DDP may take for it to be run",
+    )
+    add("--plot", type=file_to_write, help="draw step time against rate and ranks, a PNG")
+    add("--json", type=file_to_write, help="write the cells here, after each, and go on from what is there")
     arguments = parser.parse_args()
     for name, known in (("models", MODELS), ("compressors", COMPRESSORS)):
         setattr(arguments, name, getattr(arguments, name).split(","))
@@ -127,15 +132,17 @@ def parse() -> argparse.Namespace:
     if arguments.steps < arguments.rounds:
         parser.error(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
     arguments.rates = arguments.rates.split(",")
-    arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
-    for rate in arguments.rates:
-        try:
+    try:
+        for rate in arguments.rates:
             bits_per_second(rate)
-        except ValueError as error:
-            parser.error(str(error))
+        if arguments.plot:
+            panels([{"ranks": ranks, "rate": rate} for ranks in arguments.ranks for rate in arguments.rates])
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
 
 
+@plain_errors()
 def main() -> None:
     """Measure what is missing, and print the table."""
     arguments = parse()

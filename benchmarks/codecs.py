@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import _feedback
+from benchmarks._arguments import above_zero, file_to_write, positive
 from benchmarks._codecs import CASES, Case, plan_of
 from benchmarks._gpu import codecs_table
 from lightning_compress.codecs import Plan
@@ -82,10 +83,14 @@ def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--numel", type=int, help="elements of the vector (default: 2^23; on a GPU 25 MB and 1 GB)")
-    parser.add_argument("--repeats", type=int, default=20, help="rounds, at the most on a GPU (default: 20)")
-    parser.add_argument("--seconds", type=float, default=600, help="for all of it, on a GPU (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--numel", type=positive, help="elements of the vector (default: 2^23; on a GPU 25 MB and 1 GB)"
+    )
+    parser.add_argument("--repeats", type=positive, default=20, help="rounds, at the most on a GPU (default: 20)")
+    parser.add_argument(
+        "--seconds", type=above_zero, default=600, help="for all of it, on a GPU (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
     parser.add_argument("--codecs", help=f"which ones, by commas (default: all of {', '.join(CASES)})")
     parser.add_argument("--feedback", action="store_true", help="time LoCo's feedback against a residual, on a CPU")
     args = parser.parse_args()
@@ -95,6 +100,8 @@ def main() -> None:
         parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(known)}")
     if args.feedback and args.device == "cuda":
         parser.error("--feedback is measured on a CPU")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device here; --device cpu measures on the CPU")
     if args.device == "cuda":
         codecs_table.main(args.codecs and names, args.numel, args.repeats, args.seconds, args.json)
         return

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._arguments import file_to_write, natural, plain_errors
 from benchmarks._plot import Curve, draw
 from benchmarks._sweeps import ORDERS, Step, sweep
 from benchmarks.gradients import FOLDERS, captured
@@ -92,14 +93,15 @@ def curves_table(title: str, curves: dict[str, Curve]) -> Table:
     return table
 
 
+@plain_errors()
 def main() -> None:
     """Print the tables and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help=f"folder that holds {', '.join(FOLDERS.values())}")
     parser.add_argument("--models", nargs="+", choices=FOLDERS, default=list(FOLDERS))
-    parser.add_argument("--after", type=int, default=60, help="steps before the gradients are taken (at most 69)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="draw error against bits into this file")
+    parser.add_argument("--after", type=natural, default=60, help="steps before the gradients are taken (at most 69)")
+    parser.add_argument("--json", type=file_to_write, help="write the figures here")
+    parser.add_argument("--plot", type=file_to_write, help="draw error against bits into this file")
     arguments = parser.parse_args()
     console, figures = Console(), {}
     for model in arguments.models:

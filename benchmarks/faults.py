@@ -16,31 +16,33 @@ import json
 import statistics
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._arguments import file_to_write, positive, positives
 from benchmarks._faults.injection import INJECTIONS
 from benchmarks._faults.training import METHODS
 from benchmarks._faults.trial import SkippedError, Trials
+from recipes.lineage import exit_on_sigterm
 
 
 def main() -> None:
     """Try what is missing, print the table, and fail if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=8, help="of each fault, over methods and ranks in turn (8)")
+    parser.add_argument("--repeats", type=positive, default=8, help="of each fault, over methods and ranks in turn (8)")
     parser.add_argument("--faults", default=",".join(INJECTIONS), help="which ones, by commas (default: all)")
     parser.add_argument("--methods", default=",".join(METHODS), help="by commas (default: %(default)s)")
-    parser.add_argument("--ranks", default="2,3", help="world sizes, by commas (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results so far; written after every trial")
+    parser.add_argument("--ranks", type=positives, default=[2, 3], help="world sizes, by commas (2,3)")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="results so far; written after every trial")
     arguments = parser.parse_args()
     faults, methods = arguments.faults.split(","), arguments.methods.split(",")
     for given, known in ((faults, list(INJECTIONS)), (methods, list(METHODS))):
         if unknown := [each for each in given if each not in known]:
             parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
-    worlds = list(itertools.product(methods, map(int, arguments.ranks.split(","))))
+    worlds = list(itertools.product(methods, arguments.ranks))
+    exit_on_sigterm()  # a disk is mounted for some trials
     results: dict[str, dict[str, Any]] = {}
     if arguments.json and arguments.json.exists():
         results = json.loads(arguments.json.read_text())

@@ -19,10 +19,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive, positives
 from benchmarks._gossip import accuracy, network, toy
 from benchmarks._gossip.methods import METHODS
 
 
+@plain_errors()
 def main() -> None:
     """Run what the command line asks for."""
     arguments = parse()
@@ -39,8 +41,8 @@ def main() -> None:
         network.measure(arguments.ranks, arguments.rate, delays, *given)
         return
     settings = {name: getattr(arguments, name) for name in ("steps", "images", "batch", "rate", "tested")}
-    ranks, seeds = ([int(each) for each in given.split(",")] for given in (arguments.ranks, arguments.seeds))
-    accuracy.measure(arguments.csv, arguments.root, arguments.methods or list(METHODS), ranks, seeds, **settings)
+    seeds, methods = [int(each) for each in arguments.seeds.split(",")], arguments.methods or list(METHODS)
+    accuracy.measure(arguments.csv, arguments.root, methods, arguments.ranks, seeds, **settings)
 
 
 def parse() -> argparse.Namespace:
@@ -49,28 +51,28 @@ def parse() -> argparse.Namespace:
     parts = parser.add_subparsers(dest="what", required=True)
     small = parts.add_parser("toy", help="a quadratic at one bit, with slack and without")
     small.add_argument("--plot", type=Path, required=True, help="a PNG")
-    small.add_argument("--rounds", type=int, default=toy.ROUNDS)
+    small.add_argument("--rounds", type=positive, default=toy.ROUNDS)
     large = parts.add_parser("accuracy", help="ResNet-20 on CIFAR-10")
     add = large.add_argument
     add("--root", type=Path, required=True, help="folder that holds cifar-10-batches-bin")
     add("--csv", type=Path, required=True, help="results so far")
     add("--methods", nargs="+", choices=METHODS)
-    add("--ranks", default="4,8", help="by commas")
+    add("--ranks", type=positives, default=[4, 8], help="by commas (4,8)")
     add("--seeds", default="0,1,2", help="by commas")
-    add("--steps", type=int, default=800, help="optimizer steps of each rank")
-    add("--images", type=int, default=10_000, help="of the training set")
-    add("--tested", type=int, default=10_000, help="of the test set")
-    add("--batch", type=int, default=128, help="images a step, over all ranks")
-    add("--rate", type=float, default=0.1, help="the first learning rate; it falls to 0 as a cosine")
+    add("--steps", type=positive, default=800, help="optimizer steps of each rank")
+    add("--images", type=positive, default=10_000, help="of the training set")
+    add("--tested", type=positive, default=10_000, help="of the test set")
+    add("--batch", type=positive, default=128, help="images a step, over all ranks")
+    add("--rate", type=above_zero, default=0.1, help="the first learning rate; it falls to 0 as a cosine")
     links = parts.add_parser("network", help="steps over slow links, in the network lab")
     add = links.add_argument
-    add("--ranks", type=int, default=8)
+    add("--ranks", type=positive, default=8)
     add("--rate", default="100mbit", help="of each link, as tc writes it")
     add("--delays", default="0,10", help="milliseconds that a round trip takes at least, by commas")
-    add("--numel", type=int, default=269_722, help="parameters; ResNet-20 has 269,722, ResNet-110 1.7 million")
+    add("--numel", type=positive, default=269_722, help="parameters; ResNet-20 has 269,722, ResNet-110 1.7 million")
     add("--compute-ms", type=float, default=50.0, help="what a step computes, asleep")
-    add("--steps", type=int, default=64)
-    add("--json", type=Path, help="write the figures here")
+    add("--steps", type=positive, default=64)
+    add("--json", type=file_to_write, help="write the figures here")
     return parser.parse_args()
 
 

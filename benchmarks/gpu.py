@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from recipes.lineage import exit_on_sigterm
+
 SHARES = {"kernels": 2, "tests": 3, "large": 1, "codecs": 4, "step": 4, "train": 9}
 """Of the seconds, in the order in which the parts are run."""
 TAIL = {"kernels": 25, "tests": 25, "large": 10, "codecs": 70, "step": 70, "train": 15}
@@ -105,6 +107,7 @@ def main(make: Callable[..., list[list[str]]] = commands) -> None:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder that holds CIFAR-10's binary version")
     parser.add_argument("--codecs", help="of the part codecs, which ones, by commas (default: all)")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     out, data = arguments.out.resolve(), arguments.data.resolve()
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + arguments.seconds

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import _language
+from benchmarks._arguments import file_to_write, natural, plain_errors, positive
 from lightning_compress import compare
 from recipes.resnet.cifar10 import FOLDER, TRAIN_FILES, read_batches
 from recipes.resnet.model import ResNet
@@ -72,14 +73,15 @@ def captured(model: str, root: Path, after: int, count: int) -> list[Step]:
     raise ValueError(f"{model} ends before step {after + count}; ask for fewer steps")
 
 
+@plain_errors()
 def main() -> None:
     """Write the file, and print what each compressor makes of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help=f"folder that holds {' or '.join(FOLDERS.values())}")
     parser.add_argument("--model", choices=MODELS, default="resnet")
-    parser.add_argument("--after", type=int, default=60, help="steps before the first gradient is taken")
-    parser.add_argument("--count", type=int, default=10, help="gradients of successive steps")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--after", type=natural, default=60, help="steps before the first gradient is taken")
+    parser.add_argument("--count", type=positive, default=10, help="gradients of successive steps")
+    parser.add_argument("--out", type=file_to_write, required=True, help="file to write")
     arguments = parser.parse_args()
     torch.save(captured(arguments.model, arguments.root, arguments.after, arguments.count), arguments.out)
     print(compare(arguments.out))

@@ -29,6 +29,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks._arguments import file_to_write, positive
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.drift import DriftGuard
@@ -127,10 +128,10 @@ def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> Non
 def main() -> None:
     """Run the ranks and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=64, help="images a rank and step")
-    parser.add_argument("--json", type=Path, help="write the medians here")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--steps", type=positive, default=40)
+    parser.add_argument("--batch", type=positive, default=64, help="images a rank and step")
+    parser.add_argument("--json", type=file_to_write, help="write the medians here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = (arguments.ranks, arguments.steps, arguments.batch, folder)

@@ -16,7 +16,6 @@ import contextlib
 import gc
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks._arguments import file_to_write, positive, positives
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.engine.compression import Compression
 from lightning_compress.exchanges import Auto
@@ -137,17 +137,20 @@ def measure(compressor: str, dtype: str, ranks: int, width: int) -> list[float]:
 def main() -> None:
     """Measure every method and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,8,64", help="numbers of ranks, separated by commas")
-    parser.add_argument("--width", type=int, default=1024, help="of the layers; each rank has a model of its own")
-    everything = ",".join(each for each in COMPRESSORS if each not in ("auto", "none"))
-    parser.add_argument("--compressors", default=everything, help="names, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--ranks", type=positives, default=[2, 8, 64], help="by commas (2,8,64)")
+    parser.add_argument("--width", type=positive, default=1024, help="of the layers; each rank has a model of its own")
+    known = [each for each in COMPRESSORS if each not in ("auto", "none")]
+    parser.add_argument("--compressors", default=",".join(known), help="names, separated by commas")
+    parser.add_argument("--json", type=file_to_write, help="write the figures here")
     arguments = parser.parse_args()
+    names = arguments.compressors.split(",")
+    if unknown := [each for each in names if each not in known]:
+        parser.error(f"--compressors {unknown[0]} is none of {', '.join(known)}")
     columns = ("state", "work", "step 1", "step 2", "state, bfloat16", "work, bfloat16")
     figures: dict[str, dict[str, dict[str, float]]] = {}
-    for ranks in map(int, arguments.ranks.split(",")):
+    for ranks in arguments.ranks:
         table = Table("method", *columns, title=f"bytes per parameter, {ranks} ranks")
-        for name in arguments.compressors.split(","):
+        for name in names:
             found = measure(name, "float32", ranks, arguments.width)
             found += measure(name, "bfloat16", ranks, arguments.width)[:2]
             figures.setdefault(name, {})[str(ranks)] = dict(zip(columns, found, strict=True))

@@ -27,37 +27,36 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives
 from benchmarks._network.cells import measure, record, replay
 from benchmarks._network.lab import bits_per_second, check_delay
 from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, PYTORCH, SETS, make, settings
 from benchmarks._network.models import MODELS
-from benchmarks._network.plot import draw
-from benchmarks._network.replay import SCHEDULES
+from benchmarks._network.plot import draw, panels
 from benchmarks._network.show import show, show_paper, title
 from benchmarks._network.trace import DENSE
 
 REPLAYED = [*DENSE, "bf16", "onebit", "rotated", "topk 1 %", "dgc 0.1 %", "powersgd 1"]
+ONLY_WITH = {"contended": {"record"}, "slow": {"replay", "validate"}, "faster": {"replay", "validate"}}
+"""Options, and the tasks that they are for."""
+NOT_WITH = [("methods", "set"), *((name, "replay") for name in ("ranks", "model", "rounds", "warm"))]
+"""Options that do not go together: a recording has its ranks and its model."""
 
 
+@plain_errors()
 def main() -> None:
     """Measure and print the tables."""
     arguments = parse()
-    try:
-        cells = run(arguments)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"cells": cells}, indent=2))
+    cells = run(arguments)
     if arguments.plot:
         draw(cells, arguments.plot)
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All the cells that were asked for, each printed when it is there."""
+    """All the cells that were asked for, each printed, and written to the JSON file, when it is there."""
     cells = []
     for ranks in arguments.ranks:
         for rate in arguments.rates:
@@ -67,6 +66,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 if any(name.startswith("fft, ") for name in arguments.methods):
                     show_paper(found, title(cell | found))
                 cells.append(cell | found)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps({"cells": cells}, indent=2))
     return cells
 
 
@@ -90,79 +91,137 @@ def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[
 
 def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:
     """A replay, beside the steps that were recorded where they were such steps."""
-    given = (
-        arguments.slow,
-        arguments.faster,
-        arguments.schedule,
-        arguments.steps,
-        arguments.methods,
-        arguments.delay_ms,
-    )
+    given = arguments.slow, arguments.faster, arguments.steps, arguments.methods, arguments.delay_ms
     found = replay(recorded, rate, *given)
     alike = recorded["rate"] == rate and not recorded["one_by_one"] and arguments.faster == 1
     return found | ({"real": recorded["ms"]} if alike else {})
 
 
-def parse() -> argparse.Namespace:
-    """The command line, checked."""
+def command_line() -> argparse.ArgumentParser:
+    """What may be given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, everything = parser.add_argument, ",".join([*PYTORCH, *OURS, *FACTORS])
-    add("--ranks", default="4", help="one number or several, by commas")
+    add("--ranks", type=positives, default=[4], help="one number or several, by commas (4)")
     add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")
     add("--delay-ms", type=float, default=0.0, help="that a round trip takes at least; 0: none is added")
     add("--trainer", action="store_true", help="train by Lightning, with and without its broadcast in every batch")
     add("--model", choices=MODELS, default="mlp")
     add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}".replace("%", "%%"))
     add("--set", help=f"methods to compare, in place of --methods: {', '.join(SETS)} (at equal bits), local; by commas")
-    add("--steps", type=int, default=20)
-    add("--rounds", type=int, default=2, help="the steps are done in so many rounds")
-    add("--warm", type=int, default=4, help="steps in each round before those that count")
-    add("--json", type=Path, help="write the figures here")
-    add("--plot", type=Path, help="draw step time against rate and ranks, a PNG")
-    add("--record", type=Path, help="take steps down to this file")
+    add("--steps", type=positive, default=20)
+    add("--rounds", type=positive, default=2, help="the steps are done in so many rounds")
+    add("--warm", type=natural, default=4, help="steps in each round before those that count")
+    add("--json", type=file_to_write, help="write the figures here, after each cell")
+    add("--plot", type=file_to_write, help="draw step time against rate and ranks, a PNG")
+    add("--record", type=file_to_write, help="take the steps of one cell down to this file")
     add("--contended", action="store_true", help="recorded ranks compute at once, not one by one")
     add("--replay", type=Path, help="play a recorded file")
     add("--validate", action="store_true", help="record as ranks contend, replay, and compare")
-    add("--slow", type=float, help="factor of a replay; 10 x --faster, if not given")
-    add("--faster", type=float, default=1.0, help="a replayed machine computes so many times faster")
-    add("--schedule", default="beside", help=f"of ours in a replay: {', '.join(SCHEDULES)}, or both by commas")
+    add("--slow", type=above_zero, help="factor of a replay; 10 x --faster, if not given")
+    add("--faster", type=above_zero, default=1.0, help="a replayed machine computes so many times faster")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    """The command line, checked before anything is built."""
+    parser = command_line()
     arguments = parser.parse_args()
+    given = {name for name, value in vars(arguments).items() if value != parser.get_default(name)}
     try:
-        check(arguments, everything)
+        check_effects(given)
+        check(arguments)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return arguments
 
 
-def check(arguments: argparse.Namespace, everything: str) -> None:
-    """Turn what was given into lists, and refuse what cannot be run before anything is built.
+def check_effects(given: set[str]) -> None:
+    """Refuse what would change nothing.
+
+    Args:
+        given: names of the options that are not as they are by default.
+
+    Raises:
+        ValueError: one of them has no effect beside the others.
+    """
+    if len(tasks := sorted(given & {"record", "replay", "validate"})) > 1:
+        raise ValueError(f"--{' and --'.join(tasks)} are different tasks; give one")
+    if "trainer" in given and tasks:
+        raise ValueError("--trainer measures, and records and replays nothing; give one of them")
+    for name, needed in ONLY_WITH.items():
+        if name in given and not given & needed:
+            raise ValueError(f"--{name} changes nothing without --{' or --'.join(sorted(needed))}")
+    for name, other in NOT_WITH:
+        if {name, other} <= given:
+            raise ValueError(f"--{name} changes nothing beside --{other}; leave one of them out")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Turn what was given into lists, and refuse what cannot be run.
 
     Raises:
         ValueError: an argument is none of those allowed.
     """
-    if sum(map(bool, (arguments.record, arguments.replay, arguments.validate))) > 1:
-        raise ValueError("--record, --replay and --validate are three tasks; give one")
-    if arguments.trainer and (arguments.record or arguments.replay or arguments.validate):
-        raise ValueError("--trainer measures, and records and replays nothing; give one of them")
-    if arguments.steps < arguments.rounds and not arguments.replay:
-        raise ValueError(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
-    everything = ",".join(OURS) if arguments.trainer else everything
-    taking = arguments.record or arguments.validate
-    given = arguments.methods or (",".join(REPLAYED) if taking else everything)
-    arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
     arguments.rates = arguments.rates.split(",")
     check_delay(arguments.delay_ms)
     arguments.slow = arguments.slow or 10 * arguments.faster
     if arguments.replay:
-        arguments.recorded = json.loads(arguments.replay.read_text())
+        arguments.recorded = recording(arguments.replay)
         arguments.ranks, arguments.model = [arguments.recorded["ranks"]], arguments.recorded["model"]
-        given = arguments.methods or ",".join(arguments.recorded["traces"])
+    elif arguments.steps < arguments.rounds:
+        raise ValueError(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
+    if arguments.trainer and not arguments.warm:
+        raise ValueError("--warm 0: with --trainer a step counts from the end of the one before it; give 1 or more")
+    if (arguments.record or arguments.validate) and arguments.warm < 2:
+        raise ValueError(f"--warm {arguments.warm}: the ranks rebuild their buckets in the second step; give 2 or more")
+    for rate in arguments.rates:
+        if rate != "none":
+            bits_per_second(rate)
+        elif arguments.replay or arguments.validate:
+            raise ValueError("a replay needs links of a set speed, --rates 1gbit")
+    cells = [{"ranks": ranks, "rate": rate} for ranks in arguments.ranks for rate in arguments.rates]
+    if arguments.record and len(cells) > 1:
+        raise ValueError("--record keeps one cell; give one number of --ranks and one of --rates")
+    if arguments.plot:
+        panels(cells)
+    arguments.methods = chosen_methods(arguments)
+
+
+def recording(path: Path) -> dict[str, Any]:
+    """What ``--record`` wrote.
+
+    Raises:
+        ValueError: something else is in the file.
+    """
+    try:
+        found: Any = json.loads(path.read_text())
+    except ValueError:  # no JSON
+        found = None
+    if not isinstance(found, dict) or "traces" not in found:
+        raise ValueError(f"--replay {path}: it holds no recorded steps; give a file that --record wrote")
+    return found
+
+
+def chosen_methods(arguments: argparse.Namespace) -> list[str]:
+    """The methods that were asked for, or that there are for the task.
+
+    Raises:
+        ValueError: one of them is none, or none of the task's.
+    """
+    taking = arguments.record or arguments.validate
     sets = arguments.set.split(",") if arguments.set else []
     if unknown := [each for each in sets if each not in (*SETS, "local")]:
         raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}, local")
-    named = [name for each in sets for name in (BESIDE_LOCAL if each == "local" else SETS[each])]
-    arguments.methods = [*(() if arguments.trainer else DENSE), *named] if sets else names(given)
-    for name in arguments.methods:
+    if sets:
+        named = [name for each in sets for name in (BESIDE_LOCAL if each == "local" else SETS[each])]
+        chosen = [*(() if arguments.trainer else DENSE), *named]
+    elif arguments.methods:
+        chosen = names(arguments.methods)
+    elif arguments.replay:
+        chosen = list(arguments.recorded["traces"])
+    else:
+        chosen = REPLAYED if taking else list(OURS) if arguments.trainer else [*PYTORCH, *OURS, *FACTORS]
+    for name in chosen:
         make(name)
         if arguments.trainer and settings(name) is None:
             raise ValueError(f"{name} is none of CompressedDDPStrategy's; with --trainer, these are: {', '.join(OURS)}")
@@ -174,14 +233,7 @@ def check(arguments: argparse.Namespace, everything: str) -> None:
             raise ValueError(
                 f"{name} was not recorded in {arguments.replay}: {', '.join(arguments.recorded['traces'])}"
             )
-    for rate in arguments.rates:
-        if rate != "none":
-            bits_per_second(rate)
-        elif arguments.replay or arguments.validate:
-            raise ValueError("a replay needs links of a set speed, --rates 1gbit")
-    arguments.schedule = arguments.schedule.split(",")
-    if unknown := [each for each in arguments.schedule if each not in SCHEDULES]:
-        raise ValueError(f"--schedule {unknown[0]} is none of {', '.join(SCHEDULES)}")
+    return chosen
 
 
 def names(given: str) -> list[str]:

@@ -20,6 +20,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._arguments import file_to_write, natural, plain_errors, positive
+from recipes.lineage import exit_on_sigterm, start_lineage
+
 METHODS = {
     "dense": ["experiment=resnet_digits", "compressor=none"],
     "fixed": ["experiment=resnet_digits", "compressor=fft", "strategy.error_feedback=false"],
@@ -57,14 +60,17 @@ def per_epoch(rows: list[dict[str, str]], theta: float) -> dict[str, list[float]
     return {"accuracy": accuracies, "ratio": ratios, "theta": thetas}
 
 
+@plain_errors()
 def main() -> None:
     """Run what is missing, one after the other, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
+    parser.add_argument("--json", type=file_to_write, required=True, help="results so far; written after every run")
     parser.add_argument("--theta", type=float, default=0.9999, help="share of the spectrum that is dropped at first")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=positive, default=15)
+    parser.add_argument("--seed", type=natural, default=0)
     arguments = parser.parse_args()
+    exit_on_sigterm()
+    start_lineage()
     results: dict[str, dict[str, list[float]]] = {}
     if arguments.json.exists():
         results = json.loads(arguments.json.read_text())

@@ -17,12 +17,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive
+from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import Call, Cluster, SimulatedCollective, longer
 from lightning_compress.codecs import FP16, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import CountingCollective, World
@@ -188,26 +189,33 @@ def show(found: dict[str, dict[int, Figures]], title: str) -> None:
         Console(width=150).print(table)
 
 
+@plain_errors()
 def main() -> None:
     """Predict, or check predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=25_000_000, help="of a model's gradient, in one bucket")
-    parser.add_argument("--gbit", type=float, default=10.0, help="of a node's network card")
-    parser.add_argument("--latency-us", type=float, default=30.0, help="between nodes; a tenth of it within")
-    parser.add_argument("--inside", type=float, default=10.0, help="how many times as fast links within a node are")
-    parser.add_argument("--node-size", type=int, default=8)
+    parser.add_argument("--numel", type=positive, default=25_000_000, help="of a model's gradient, in one bucket")
+    parser.add_argument("--gbit", type=above_zero, default=10.0, help="of a node's network card")
+    parser.add_argument("--latency-us", type=above_zero, default=30.0, help="between nodes; a tenth of it within")
     parser.add_argument(
-        "--faster", type=float, default=1.0, help="how many times as fast devices are as a core of this machine"
+        "--inside", type=above_zero, default=10.0, help="how many times as fast links within a node are"
+    )
+    parser.add_argument("--node-size", type=positive, default=8)
+    parser.add_argument(
+        "--faster", type=above_zero, default=1.0, help="how many times as fast devices are as a core of this machine"
     )
     parser.add_argument("--most", type=int, default=RANKS[-1], help="ranks, at most")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="draw them here")
+    parser.add_argument("--json", type=file_to_write, help="write the figures here")
+    parser.add_argument("--plot", type=file_to_write, help="draw them here")
     parser.add_argument("--check", action="store_true", help="against real steps in the network lab (Linux, root)")
-    parser.add_argument("--ranks", type=int, default=4, help="of the check")
+    parser.add_argument("--ranks", type=positive, default=4, help="of the check")
     parser.add_argument("--rate", default="1gbit", help="of the check's links")
-    parser.add_argument("--model", default="mlp", help="of the check")
-    parser.add_argument("--steps", type=int, default=20, help="of the check")
+    parser.add_argument("--model", choices=MODELS, default="mlp", help="of the check")
+    parser.add_argument("--steps", type=positive, default=20, help="of the check")
     given = parser.parse_args()
+    if given.node_size not in (1, *RANKS):
+        parser.error(f"--node-size {given.node_size}: ranks are powers of two, and so are their nodes; 1, 2, 4, ...")
+    if given.most < RANKS[0]:
+        parser.error(f"--most {given.most}: two ranks are the fewest that exchange anything")
     if given.check:
         from benchmarks._scale import check
 

@@ -43,6 +43,8 @@ AXIS = ("value", "values", "min", "max", "distribution")
 DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values", "categorical", "constant")
 MACROS = ("${env}", "${interpreter}", "-m", "recipes.train")
 ARGUMENTS = "${args_no_hyphens}"
+DRAWN = 20
+"""Cells of a random sweep that does not say how many."""
 LAUNCHED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 """Set by launchers for their ranks; a cell is a run of its own."""
 
@@ -57,7 +59,7 @@ class Sweep:
         metric: name of what is to be best, and whether more is better.
         fixed: overrides that every cell has.
         axes: of each parameter, by its dotted name, what it may be.
-        count: how many cells of ``random`` are drawn.
+        count: how many cells there are at most, as W&B's agent takes it; of ``random`` 20 if not given.
         seed: from which.
     """
 
@@ -66,11 +68,11 @@ class Sweep:
     metric: tuple[str, Literal["maximize", "minimize"]]
     fixed: tuple[str, ...]
     axes: Mapping[str, Mapping[str, Any]]
-    count: int = 20
+    count: int | None = None
     seed: int = 0
 
     def cells(self) -> list[Cell]:
-        """All cells of a grid, in the file's order; or ``count`` drawn ones, the same each time.
+        """The cells of a grid, in the file's order, or drawn ones, the same each time; ``count`` at most.
 
         Raises:
             ValueError: the method, or a range in a grid, needs W&B's server.
@@ -81,12 +83,15 @@ class Sweep:
             )
         if self.method == "random":
             generator = random.Random(self.seed)
-            return [{key: _drawn(axis, generator) for key, axis in self.axes.items()} for _ in range(self.count)]
+            return [
+                {key: _drawn(axis, generator) for key, axis in self.axes.items()} for _ in range(self.count or DRAWN)
+            ]
         ranges = [key for key, axis in self.axes.items() if not {"value", "values"} & set(axis)]
         if ranges:
             raise ValueError(f"{self.path}: parameters.{ranges[0]} has no values, which method: grid needs")
         choices = [axis["values"] if "values" in axis else [axis["value"]] for axis in self.axes.values()]
-        return [dict(zip(self.axes, cell, strict=True)) for cell in itertools.product(*choices)]
+        cells = itertools.islice(itertools.product(*choices), self.count)
+        return [dict(zip(self.axes, cell, strict=True)) for cell in cells]
 
 
 def _drawn(axis: Mapping[str, Any], generator: random.Random) -> Any:
@@ -131,6 +136,9 @@ def read_sweep(path: Path, *, count: int | None = None, seed: int | None = None)
     for key in ("method", "metric", "command", "parameters"):
         if not content.get(key):
             raise ValueError(f"{path}: {key} is missing; see recipes/resnet/sweeps for a whole file")
+    count = content.get("run_cap") if count is None else count
+    if count is not None and count < 1:
+        raise ValueError(f"{path}: count={count}: at least 1 cell, or none given for all of a grid")
     metric = content["metric"]
     if not isinstance(metric, dict) or "name" not in metric or metric.get("goal") not in ("maximize", "minimize"):
         raise ValueError(f"{path}: metric={metric}: write {{name: test/acc, goal: maximize}} (or minimize)")
@@ -146,7 +154,7 @@ def read_sweep(path: Path, *, count: int | None = None, seed: int | None = None)
         (metric["name"], metric["goal"]),
         _fixed(path, content["command"]),
         content["parameters"],
-        count or content.get("run_cap") or 20,
+        count,
         seed or 0,
     )
 

@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import suppress
 
-__all__ = ["PARENT", "end_with", "follow", "start_lineage"]
+__all__ = ["PARENT", "end_with", "exit_on_sigterm", "follow", "start_lineage"]
 
 PARENT = "LIGHTNING_COMPRESS_PARENT"
 """The environment variable by which a process tells those that it starts to end with it: its process id."""
@@ -28,6 +28,11 @@ EVERY = 0.5
 def start_lineage() -> None:
     """Have every ``recipes`` process that is started from here end with this one."""
     os.environ[PARENT] = str(os.getpid())
+
+
+def exit_on_sigterm() -> None:
+    """Have SIGTERM raise SystemExit from now on, so that what was started, mounted or written is cleaned up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def follow() -> None:

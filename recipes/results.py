@@ -18,7 +18,6 @@ import datetime
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from omegaconf import OmegaConf
 import lightning_compress
 from recipes import cells
 from recipes.build import composed
+from recipes.lineage import exit_on_sigterm
 from recipes.record import writable, write_whole
 from recipes.results_page import write_page
 
@@ -280,10 +280,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--time", action="store_true", help="time 60 steps of each method for the tables, and no more")
     given = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of every rank: the same on any machine
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what we started ends too
+    exit_on_sigterm()
     out = given.out or ROOT / ("outputs/results" if given.quick else "docs/results")
     data = given.data.resolve() if given.data else None
     try:
+        if given.page and given.time:
+            raise ValueError("--page runs nothing, and --time times steps; give one of them")
         if data and not data.is_dir():
             raise ValueError(f"--data {given.data}: there is no such folder")
         writable(out)
@@ -299,9 +301,12 @@ def main(arguments: list[str] | None = None) -> int:
     except Timeout:
         print(f"{out}/.lock is held: another python -m recipes.results writes there", file=sys.stderr)
         return 1
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the latter of a training that was to be timed
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
     print(f"{len(failed)} runs failed; see {out}/recipes.md" if failed else f"see {out}/recipes.md")
     return bool(failed)
 

@@ -157,7 +157,7 @@ def arguments_of(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("file", type=Path, help="a sweep file, such as recipes/resnet/sweeps/topk_density.yaml")
     parser.add_argument("overrides", nargs="*", help="Hydra's overrides for every cell")
     parser.add_argument("--out", type=Path, help="folder of the table, the plot and the cells")
-    parser.add_argument("--count", type=int, help="how many cells of method: random are drawn")
+    parser.add_argument("--count", type=int, help="how many cells at most; of method: random 20")
     parser.add_argument("--seed", type=int, help="from which they are drawn")
     parser.add_argument("--again", action="store_true", help="try failed cells again")
     parsed = parser.parse_intermixed_args(words)

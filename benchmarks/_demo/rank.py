@@ -142,7 +142,7 @@ def time_steps(cfg: DictConfig, data: LightningDataModule, parameters: int, *, p
     slowest = 4 * parameters / min(bits_per_second(rate) / 8 for rate in RATES.values())
     steps = min(MOST, max(FEWEST, round(SECONDS / slowest)))
     timer = Timer(steps, Paced() if paced else set_rate)
-    model, trainer = started(cfg, data, [timer], max_epochs=-1, max_steps=timer.total)
+    model, trainer = started(cfg, data, [timer], max_epochs=-1, **timer.limits)
     trainer.fit(model, datamodule=data)
     return {name: round(1e3 * statistics.median(seconds[1:])) for name, seconds in timer.seconds.items()}
 
@@ -161,13 +161,18 @@ class Paced:
 class Timer(Callback):
     """Takes the time of steps, first of some that do not count, then at one rate after the other.
 
+    All rates have the same batches: an epoch is as long as a rate's turn, and each begins with the same batch.
+
     Args:
         steps: at each rate, and one before them, in which the link's traffic settles.
         limit: sets a rate; None: no limit.
+
+    Attributes:
+        limits: arguments for the Trainer.
     """
 
     def __init__(self, steps: int, limit: Callable[[str | None], None]) -> None:
-        self.total = WARM + len(RATES) * (steps + 1)
+        self.limits = {"max_steps": WARM + len(RATES) * (steps + 1), "limit_train_batches": steps + 1}
         self.seconds: dict[str, list[float]] = {name: [] for name in RATES}
         self._plan = {WARM + turn * (steps + 1): name for turn, name in enumerate(RATES)}
         self._limit = limit
@@ -179,6 +184,11 @@ class Timer(Callback):
             assert isinstance(trainer.strategy, CompressedDDPStrategy)
             assert isinstance(trainer.strategy.model, DistributedDataParallel)
             pace(trainer.strategy.model, trainer.strategy.compression, self._limit.wire)
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Shuffle as in the first epoch."""
+        assert trainer.train_dataloader is not None
+        trainer.train_dataloader.sampler.set_epoch(0)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the next rate when it is its turn, and start the clock."""

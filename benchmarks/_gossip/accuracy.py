@@ -66,7 +66,7 @@ def show(path: Path) -> None:
     for given in sorted({_given(row) for row in rows}):
         ranks, steps, images, batch, rate = given
         title = f"ResNet-20, {images:,.0f} images of CIFAR-10, {ranks:.0f} ranks on a ring, {steps:.0f} steps"
-        title += f" of {batch:.0f} images a rank, learning rate {rate:g}"
+        title += f" of {batch:.0f} images over all ranks, learning rate {rate:g}"
         table = Table("method", "test accuracy, %", "seeds", "kB a rank and step", "bytes kept", "apart", title=title)
         for method in METHODS:
             own = [row for row in rows if row["method"] == method and _given(row) == given]

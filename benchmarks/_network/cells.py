@@ -87,7 +87,6 @@ def replay(
     rate: str,
     slow: float,
     faster: float,
-    schedules: list[str],
     steps: int,
     methods: list[str],
     delay_ms: float = 0.0,
@@ -99,7 +98,6 @@ def replay(
         rate: of the links that are stood for.
         slow: everything, the links too, takes so many times as long; the times are divided by it again.
         faster: computing takes so many times less than it was recorded.
-        schedules: of our methods: ``hook``, ``beside``.
         steps: to take the median of.
         methods: to play; all of them were recorded.
         delay_ms: a round trip over the links that are stood for.
@@ -108,7 +106,7 @@ def replay(
         RuntimeError: a rank failed; carries what it wrote.
     """
     traces = {name: [quicker(each, faster) for each in recorded["traces"][name]] for name in methods}
-    told = {"model": recorded["model"], "traces": traces, "factor": slow, "schedules": schedules, "steps": steps}
+    told = {"model": recorded["model"], "traces": traces, "factor": slow, "steps": steps}
     with Lab(recorded["ranks"], f"{bits_per_second(rate) / slow:.0f}bit", delay_ms * slow) as lab:
         found = run_ranks(lab, told)
     return (

@@ -28,6 +28,7 @@ from benchmarks._network.relay import READY
 PREFIX = "lclab"
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
+MOST_RANKS = 254
 LONGEST = 1000.0
 """Milliseconds of a round trip; connections give up in the end."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,19 +50,20 @@ class Lab:
     """A context in which ``ranks`` namespaces exist; SIGINT, SIGTERM and SIGHUP end it with KeyboardInterrupt.
 
     Args:
-        ranks: how many.
+        ranks: how many, 1 to 254.
         rate: of each link in each direction, such as ``"1gbit"``; None: not limited.
         delay_ms: that a round trip between two ranks takes at least, 0 to 1000 milliseconds; 0: no relay.
 
     Raises:
-        ValueError: there is no such rate or delay.
+        ValueError: there is no such rate or delay, or there are no addresses for so many ranks.
         RuntimeError: this is not Linux with iproute2, or not root.
     """
 
     interface = "eth0"
 
     def __init__(self, ranks: int, rate: str | None, delay_ms: float = 0.0) -> None:
-        self._name = f"{PREFIX}{os.getpid()}"
+        self._owner = os.getpid()
+        self._name = f"{PREFIX}{self._owner}"
         self._rate, self._delay = rate, delay_ms
         self._relay: subprocess.Popen[str] | None = None
         self.ranks = ranks
@@ -70,6 +72,8 @@ class Lab:
         if rate:
             bits_per_second(rate)
         check_delay(delay_ms)
+        if not 1 <= ranks <= MOST_RANKS:
+            raise ValueError(f"ranks={ranks} must be 1 to {MOST_RANKS}, for which the lab has addresses")
         if not shutil.which("ip") or not shutil.which("tc"):
             raise RuntimeError("the network lab needs iproute2: apt-get install iproute2")
         if os.geteuid() != 0:
@@ -167,7 +171,7 @@ class Lab:
             self._relay.communicate()
             self._relay = None
         for name in _namespaces():
-            if name.startswith(self._name):
+            if owner(name) == self._owner:
                 _remove(name)
 
 
@@ -226,9 +230,14 @@ def set_rate(rate: str | None) -> None:
 def sweep() -> None:
     """Take away what a lab left that was killed, its ranks too."""
     for name in _namespaces():
-        match = re.fullmatch(rf"{PREFIX}(\d+)(r\d+|sw)", name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
+        if (process := owner(name)) is not None and not os.path.exists(f"/proc/{process}"):
             _remove(name)
+
+
+def owner(name: str) -> int | None:
+    """The process whose lab a namespace is of; None: it is of no lab."""
+    match = re.fullmatch(rf"{PREFIX}(\d+)(?:r\d+|sw)", name)
+    return int(match[1]) if match else None
 
 
 def _remove(name: str) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._local import LOCAL, Alone, Local
 from lightning_compress import Compression, attach
 from lightning_compress.backward import sufficient_factors
+from lightning_compress.settings.settings import Settings
 
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
 """What ``auto`` is told, so that a method goes the same way whatever the machine does: 1 Gbit/s."""
@@ -129,18 +130,27 @@ def settings(name: str) -> dict[str, Any] | None:
     """Arguments of ``attach`` for a method of ours, by name or as JSON of them; None: it is none of ``attach``.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: there is no such method, or it has no such setting.
     """
     known = OURS | {label: each for members in SETS.values() for label, each in members.items()}
     if name in PYTORCH or name in FACTORS or name in UNWRAPPED:
         return None
-    found = known[name] if name in known else json.loads(name) if name.startswith("{") else None
+    found = known[name] if name in known else _read(name) if name.startswith("{") else None
     if found is not None:  # the method that is asked for, also where float32 would be faster
         return {"exchange": {"name": "auto", "fallback": "never", "link": LINK}} | found
     raise ValueError(
         f"unknown method {name!r}; there are {', '.join([*PYTORCH, *FACTORS, *LOCAL, *known])}, or JSON such as "
         '{"compressor": "topk", "exchange": "split_gather"}'
     )
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(text)
+        Settings.of(**found)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{text} is no JSON of attach()'s arguments: {error}") from error
+    return found
 
 
 def local(name: str, module: nn.Module) -> Local | Alone | None:

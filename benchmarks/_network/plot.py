@@ -42,13 +42,13 @@ def draw(cells: list[Cell], path: Path) -> None:
     from PIL import Image
 
     cells, subject = _subject(cells)
-    panels = _panels(cells)
+    parts = panels(cells)
     names = shown(list(dict.fromkeys(name for cell in cells for name in cell["ms"])))
     others = [name for name in names if name not in FIRST]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(4.4 * len(panels) + 1.8, 3.8), layout="constrained", dpi=110)
-        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True).flatten()
-        for place, (label, against, points) in zip(axes, panels, strict=True):
+        figure = Figure(figsize=(4.4 * len(parts) + 1.8, 3.8), layout="constrained", dpi=110)
+        axes = figure.subplots(1, len(parts), squeeze=False, sharey=True).flatten()
+        for place, (label, against, points) in zip(axes, parts, strict=True):
             place.set_title(label)
             for name in names:
                 number = FIRST.index(name) if name in FIRST else len(FIRST) + others.index(name)
@@ -82,21 +82,28 @@ def _subject(cells: list[Cell]) -> tuple[list[Cell], str]:
     return own, f"{model}, exchanges of {compressor}" if compressor else model
 
 
-def _panels(cells: list[Cell]) -> list[tuple[str, str, list[tuple[float, Cell]]]]:
-    """Title, what is against it, and points: where there are most, one of rates and one of ranks."""
+def panels(cells: list[Cell]) -> list[tuple[str, str, list[tuple[float, Cell]]]]:
+    """Title, what is against it, and points: where there are most, one of rates and one of ranks.
+
+    Args:
+        cells: each with ``ranks`` and ``rate``.
+
+    Raises:
+        ValueError: there is nothing to draw a line through.
+    """
     limited = [cell for cell in cells if cell["rate"] != "none"]
-    panels: list[tuple[str, str, list[tuple[float, Cell]]]] = []
+    found: list[tuple[str, str, list[tuple[float, Cell]]]] = []
     ranks = _most([cell["ranks"] for cell in limited])
     if ranks is not None:
         points = [(bits_per_second(cell["rate"]), cell) for cell in limited if cell["ranks"] == ranks]
-        panels.append((f"{ranks} ranks", "rate", points))
+        found.append((f"{ranks} ranks", "rate", points))
     rate = _most([cell["rate"] for cell in limited])
     if rate is not None:
         points = [(float(cell["ranks"]), cell) for cell in limited if cell["rate"] == rate]
-        panels.append((_speed(bits_per_second(rate)), "ranks", points))
-    if not panels:
+        found.append((_speed(bits_per_second(rate)), "ranks", points))
+    if not found:
         raise ValueError("a plot needs two rates or two numbers of ranks: --rates 100mbit,1gbit or --ranks 2,4")
-    return panels
+    return found
 
 
 def _most(values: list[Any]) -> Any:

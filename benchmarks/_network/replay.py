@@ -1,8 +1,9 @@
 """Steps played again: real messages over real links, but where a trace says that a rank computed, it sleeps.
 
 Everything is slowed by one factor, the links too, so that few cores stand for many ranks, and slow links for fast ones.
-Our methods really encode and decode: that is quick beside the slowed time they are given, of which the rest is slept;
-by how much they overran it is reported as ``late``.
+Our exchanges are played in a thread beside backward, where they run, too, as if it had a core of its own. They really
+encode and decode: that is quick beside the slowed time they are given, of which the rest is slept; by how much they
+overran it is reported as ``late``.
 """
 
 from __future__ import annotations
@@ -31,41 +32,35 @@ from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.settings.settings import Settings
 
-SCHEDULES = ("hook", "beside")
-"""Whether a bucket's exchange keeps backward waiting, or goes on beside it in a thread of its own."""
 WARM = 2
 UNLIKE = "{}: the trace has {} collectives than there are; was it recorded with other code, or ranks?"
 
 
 def play(arguments: dict[str, Any], counter: Path) -> dict[str, Any]:
-    """Medians of ``steps`` by method and schedule, in the trace's own time: ``ms``, ``wire_bytes``, ``late`` of ``ms``.
+    """Medians of ``steps`` by method, in the trace's own time: ``ms``, ``wire_bytes``, ``late`` of ``ms``.
 
     Args:
-        arguments: ``model``; ``traces``, by method a list over ranks; ``factor``, by which to slow down; ``schedules``,
-            ``steps``.
+        arguments: ``model``; ``traces``, by method a list over ranks; ``factor``, by which to slow down; ``steps``.
         counter: of bytes sent.
     """
     found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "late": {}}
     for name, traces in arguments["traces"].items():
-        ours = methods.settings(name) is not None
-        for schedule in arguments["schedules"] if ours else (None,):
-            label = f"{name}, {schedule}" if schedule and len(arguments["schedules"]) > 1 else name
-            player = Player(name, arguments["model"], traces[dist.get_rank()], arguments["factor"], schedule)
-            times, sent = [], []
-            with player:
-                for number in range(WARM + arguments["steps"]):
-                    player.prepare()
-                    dist.barrier()
-                    before, start = int(counter.read_text()), time.perf_counter()
-                    player.step(number)
-                    times.append((time.perf_counter() - start) / arguments["factor"])
-                    dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
-                    sent.append(int(counter.read_text()) - before)
-            found["ms"][label] = 1e3 * statistics.median(times[WARM:])
-            found["wire_bytes"][label] = statistics.median(sent[WARM:])
-            found["late"][label] = player.late / sum(times) / arguments["factor"]
-            del player
-            gc.collect()
+        player = Player(name, arguments["model"], traces[dist.get_rank()], arguments["factor"])
+        times, sent = [], []
+        with player:
+            for number in range(WARM + arguments["steps"]):
+                player.prepare()
+                dist.barrier()
+                before, start = int(counter.read_text()), time.perf_counter()
+                player.step(number)
+                times.append((time.perf_counter() - start) / arguments["factor"])
+                dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
+                sent.append(int(counter.read_text()) - before)
+        found["ms"][name] = 1e3 * statistics.median(times[WARM:])
+        found["wire_bytes"][name] = statistics.median(sent[WARM:])
+        found["late"][name] = player.late / sum(times) / arguments["factor"]
+        del player
+        gc.collect()
     return found
 
 
@@ -77,13 +72,12 @@ class Player(ExitStack):
         model: its name.
         trace: of this rank.
         factor: by which everything is slower than it was taken down.
-        schedule: see ``SCHEDULES``; None for PyTorch's.
 
     Attributes:
         late: seconds by which computing took longer than it was given.
     """
 
-    def __init__(self, name: str, model: str, trace: dict[str, Any], factor: float, schedule: str | None) -> None:
+    def __init__(self, name: str, model: str, trace: dict[str, Any], factor: float) -> None:
         super().__init__()
         self._name = name
         self._steps = trace["steps"]
@@ -104,14 +98,14 @@ class Player(ExitStack):
         self._chunks: deque[float] = deque()
         self._since = 0.0
         self._waits: list[Callable[[], object]] = []
-        self._beside = _Beside() if schedule == "beside" else None
+        self._beside: _Beside | None = None  # of ours
         given = methods.settings(name)
         if given is not None:
             self._compression = Compression(module, Settings.of(**given), TorchCollective())
             self._compression.active = True
             self.callback(self._compression.close)
             self.enter_context(wrapped_collectives(self._paced))
-        if self._beside:
+            self._beside = _Beside()
             self.callback(self._beside.close)
 
     def prepare(self) -> None:
@@ -146,7 +140,7 @@ class Player(ExitStack):
     def _average(self, place: int, chunks: list[float]) -> None:
         if self._name == "no communication":
             return
-        if methods.settings(self._name) is None:
+        if self._beside is None:
             self._sleep(chunks[0])
             future = dist.all_reduce(self._buffers[place], async_op=True).get_future()
 
@@ -155,10 +149,8 @@ class Player(ExitStack):
                 return self._buffers[place]
 
             self._waits.append(future.then(finish).wait)
-        elif self._beside:
-            self._waits.append(self._beside.run(lambda: self._reduce(place, chunks)))
         else:
-            self._reduce(place, chunks)
+            self._waits.append(self._beside.run(lambda: self._reduce(place, chunks)))
 
     def _reduce(self, place: int, chunks: list[float]) -> None:
         self._chunks.extend(chunks)

@@ -128,6 +128,8 @@ class Recorder:
                 return hook(state, bucket)
             self._ready(bucket)
             future = hook(state, bucket)
+            if self._turn.one_by_one:  # the hook's thread has the turn now: backward would go on beside the other ranks
+                future.wait()
             self._since = time.perf_counter()
             return future
 

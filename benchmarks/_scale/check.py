@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +14,7 @@ from torch import distributed
 
 from benchmarks._network.cells import measure
 from benchmarks._network.lab import Lab
+from benchmarks._network.launch import run_ranks
 from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import SimulatedCollective
 from lightning_compress.codecs import Dense
@@ -51,26 +47,12 @@ def probe(ranks: int, rate: str) -> tuple[Link, dict[str, Speeds]]:
     """What the ranks of a lab measure, all at once.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: one of them failed; carries what it wrote.
     """
-    codecs = ["none", "fp16", "onebit", "rotated", SPARSE]
-    with Lab(ranks, rate) as lab, tempfile.TemporaryDirectory() as folder:
-        result, processes = f"{folder}/result.json", []
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        try:
-            for rank in range(ranks):
-                told = {"rank": rank, "ranks": ranks, "master": lab.address(0), "codecs": codecs, "result": result}
-                words = [sys.executable, "-W", "ignore", "-m", "benchmarks._scale.probing", json.dumps(told)]
-                processes.append(subprocess.Popen(lab.command(rank, *words), env=environment))
-            codes = [process.wait(300) for process in processes]
-            if any(codes):
-                raise RuntimeError("a rank that looks at its link failed, and says why above")
-        finally:
-            for process in processes:
-                process.kill()
-        found = json.loads(Path(result).read_text())
-    speeds = {str(name): Speeds(**each) for name, each in found["speeds"].items()}
-    return Link(**found["link"]), speeds
+    with Lab(ranks, rate) as lab:
+        codecs = ["none", "fp16", "onebit", "rotated", SPARSE]
+        found = run_ranks(lab, {"codecs": codecs}, "benchmarks._scale.probing")[0]
+    return Link(**found["link"]), {name: Speeds(**each) for name, each in found["speeds"].items()}
 
 
 def buckets(model: str) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -105,22 +87,20 @@ def predict(
         work = [(each.layout.numel, speeds["none" if isinstance(each.codec, Dense) else given]) for each in sections]
         device_s = device_seconds(plan.cost, work, copy_s) + (0 if plan.straight else THROUGH * copy_s * numel)
         costs.append((backward_s, device_s, wire_seconds(plan.cost, link)))
-    return computing_s * (1 - BACKWARD) + backward_seconds(costs, overlaps=settings is None)
+    return computing_s * (1 - BACKWARD) + backward_seconds(costs)
 
 
-def backward_seconds(buckets: Sequence[tuple[float, float, float]], overlaps: bool) -> float:
-    """Time from the beginning of backward until all means are there.
+def backward_seconds(buckets: Sequence[tuple[float, float, float]]) -> float:
+    """Time from the beginning of backward, beside which messages travel, until all means are there.
 
     Args:
         buckets: of each in its order, seconds of backward until it is ready after the one before, seconds that the
             device encodes and decodes it, seconds that it travels.
-        overlaps: backward goes on while messages travel (a stream of its own); else it waits for them.
     """
     computed = arrived = 0.0
     for backward_s, device_s, wire_s in buckets:
         computed += backward_s + device_s
         arrived = max(arrived, computed) + wire_s  # one after the other; what comes last has nothing to hide behind
-        computed = computed if overlaps else arrived
     return max(computed, arrived)
 
 

@@ -1,4 +1,4 @@
-"""One rank of the lab that looks at its link and its codecs, as ``exchange="auto"`` does; rank 0 writes what it saw."""
+"""One rank of the lab that looks at its link and its codecs, as ``exchange="auto"`` does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from lightning_compress.settings.arguments import build_compressor
 
 
 def main(told: dict[str, Any]) -> None:
-    """Measure while all other ranks do."""
+    """Measure while all other ranks do, and leave what was found.
+
+    Args:
+        told: ``codecs``, as a user names them; ``rank``, ``ranks``, ``master``, ``result``.
+    """
     torch.set_num_threads(1)
     address, cpu = f"tcp://{told['master']}:29500", torch.device("cpu")
     dist.init_process_group("gloo", init_method=address, rank=told["rank"], world_size=told["ranks"])
@@ -29,11 +33,10 @@ def main(told: dict[str, Any]) -> None:
         codec = build_compressor(name)
         assert isinstance(codec, Codec)
         speeds[str(name)] = asdict(time_codec(codec, cpu))
-    if told["rank"] == 0:
-        Path(told["result"]).write_text(json.dumps({"link": asdict(link), "speeds": speeds}))
+    Path(told["result"]).write_text(json.dumps({"link": asdict(link), "speeds": speeds}))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -215,7 +215,7 @@ class Auto(Exchange):
         return self._price(way.plan(sections, world), sections, world.collective.size)
 
     def _price(self, plan: ExchangePlan, sections: Sequence[Section], ranks: int) -> _Offer:
-        """What it costs alone, with no backward to hide behind: on a CPU the hook waits for its messages."""
+        """What it costs alone, as of the last bucket, whose message has no backward left to hide behind."""
         work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
         finer = [(each.layout.numel, self._speeds(each.codec_of_sums(plan.sum_ranks))) for each in sections]
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks import demo
+from benchmarks._demo import rank
 from benchmarks._demo.entries import ENTRIES, RATES, Entry
 from benchmarks._demo.pace import Wire, pace
 from benchmarks._demo.rank import QUIET
@@ -147,6 +151,29 @@ def test_played_links_are_as_slow_as_asked(pools, compressor):
         assert fast >= least
         assert slow >= 4 * least
         assert 2 < slow / fast < 6
+
+
+class Seen(BoringModel):
+    """Remembers its batches."""
+
+    def training_step(self, batch, index):
+        self.batches = [*getattr(self, "batches", []), batch.sum().item()]
+        return super().training_step(batch, index)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_both_rates_have_the_same_batches(monkeypatch):
+    monkeypatch.setattr(rank.dist, "barrier", lambda: None)
+    data, set_to = torch.arange(64.0).view(64, 1).expand(64, 32), []
+    loader = DataLoader(data, 1, sampler=DistributedSampler(data, 1, 0))
+    timer, model = rank.Timer(5, lambda rate: set_to.append((rate, len(getattr(model, "batches", []))))), Seen()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", callbacks=[timer], logger=False, max_epochs=-1, **timer.limits, **quiet)
+    trainer.fit(model, loader)
+    (_, first), (_, second), _ = set_to
+    assert model.batches[first:second] == model.batches[second:]
+    assert len(set(model.batches[second:])) == 6
+    assert [len(each) for each in timer.seconds.values()] == [6, 6]
 
 
 TINY = Entry(

@@ -33,7 +33,9 @@ def test_rows_are_written_once(tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(sent, [4 / 3 * 4 * numel, 2 * 4 * numel, 2 * 4 * numel], rtol=1e-3)  # theta is measured
     first, gossip = (float(row["test_loss"]) for row in rows[:2])
     assert abs(first - gossip) < 0.1 * first  # a ring of 3 is the complete graph
-    assert capsys.readouterr().out.count("3 ranks, seed 0") == 3
+    said = capsys.readouterr().out
+    assert said.count("3 ranks, seed 0") == 3
+    assert "steps of 6 images over all ranks" in " ".join(said.split())
 
 
 def test_the_toy():

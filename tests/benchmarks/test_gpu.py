@@ -1,6 +1,8 @@
 """The benchmarks for a GPU measure, here on a CPU, and outlive what they measure."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -160,6 +162,28 @@ def test_a_part_that_was_named_and_failed_is_an_exit_status(tmp_path, monkeypatc
         _parts(monkeypatch, tmp_path, "--part", "codecs", "train")
     assert ended.value.code == 1
     assert "ended with codecs: 1; train: 0" in capsys.readouterr().out
+
+
+TERMINATED = """
+import sys
+from benchmarks import gpu
+sys.argv = ["gpu", "--part", "step", "--seconds", "60", "--out", sys.argv[1]]
+gpu.main(lambda *_: [["-c", "import os, time; print(os.getpid(), flush=True); time.sleep(50)"]])
+"""
+
+
+def test_who_is_terminated_leaves_no_part_behind(tmp_path):
+    root = Path(gpu.__file__).parents[1]
+    process = subprocess.Popen([sys.executable, "-c", TERMINATED, str(tmp_path)], cwd=root)
+    text = tmp_path / "step.txt"
+    end = time.monotonic() + 60
+    while not (text.exists() and text.read_text().endswith("\n")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(20) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(text.read_text()), 0)
 
 
 def test_commands_are_told_where_and_how_long(tmp_path):

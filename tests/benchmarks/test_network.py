@@ -1,5 +1,6 @@
 """The network lab: real sockets, links of a set speed, nothing left behind."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ root = pytest.mark.skipif(
 
 def namespaces(pid=None):
     """Of the lab of a process, this one if not given."""
-    return {each for each in lab._namespaces() if each.startswith(f"{lab.PREFIX}{pid or os.getpid()}")}
+    return {each for each in lab._namespaces() if lab.owner(each) == (pid or os.getpid())}
 
 
 @root
@@ -165,14 +166,35 @@ def test_lists_of_rates_and_ranks(monkeypatch):
         (["--rates", "1gbit,fast"], "must be a speed above 0"),
         (["--set", "3_bits"], "3_bits is none of 2_bits"),
         (["--methods", "dgx"], "unknown method 'dgx'"),
-        (["--record", "x", "--validate"], "three tasks"),
+        (["--record", "x.json", "--validate"], "different tasks"),
         (["--validate", "--methods", "PyTorch PowerSGD 1"], "cannot be recorded"),
         (["--validate", "--rates", "none"], "links of a set speed"),
         (["--trainer", "--validate"], "records and replays nothing"),
         (["--trainer", "--methods", "DDP"], "none of CompressedDDPStrategy's"),
         (["--delay-ms", "-3"], "must be a round trip"),
-        (["--schedule", "sometimes"], "none of hook, beside"),
         (["--replay", "/no/such/file"], "No such file"),
+        (["--replay", __file__], "it holds no recorded steps"),
+        (["--plot", "x.png"], "needs two rates or two numbers of ranks"),
+        (["--json", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
+        (["--record", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
+        (["--record", "x.json", "--ranks", "2,4"], "--record keeps one cell"),
+        (["--record", "x.json", "--rates", "1gbit,10gbit"], "--record keeps one cell"),
+        (["--methods", "DDP", "--set", "2_bits"], "--methods changes nothing beside --set"),
+        (["--contended"], "--contended changes nothing without --record"),
+        (["--slow", "3"], "--slow changes nothing without --replay or --validate"),
+        (["--faster", "8"], "--faster changes nothing without --replay or --validate"),
+        (["--replay", "x", "--rounds", "3"], "--rounds changes nothing beside --replay"),
+        (["--replay", "x", "--model", "lstm"], "--model changes nothing beside --replay"),
+        (["--ranks", "0"], "'0' must be a whole number from 1 on"),
+        (["--ranks", "two"], "'two' must be a whole number from 1 on"),
+        (["--rounds", "0"], "'0' must be a whole number from 1 on"),
+        (["--warm", "-1"], "'-1' must be a whole number from 0 on"),
+        (["--warm", "0", "--trainer"], "give 1 or more"),
+        (["--warm", "1", "--record", "x.json"], "give 2 or more"),
+        (["--validate", "--faster", "0"], "'0' must be a number above 0"),
+        (["--methods", '{"compressor": "tpk"}'], "tpk"),
+        (["--methods", '{"compresor": "topk"}'], "compresor"),
+        (["--methods", '{"compressor": "topk", "exchange": "nothing"}'], "nothing"),
     ],
 )
 def test_what_cannot_be_run_is_refused_at_once(monkeypatch, capsys, words, said):
@@ -196,7 +218,7 @@ def cell(ranks, rate, methods=("DDP", "onebit")):
 
 def test_plots_have_a_panel_against_rates_and_one_against_ranks(tmp_path):
     cells = [cell(ranks, rate) for ranks in (2, 4) for rate in ("1gbit", "10gbit")] + [cell(4, "none")]
-    said = [(label, against, len(points)) for label, against, points in plot._panels(cells)]
+    said = [(label, against, len(points)) for label, against, points in plot.panels(cells)]
     assert said == [("4 ranks", "rate", 2), ("10 Gbit/s", "ranks", 2)]
     assert plot._subject([each | {"compressor": "topk"} for each in cells])[1] == "mlp, exchanges of topk"
     plot.draw(cells, tmp_path / "x.png")
@@ -209,6 +231,48 @@ def test_plots_have_few_lines():
     many = [*methods.PYTORCH, *methods.OURS]
     assert len(many) > plot.LINES == len(plot.shown(many))
     assert plot.shown(["x", "dgc 0.1 %", "DDP"]) == ["DDP", "dgc 0.1 %", "x"]
+
+
+def test_a_lab_takes_down_what_is_its_own_alone(monkeypatch):
+    other = os.getpid() * 10 + 3
+    own = [f"{lab.PREFIX}{os.getpid()}{each}" for each in ("sw", "r0", "r12")]
+    others = [f"{lab.PREFIX}{other}sw", f"{lab.PREFIX}{other}r0", f"{own[0]}x", "lan"]
+    taken = []
+    monkeypatch.setattr(lab, "_namespaces", lambda: [*own, *others])
+    monkeypatch.setattr(lab, "_remove", taken.append)
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(lab.shutil, "which", lambda name: name)
+    lab.Lab(1, None)._tear_down()
+    assert taken == own
+
+
+def test_cells_are_written_one_by_one(tmp_path, monkeypatch):
+    path, seen = tmp_path / "x.json", []
+
+    def measure(ranks, rate, *_, **__):
+        seen.append(len(json.loads(path.read_text())["cells"]) if path.exists() else 0)
+        return {"ms": {"DDP": 1.0}, "wire_bytes": {"DDP": 1.0}}
+
+    monkeypatch.setattr(network, "measure", measure)
+    network.run(parse(monkeypatch, "--ranks", "2,4", "--rates", "1gbit", "--methods", "DDP", "--json", str(path)))
+    assert seen == [0, 1]
+
+
+def test_a_file_that_is_no_recording_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cells.json").write_text('{"cells": []}')
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "--replay", str(tmp_path / "cells.json"))
+    assert "it holds no recorded steps" in capsys.readouterr().err
+
+
+def test_who_is_not_root_is_told_in_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(lab.shutil, "which", lambda name: name)
+    monkeypatch.setattr("sys.argv", ["network"])
+    with pytest.raises(SystemExit) as ended:
+        network.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith("which only root may do\n")
 
 
 def test_names_and_json():

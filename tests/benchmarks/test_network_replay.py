@@ -1,10 +1,16 @@
 """Steps that were recorded are played again: as long at least, and with the bytes that they sent."""
 
 import copy
+import time
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks._network import cells, models, trace
+from benchmarks._network import cells, models, rank, trace
+from benchmarks._network.methods import optimizer
+from lightning_compress.collectives import TorchCollective
 from tests.benchmarks.test_network import namespaces, root
 
 METHODS = ["no communication", "DDP", "bf16", "onebit", "powersgd 1"]
@@ -46,18 +52,15 @@ def test_traces_are_of_whole_steps(recorded):
 @pytest.mark.thorough
 @pytest.mark.parametrize("methods", [["DDP", "onebit"], METHODS])
 def test_a_replay_takes_as_long_and_sends_as_much(recorded, methods):
-    found = cells.replay(recorded, "10gbit", 2.0, 1.0, ["hook", "beside"], 1, methods)
+    found = cells.replay(recorded, "10gbit", 2.0, 1.0, 1, methods)
     assert not namespaces()
-    plain = [name for name in methods if name in METHODS[:2]]
-    ours = [f"{name}, {schedule}" for name in methods if name not in plain for schedule in ("hook", "beside")]
-    assert list(found["ms"]) == [*plain, *ours]
+    assert list(found["ms"]) == methods
     for name, value in found["ms"].items():
-        base, _, schedule = name.partition(", ")
-        steps = recorded["traces"][base][0]["steps"]
-        if schedule == "beside":  # what is computed beside backward adds nothing
+        steps = recorded["traces"][name][0]["steps"]
+        if name not in METHODS[:2]:  # what is computed beside backward adds nothing
             steps = [each | {"chunks": []} for each in steps]
         assert value >= 1e3 * min(computed(steps))
-        assert found["wire_bytes"][name] == pytest.approx(recorded["wire_bytes"][base], rel=0.1, abs=1e4)
+        assert found["wire_bytes"][name] == pytest.approx(recorded["wire_bytes"][name], rel=0.1, abs=1e4)
 
 
 @root
@@ -68,7 +71,50 @@ def test_a_trace_of_other_collectives_is_refused(recorded):
         for step in found["steps"]:
             step["chunks"] = [each[:1] for each in step["chunks"]]
     with pytest.raises(RuntimeError, match="the trace has fewer collectives"):
-        cells.replay(other, "10gbit", 1.0, 1.0, ["beside"], 1, ["onebit"])
+        cells.replay(other, "10gbit", 1.0, 1.0, 1, ["onebit"])
+
+
+class Held(trace.Turn):
+    """Knows whether this process has the turn."""
+
+    def take(self):
+        super().take()
+        self.held = True
+
+    def pass_on(self):
+        self.held = False
+        super().pass_on()
+
+
+def _turns(path):
+    """Of a step whose messages take long: whether this rank had the turn when each bucket was ready, and at the end."""
+    turn, had, gathered = Held(path), [], TorchCollective.all_gather
+    module = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))  # a bucket each
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        gathered(*arguments)
+
+    def ready(self, bucket):
+        had.append(turn.held)
+        inner(self, bucket)
+
+    inner = trace.Recorder._ready
+    with mock.patch.object(TorchCollective, "all_gather", slow), mock.patch.object(trace.Recorder, "_ready", ready):
+        recorder = trace.Recorder("onebit", module, turn)
+        with recorder.watching():
+            for step in range(3):  # buckets are rebuilt in the second
+                rank._step(recorder.model, optimizer(module), torch.ones(2, 600), recorder if step > 1 else None)
+    recorder.compression.close()
+    return [*had, turn.held]
+
+
+def test_a_rank_that_computes_has_the_turn(pools, tmp_path):
+    path = tmp_path / "turn"
+    path.touch()
+    for had in pools[2].run(_turns, str(path)):
+        assert had == [True] * (len(had) - 1) + [False]
+        assert len(had) > 2
 
 
 def test_a_faster_machine():

@@ -203,6 +203,28 @@ def test_wrong_names(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureF
     assert not trained.commands  # before hours are spent
 
 
+def test_what_ends_a_run_is_told_in_a_line(
+    tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("python -m recipes.train: ValueError: no")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    told = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main([*told, "--page", "--time"]) == 1
+    monkeypatch.setattr(results, "train", fail)
+    assert main([*told, "--time"]) == 1
+    monkeypatch.setattr(results, "run_one", interrupt)
+    assert main(told) == 130
+    assert [line.split(":")[0].split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "--page runs nothing",
+        "python -m recipes.train",
+        "interrupted; the same command goes on from here",
+    ]
+
+
 def test_two_at_once_are_refused(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:
     with FileLock(tmp_path / ".lock"):
         assert main(["--out", str(tmp_path)]) == 1

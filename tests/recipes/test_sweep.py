@@ -87,6 +87,18 @@ def test_random_cells_are_the_same_each_time(tmp_path: Path) -> None:
     assert sum(cell["optimizer.lr"] < 1e-2 for cell in first) > 10
 
 
+def test_a_count_limits_any_sweep(tmp_path: Path) -> None:
+    path = written(tmp_path / "s.yaml", parameters={"seed": {"values": [1, 2, 3]}})
+    assert [cell["seed"] for cell in read_sweep(path, count=2).cells()] == [1, 2]
+    assert len(read_sweep(path).cells()) == len(read_sweep(path, count=9).cells()) == 3
+    capped = written(tmp_path / "t.yaml", parameters={"seed": {"values": [1, 2, 3]}}, run_cap=1)
+    assert [len(read_sweep(capped, count=count).cells()) for count in (None, 2)] == [1, 2]
+    drawn = written(tmp_path / "u.yaml", parameters={"seed": {"values": [1, 2, 3]}}, method="random")
+    assert [len(read_sweep(drawn, count=count).cells()) for count in (None, 2)] == [20, 2]
+    with pytest.raises(ValueError, match="count=0: at least 1 cell"):
+        read_sweep(path, count=0)
+
+
 RESULT = {
     "score": {"metric": "test/acc", "value": 0.5},
     "metrics": {"test/acc": 0.5, "val/acc": 0.75},

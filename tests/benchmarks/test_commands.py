@@ -1,0 +1,135 @@
+"""The documented commands are such as the benchmarks take, and what cannot be run is refused in a line."""
+
+import argparse
+import importlib
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks._network import lab
+from recipes.lineage import PARENT
+from tests.test_docs import PAGES
+from tests.test_house import ROOT
+
+COMMAND = re.compile(r"python -m (benchmarks(?:\.\w+)+|recipes\.(?:results|sweep))([^`\n]*)")
+SOURCES = [
+    *(page for page in PAGES if page.name != "CHANGELOG.md"),
+    *sorted((ROOT / "docs/results").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.py")),
+]
+
+
+class ParsedError(Exception):
+    """The command line was taken."""
+
+
+def commands():
+    """Module and arguments of every documented command, each once."""
+    found = {}
+    for page in SOURCES:
+        text = page.read_text().replace("\\\n", " ")
+        text = re.sub(r'(--methods "[^"\n]*),\n\s+', r"\1,", text)  # broken inside of quotes
+        for module, rest in COMMAND.findall(text):
+            words = re.split(r"\s#|[;)]", rest)[0]
+            found[module, words.strip()] = page.name
+    return found
+
+
+def main_of(module):
+    """The ``main`` of a module, or of what runs as it."""
+    found = importlib.import_module(module)
+    return (found if hasattr(found, "main") else importlib.import_module(f"{module}.__main__")).main
+
+
+def test_documented_commands_are_taken(monkeypatch, capsys):
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, *given):
+        parse(self, *given)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_intermixed_args", parse_args)
+    known = commands()
+    assert len(known) > 80
+    for (module, words), page in known.items():
+        argv = [module, *shlex.split(words)]
+        monkeypatch.setattr("sys.argv", argv)
+        with pytest.raises((ParsedError, SystemExit)) as ended:
+            main_of(module)()
+        assert ended.type is ParsedError, f"{page}: {' '.join(argv)}\n{capsys.readouterr().err}"
+
+
+REFUSED = [
+    ("network", "--plot x.png", "needs two rates"),
+    ("choices", "--rates 1gbit --ranks 2 --plot x.png", "needs two rates"),
+    ("choices", "--steps 0", "from 1 on"),
+    ("scale", "--node-size 0", "from 1 on"),
+    ("scale", "--node-size 3", "powers of two"),
+    ("scale", "--node-size 6", "powers of two"),
+    ("scale", "--gbit 0", "above 0"),
+    ("scale", "--most 1", "two ranks are the fewest"),
+    ("scale", "--check --rate fast", "must be a speed above 0"),
+    ("scale", "--check --model nothing", "invalid choice"),
+    ("memory", "--compressors tpk", "tpk is none of"),
+    ("codecs", "--repeats 0", "from 1 on"),
+    ("codecs", "--numel -5", "from 1 on"),
+    ("backward", "--rounds 0", "from 1 on"),
+    ("backward", "--accuracy cifar10", "--data: give the folder"),
+    ("backward", "--accuracy cifar10 --data /nowhere", "/nowhere"),
+    ("faults", "--ranks two", "'two' must be a whole number"),
+    ("error", "--root /nowhere", "/nowhere"),
+    ("gradients", "--root /nowhere --out {folder}/x.pt", "/nowhere"),
+    ("accuracy", "--root data --json /nowhere/x.json", "cannot be written"),
+    ("gossip", "accuracy --root /nowhere --csv {folder}/x.csv", "/nowhere"),
+    ("gossip", "network --steps 10", "must be a multiple of 16"),
+    ("gossip", "network", "which only root may do"),
+    ("choices", "", "which only root may do"),
+    ("scale", "--check", "which only root may do"),
+]
+
+
+@pytest.mark.parametrize(("module", "words", "said"), REFUSED, ids=[f"{each[0]} {each[1]}" for each in REFUSED])
+def test_what_cannot_be_run_is_refused_in_a_line(module, words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(lab.shutil, "which", lambda name: name)
+    monkeypatch.setattr("sys.argv", [f"{module}.py", *words.format(folder=tmp_path).split()])
+    with pytest.raises(SystemExit) as ended:
+        main_of(f"benchmarks.{module}")()
+    assert ended.value.code in (1, 2)
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("module", ["accuracy --root data", "recovery"])
+def test_trainings_end_with_the_benchmark(module, tmp_path, monkeypatch):
+    """Killed, it takes them along; terminated, it raises SystemExit, upon which ``subprocess.run`` kills them."""
+    name, *words = module.split()
+    found, before = importlib.import_module(f"benchmarks.{name}"), signal.getsignal(signal.SIGTERM)
+    monkeypatch.delenv(PARENT, raising=False)
+
+    def train(*_):
+        assert os.environ[PARENT] == str(os.getpid())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(found, "train", train)
+    monkeypatch.setattr("sys.argv", [name, *words, "--json", str(tmp_path / "x.json")])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            found.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.environ.pop(PARENT, None)
+    assert ended.value.code == 143
+
+
+def test_a_file_is_not_written_over_a_folder(tmp_path):
+    from benchmarks._arguments import file_to_write
+
+    assert file_to_write(str(tmp_path / "x.json")) == Path(tmp_path, "x.json")
+    for path in (tmp_path, tmp_path / "no" / "x.json"):
+        with pytest.raises(argparse.ArgumentTypeError, match="name a file in a folder that is there"):
+            file_to_write(str(path))
