@@ -94,14 +94,13 @@ def test_the_same_bytes_as_on_a_cpu(given, layout, device, by):
     assert not actual.any()
 
 
-@pytest.mark.parametrize("name", ["range_float", "fft"])
-def test_a_sample_of_zeros(name, device, by):
+def test_a_sample_of_zeros(device, by):
     vector = torch.zeros(20 * 64)
     vector[64:128] = torch.randn(64, generator=torch.Generator().manual_seed(0))  # the second block is in no sample
     messages = []
     for kernels, where in (("auto", CPU), ("triton", device)):
         by(kernels)
-        plan = _plan({"name": name, "block": 64}, Layout.of([("weight", vector.shape)]), where)
+        plan = _plan({"name": "range_float", "block": 64}, Layout.of([("weight", vector.shape)]), where)
         messages.append(torch.empty(plan.message_size, dtype=torch.uint8, device=where))
         plan.encode(vector.to(where, copy=True), messages[-1], 0)
     assert _bits(messages[1]).equal(messages[0])
