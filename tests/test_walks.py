@@ -57,7 +57,7 @@ BESIDE_A_COMPRESSOR = {
     "corrections/clipping.py",  # another setting
     "settings/compensation.py",  # likewise
     "settings/readers.py",  # checks of others
-    "settings/together.py",  # whether it goes with them
+    "settings/conflicts.py",  # whether it goes with them
     "strategies/resume.py",  # likewise
 }
 

@@ -48,9 +48,9 @@ from lightning_compress.settings.compensation import (
     name_of,
     read_feedback,
 )
+from lightning_compress.settings.conflicts import check_carried, check_corrected, check_idle
 from lightning_compress.settings.rules import Compressor, Rules
 from lightning_compress.settings.schedule import Schedule, changed
-from lightning_compress.settings.together import check_carried, check_corrected, check_idle
 
 
 @dataclass(frozen=True, kw_only=True)
