@@ -19,14 +19,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["benchmarks._faults.trial", "rich.console", "rich.table"]
+PRELOAD = ("benchmarks._faults.trial", "rich.console", "rich.table")
 
 
 @cache
-def _context() -> Any:
-    """Processes that fork from a server which has imported everything: an import costs seconds, a fork milliseconds."""
+def forking(preload: tuple[str, ...] = PRELOAD) -> Any:
+    """Processes that fork from a server which has imported everything: an import costs seconds, a fork milliseconds.
+
+    Args:
+        preload: the modules; the first call of a process decides, which has one server.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(list(preload))
     before = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # the server must have one thread, or its forks would hang
@@ -110,7 +114,7 @@ def run(job: Any, patience: float) -> Ended:
     begun, processes = time.monotonic(), list[BaseProcess]()
     for rank in range(job.size):
         leader = (processes[0].pid or 0) if processes else 0
-        processes.append(_context().Process(target=serve, args=(job, rank, port, leader, files[rank])))
+        processes.append(forking().Process(target=serve, args=(job, rank, port, leader, files[rank])))
         processes[-1].start()
     leader = processes[0].pid or 0
     try:

@@ -1,14 +1,14 @@
 """Ranks that live in processes of their own, from the process group to the end of the interpreter."""
 
 import ctypes
-import multiprocessing
 import os
 import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
 
-PRELOADED = ["lightning_compress", "tests.helpers.training", "sklearn.datasets"]
+from benchmarks._faults.ranks import forking
+from tests.helpers.processes import PRELOADED
 
 
 def _live(rank, size, folder, seconds, function, arguments):
@@ -47,11 +47,9 @@ def live(size, folder, function, *arguments, seconds=60):
         *arguments: of it.
         seconds: after which a collective gives up.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     Path(folder).mkdir(parents=True)
     ranks = [
-        context.Process(target=_live, args=(rank, size, str(folder), seconds, function, arguments))
+        forking(PRELOADED).Process(target=_live, args=(rank, size, str(folder), seconds, function, arguments))
         for rank in range(size)
     ]
     for each in ranks:

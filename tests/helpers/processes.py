@@ -11,7 +11,10 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from benchmarks._faults.ranks import PRELOAD, forking
 from benchmarks._gpu.nccl import share_a_gpu
+
+PRELOADED = (*PRELOAD, "tests.helpers.training", "sklearn.datasets")
 
 
 class RankError(AssertionError):
@@ -49,7 +52,7 @@ class Pool:
     """``size`` processes in one group, of Gloo or, all on one GPU, of NCCL."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking(PRELOADED) if backend == "gloo" else multiprocessing.get_context("spawn")  # CUDA takes no fork
         self.size = size
         self.broken = False
         self._folder = tempfile.TemporaryDirectory()

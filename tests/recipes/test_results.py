@@ -45,7 +45,8 @@ second:
 def test_every_run_composes(comparison: Comparison) -> None:
     assert next(iter(comparison.methods.values())) == ["compressor=none"]
     quick = comparison.shortened().runs(None)[-1:] if comparison.quick else []
-    every = [*quick, *comparison.runs(Path("data"))[: len(comparison.methods)]]
+    own = comparison.methods not in [each.methods for each in TABLE[: TABLE.index(comparison)]]
+    every = [*quick, *comparison.runs(Path("data"))[: len(comparison.methods) if own else 1]]
     for run in every:
         cfg = composed(*run.overrides, *run.private, *results.QUIET)
         OmegaConf.resolve(cfg)

@@ -305,6 +305,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert done.stdout.count("test accuracy") == 1
 
 
+@pytest.mark.thorough
 def test_missing_data_stops_every_rank(tmp_path: Path) -> None:
     done = train("debug=fast", "trainer=cpu_2proc", "data=cifar10", f"data.root={tmp_path}", folder=tmp_path)
     assert done.returncode != 0

@@ -18,7 +18,7 @@ PROGRAM = (
 @pytest.mark.parametrize(
     ("capability", "codecs"),
     [
-        (90, ["onebit", "rotated"]),
+        (90, ["rotated"]),
         pytest.param(90, EXACT, marks=pytest.mark.thorough),
         pytest.param(80, EXACT, marks=pytest.mark.thorough),
     ],
