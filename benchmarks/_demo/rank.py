@@ -40,10 +40,8 @@ QUIET = [
 ]
 SECONDS = 3.0
 """For the steps of a cell, as far as FEWEST and MOST allow."""
-FEWEST, MOST = 5, 20
+FEWEST, MOST = 5, 12
 """Steps that are timed at each rate."""
-WARM = 4
-"""Steps before: buckets are rebuilt, buffers are made."""
 
 
 def main(told: dict[str, Any]) -> None:
@@ -159,9 +157,10 @@ class Paced:
 
 
 class Timer(Callback):
-    """Takes the time of steps, first of some that do not count, then at one rate after the other.
+    """Takes the time of steps at one rate after the other, after an epoch that does not count.
 
-    All rates have the same batches: an epoch is as long as a rate's turn, and each begins with the same batch.
+    All epochs have the same batches, as many as a rate's turn. The first one makes what a batch's shape needs: buffers,
+    buckets, and oneDNN's kernels, which are compiled for each length of an LSTM's sequences.
 
     Args:
         steps: at each rate, and one before them, in which the link's traffic settles.
@@ -172,9 +171,9 @@ class Timer(Callback):
     """
 
     def __init__(self, steps: int, limit: Callable[[str | None], None]) -> None:
-        self.limits = {"max_steps": WARM + len(RATES) * (steps + 1), "limit_train_batches": steps + 1}
+        self.limits = {"max_steps": (1 + len(RATES)) * (steps + 1), "limit_train_batches": steps + 1}
         self.seconds: dict[str, list[float]] = {name: [] for name in RATES}
-        self._plan = {WARM + turn * (steps + 1): name for turn, name in enumerate(RATES)}
+        self._plan = {turn * (steps + 1): name for turn, name in enumerate(RATES, start=1)}
         self._limit = limit
         self._now: str | None = None
 

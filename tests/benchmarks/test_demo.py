@@ -162,7 +162,7 @@ class Seen(BoringModel):
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning
-def test_both_rates_have_the_same_batches(monkeypatch):
+def test_both_rates_have_the_same_batches_and_none_has_them_first(monkeypatch):
     monkeypatch.setattr(rank.dist, "barrier", lambda: None)
     data, set_to = torch.arange(64.0).view(64, 1).expand(64, 32), []
     loader = DataLoader(data, 1, sampler=DistributedSampler(data, 1, 0))
@@ -171,7 +171,7 @@ def test_both_rates_have_the_same_batches(monkeypatch):
     trainer = Trainer(accelerator="cpu", callbacks=[timer], logger=False, max_epochs=-1, **timer.limits, **quiet)
     trainer.fit(model, loader)
     (_, first), (_, second), _ = set_to
-    assert model.batches[first:second] == model.batches[second:]
+    assert model.batches[:first] == model.batches[first:second] == model.batches[second:]
     assert len(set(model.batches[second:])) == 6
     assert [len(each) for each in timer.seconds.values()] == [6, 6]
 
