@@ -152,7 +152,11 @@ def id_of(launch):
 @pytest.mark.parametrize(
     "launch",
     [
-        pytest.param(each, id=id_of(each), marks=() if "torchrun" in each[0][0] and "train.py" in each[0][0] else pytest.mark.thorough)
+        pytest.param(
+            each,
+            id=id_of(each),
+            marks=() if "torchrun" in each[0][0] and "train.py" in each[0][0] else pytest.mark.thorough,
+        )
         for each in launches()
     ],
 )

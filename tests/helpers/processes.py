@@ -52,7 +52,8 @@ class Pool:
     """``size`` processes in one group, of Gloo or, all on one GPU, of NCCL."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
-        context = forking(PRELOADED) if backend == "gloo" else multiprocessing.get_context("spawn")  # CUDA takes no fork
+        spawning = multiprocessing.get_context("spawn")  # CUDA takes no fork
+        context = forking(PRELOADED) if backend == "gloo" else spawning
         self.size = size
         self.broken = False
         self._folder = tempfile.TemporaryDirectory()
