@@ -27,8 +27,8 @@ class MonitorMixin:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Have those steps measured that will be logged."""
-        if _tells(trainer):
-            trainer.strategy.compression.meter.sample_every = trainer.log_every_n_steps
+        if _tells(trainer) and trainer.log_every_n_steps:  # without logs ThetaRecovery may still want some
+            trainer.strategy.measure_every(trainer.log_every_n_steps)
         self._steps = 0
         self._due = trainer.fit_loop.epoch_loop._batches_that_stepped // max(1, trainer.log_every_n_steps)
 

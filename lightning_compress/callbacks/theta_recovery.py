@@ -100,13 +100,16 @@ class RecoveryMixin:
         self.stall = Stall(mode, min_delta, patience, target)
         self.history: list[tuple[int, float]] = []
         self._sampled = 0
+        self._of_epochs = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a strategy or a compressor that has no such setting.
+        """Refuse a strategy or a compressor that has no such setting, where training is to come.
 
         Raises:
             ValueError: it has not, or one of ``values`` is not allowed.
         """
+        if stage != "fit":
+            return
         settings = getattr(trainer.strategy, "_settings", None)
         if settings is None or not wraps_model(trainer.strategy):
             raise ValueError(f"ThetaRecovery needs a CompressedDDPStrategy, not {type(trainer.strategy).__name__}")
@@ -115,7 +118,7 @@ class RecoveryMixin:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on where a checkpoint ended, if the strategy's own state, which has all that was retuned, is not there."""
-        self._sampled = 0
+        self._sampled, self._of_epochs = 0, False
         compression = trainer.strategy.compression
         if self.history and not compression.step:
             compression.retune(**{self.setting: self.history[-1][1]})
@@ -130,13 +133,15 @@ class RecoveryMixin:
         self._loosen(trainer, f"relative error {error:.3g} is above {self.bound}" if error > self.bound else "")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the metric."""
+        """Look at the metric; one of the training is not there before its first epoch ends, and is looked at then."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._check_metric(trainer)
+            self._of_epochs = self._of_epochs or self.monitor not in trainer.callback_metrics
+            if not self._of_epochs:
+                self._check_metric(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the metric where there is no validation."""
-        if not trainer.enable_validation:
+        """Look at the metric where there is no validation, or none that has it."""
+        if self._of_epochs or not trainer.enable_validation:
             self._check_metric(trainer)
 
     def _check_metric(self, trainer: Any) -> None:

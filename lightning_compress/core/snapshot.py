@@ -25,7 +25,7 @@ from lightning_compress.core.state import Holder, State, States
 
 FORMAT = 1
 MOST_STEPS = 1 << 53
-MOST_SETTINGS = 1000
+MOST_SETTINGS = 100_000
 """Numbers and texts that say what ran, at most: a list in a list in a list is quickly longer than memory."""
 PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
 
@@ -169,22 +169,35 @@ def fill(states: States, saved: Snapshot, names: Sequence[str], dispensable: Col
         states[kind].adopt(old, names)
 
 
-def total(snapshots: Sequence[Snapshot]) -> Snapshot:
+def total(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Sum over ranks of what each has for itself; what all share is the first one's.
+
+    Args:
+        snapshots: at least one; each is needed until the next one is asked for.
 
     Raises:
         ValueError: they were not taken at the same moment of the same run.
     """
-    first = snapshots[0]
-    if any(_shape(each) != _shape(first) for each in snapshots):
-        raise ValueError("the ranks' files are of different steps or groups")
-    for number, group in enumerate(first["groups"]):
-        for kind, one in group["states"].items():
-            if one["holder"] != "shared":
-                ranks = [opened(each["groups"][number]["states"][kind]) for each in snapshots]
-                one["numels"] = ranks[0]["numels"]
-                one["numbers"] = torch.stack([each["numbers"] for each in ranks]).sum(dim=0, dtype=torch.float32)
-    return first
+    made: Snapshot = {}
+    shape: list[object] = []
+    for each in snapshots:
+        if not made:
+            shape, made = _shape(each), zeroed(_copied(each))
+        if _shape(each) != shape:
+            raise ValueError("the ranks' files are of different steps or groups")
+        for group, theirs in zip(made["groups"], each["groups"], strict=True):
+            for kind, one in group["states"].items():
+                if one["holder"] != "shared":
+                    one["numbers"] += opened(theirs["states"][kind])["numbers"]
+    return made
+
+
+def _copied(snapshot: Snapshot) -> Snapshot:
+    """One whose entries can be replaced."""
+    groups = [
+        group | {"states": {kind: dict(one) for kind, one in group["states"].items()}} for group in snapshot["groups"]
+    ]
+    return snapshot | {"groups": groups}
 
 
 def zeroed(snapshot: Snapshot) -> Snapshot:
@@ -282,7 +295,7 @@ def _check_running(running: Mapping[object, object]) -> None:
     feedback, scheduled, compressor = (running[name] for name in ("error_feedback", "scheduled", "compressor"))
     fits = isinstance(feedback, bool) and isinstance(scheduled, dict) and isinstance(compressor, dict | None)
     waiting: list[object] = [running]
-    for count, each in enumerate(waiting):  # which grows on the way
+    for each in waiting:  # which grows on the way
         if isinstance(each, dict):
             fits = fits and all(isinstance(name, str) for name in each)
             waiting += islice(each.values(), MOST_SETTINGS + 1)
@@ -290,7 +303,7 @@ def _check_running(running: Mapping[object, object]) -> None:
             waiting += each[: MOST_SETTINGS + 1]
         else:
             fits = fits and (each is None or isinstance(each, bool | int | float | str))
-        if not fits or count > MOST_SETTINGS:
+        if not fits or len(waiting) > MOST_SETTINGS:
             raise ValueError("the state does not say what ran in numbers and texts")
 
 

@@ -97,6 +97,7 @@ class LocalSteps:
             self._add(late)
             run, new = self.fragments[self._last].compression, self.fragments[-1].compression
             new.step = run.step  # schedules count those of the run
+            new.meter.sample_every = run.meter.sample_every
             self._looked.append(step)
         return late
 

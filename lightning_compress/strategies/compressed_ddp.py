@@ -87,7 +87,8 @@ class CompressedDDPMixin(WaitingMixin):
         if fitting:
             self._check_optimizers()
             self._watch_clipping()
-            self._log_hyperparameters(trainer)
+            if trainer.enable_autolog_hparams:
+                self._log_hyperparameters(trainer)
 
     def _log_hyperparameters(self, trainer: Any) -> None:
         """Tell all loggers what runs, with the module's own: where a logger keeps one call of several, it has all."""
@@ -188,7 +189,8 @@ class CompressedDDPMixin(WaitingMixin):
         """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
         if self._compression is not None:
             ranks, alone = TorchCollective(), self.gives_up or self._answers_signal(str(filepath))
-            self._resume.save(self.checkpoint_io, str(filepath), checkpoint, self._compression, ranks, alone)
+            path = str(filepath) if alone else self.broadcast(str(filepath))  # a name may hold the rank's own metric
+            self._resume.save(self.checkpoint_io, path, checkpoint, self._compression, ranks, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _answers_signal(self, filepath: str) -> bool:
@@ -214,8 +216,7 @@ class CompressedDDPMixin(WaitingMixin):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and what is beside it."""
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            self._resume.remove(str(filepath))
+        self._resume.remove(str(filepath), self.global_rank)
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.
@@ -224,6 +225,10 @@ class CompressedDDPMixin(WaitingMixin):
             RuntimeError: there is no fit under way.
         """
         return self.compression.stats() | {"summary": self.compression.summary}
+
+    def measure_every(self, steps: int) -> None:
+        """Have time and error measured on each so-manieth step."""
+        self.compression.meter.sample_every = steps
 
     @property
     def compression(self) -> Compression:
@@ -247,6 +252,7 @@ class CompressedDDPMixin(WaitingMixin):
         if self._interruptions is not None:
             self._interruptions.close()
             self._interruptions = None
+        self._kept = None  # of a checkpoint that a Tuner went back to
         super().teardown()
 
     @classmethod

@@ -311,6 +311,10 @@ class GossipMixin(UnwrappedMixin):
             "summary": f"{self._title}: {self.topology.describe()}",
         }
 
+    def measure_every(self, steps: int) -> None:
+        """Have time and error measured on each so-manieth step."""
+        self.compression.meter.sample_every = steps
+
     def close(self) -> None:
         """Leave the neighbours."""
         if not self.gives_up:  # else a rank may still wait in it, and the exit ends that

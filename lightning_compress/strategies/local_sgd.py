@@ -320,6 +320,11 @@ class LocalSGDMixin(UnwrappedMixin):
         """
         return self.local.stats() | {"summary": self._forecast.summary}
 
+    def measure_every(self, steps: int) -> None:
+        """Have time and error measured of a round in so many steps, or of each one where rounds are longer."""
+        for each in self.local.fragments:
+            each.compression.meter.sample_every = max(1, steps // self._rounds.sync_every)
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the presets, and the variants of each."""

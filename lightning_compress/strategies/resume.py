@@ -100,7 +100,7 @@ class Resume:
                 each = sum(one["numbers"].nbytes for group in state["groups"] for one in group["states"].values())
                 log.info("beside %s: %d bytes a rank, %d of %d ranks", path, each, each * ranks.size, ranks.size)
         elif not (own and alone):  # the mean takes all ranks
-            sidecar.write_inside(content, state, ranks)
+            sidecar.write_inside(content, state, ranks, compression.device)
         self._saves += 1
 
     def save_tree(
@@ -199,7 +199,7 @@ class Resume:
         if not (problem := _agreed(problem, common, differ, ranks, device)):
             assert state is not None
             try:
-                compression.load_state_dict(sidecar.redistribute(state, ranks))
+                compression.load_state_dict(sidecar.redistribute(state, ranks, device))
                 return ""
             except ValueError as error:  # on all ranks alike
                 compression.reset()
@@ -212,9 +212,9 @@ class Resume:
         """Not where nothing was to be saved, and nothing was."""
         return self.strict and (self.state != "none" or content.get(sidecar.KEY) is not None)
 
-    def remove(self, path: str) -> None:
-        """A checkpoint was removed; called on rank 0 only."""
-        sidecar.remove(path)
+    def remove(self, path: str, rank: int) -> None:
+        """A checkpoint was removed; called on all ranks."""
+        sidecar.remove(path, rank)
 
 
 def _agreed(problem: str, common: int, differ: str, ranks: Collective, device: torch.device) -> str:

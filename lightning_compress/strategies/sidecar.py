@@ -10,6 +10,7 @@ the files of the save before until the one after, so that at any moment some che
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zipfile
@@ -159,9 +160,16 @@ def _count(path: str, run: int) -> int | None:
     return int(parts[1]) if parts[0] == f"{run:016x}" else None
 
 
-def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective) -> None:
-    """Put the mean over the ranks into the checkpoint itself; where ranks differ, all of them must save."""
-    _average(state, ranks, ranks.size)
+def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective, device: torch.device) -> None:
+    """Put the mean over the ranks into the checkpoint itself; where ranks differ, all of them must save.
+
+    Args:
+        checkpoint: gets it.
+        state: of this rank.
+        ranks: that sum.
+        device: on which they talk.
+    """
+    state = _averaged(state, ranks, ranks.size, device)
     checkpoint[KEY] = {
         "format": FORMAT,
         "kind": "inside",
@@ -171,11 +179,20 @@ def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective)
     }
 
 
-def remove(path: str) -> None:
-    """Remove the files beside a checkpoint."""
-    fs, place = url_to_fs(f"{path}.lc")
-    if fs.exists(place):
-        fs.rm(place, recursive=True)
+def remove(path: str, rank: int) -> None:
+    """Remove the files beside a checkpoint that was removed: rank 0 all that it sees, others their own.
+
+    Where the checkpoint is still there, rank 0 has not removed it yet, or removes another one, and the disk is shared.
+    """
+    fs, place = url_to_fs(path)
+    folder = f"{place}.lc"
+    if rank == 0:
+        if fs.exists(folder):
+            fs.rm(folder, recursive=True)
+    elif not fs.exists(place):
+        with contextlib.suppress(OSError):  # rank 0 was faster, or others still have files there
+            fs.rm([each for each in fs.ls(folder, detail=False) if each.endswith(f".rank{rank}.pt")])
+            fs.rmdir(folder)
 
 
 def read(
@@ -201,8 +218,8 @@ def read(
     if before == ranks.size:
         return _read_one(files, f"{place}{ranks.rank}.pt", save, device)
     numbers = range(ranks.rank, before, ranks.size)
-    parts = [_read_one(files, f"{place}{number}.pt", save, device) for number in numbers]
-    own = snapshot.total(parts) if parts else snapshot.zeroed(_read_one(files, f"{place}0.pt", save, device))
+    parts = (_read_one(files, f"{place}{number}.pt", save, device) for number in numbers)  # one at a time in memory
+    own = snapshot.total(parts) if numbers else snapshot.zeroed(_read_one(files, f"{place}0.pt", save, device))
     return own | {"summands": before}
 
 
@@ -265,21 +282,30 @@ def _place(path: str, manifest: Mapping[str, Any]) -> tuple[str, str]:
     return f"{_folder(path, folder, save)}/{save}.rank", save
 
 
-def redistribute(state: Snapshot, ranks: Collective) -> Snapshot:
+def redistribute(state: Snapshot, ranks: Collective, device: torch.device) -> Snapshot:
     """Finish ``read`` at another world size, where all ranks read well: every rank goes on from the mean."""
-    if "summands" in state:
-        _average(state, ranks, state.pop("summands"))
-    return state
+    if "summands" not in state:
+        return state
+    return _averaged(state, ranks, state.pop("summands"), device)
 
 
-def _average(state: Snapshot, ranks: Collective, summands: int) -> None:
-    for group in state["groups"]:
-        for _, one in sorted(group["states"].items()):
-            if one["holder"] != "shared":
-                one |= snapshot.opened(one)
-                one["numbers"] = one["numbers"].to(torch.float32, copy=True)
-                ranks.all_reduce(one["numbers"])
-                one["numbers"] /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
+def _averaged(state: Snapshot, ranks: Collective, summands: int, device: torch.device) -> Snapshot:
+    """The same with means over the ranks for what each has for itself, on the device where the ranks talk."""
+
+    def mean(one: Snapshot) -> Snapshot:
+        if one["holder"] == "shared":
+            return one
+        one = snapshot.opened(one)
+        numbers = one["numbers"].to(device, torch.float32, copy=True)
+        ranks.all_reduce(numbers)
+        numbers /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
+        return one | {"numbers": numbers}
+
+    groups = [
+        group | {"states": {kind: mean(one) for kind, one in sorted(group["states"].items())}}
+        for group in state["groups"]
+    ]
+    return state | {"groups": groups}
 
 
 def _folder(path: str, named: str, save: str) -> str:

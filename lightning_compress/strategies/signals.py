@@ -13,7 +13,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities import rank_zero_info
 
 log = logging.getLogger(__name__)
@@ -25,6 +24,8 @@ HANDLERS = ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
 
 CLOCK = "_check_time_remaining"
 """Lightning's broadcast of whether time is over, a method of its Timer."""
+TIMERS = (("Timer", "pytorch.callbacks.timer"), ("Timer", "callbacks.timer"))
+"""Which is one of lightning.pytorch's or of pytorch_lightning's."""
 
 
 class Signals:
@@ -47,7 +48,7 @@ class Signals:
         self._trainer, self._connector = trainer, trainer._signal_connector
         loop = trainer.fit_loop.epoch_loop
         self.taken = hasattr(loop, LOOP) and all(hasattr(self._connector, name) for name in HANDLERS)
-        self.end = self.save = self.stop = False
+        self.end = self.save = self.stop = self._ends = False
         self._due: Callable[[], None] | None = None
         self._replaced: list[tuple[Any, str]] = []
         if self.taken:
@@ -72,10 +73,12 @@ class Signals:
     def watch_clocks(self) -> None:
         """Have Timers only note that their time is over, after every batch; before the first they broadcast it."""
         for timer in self._trainer.callbacks:
-            if isinstance(timer, Timer) and hasattr(timer, CLOCK) and timer._interval == "step":
+            kinds = {(each.__name__, each.__module__.partition(".")[2]) for each in type(timer).__mro__}
+            known = not kinds.isdisjoint(TIMERS) and hasattr(timer, CLOCK)
+            if known and timer._interval == "step":
                 self._replace(timer, CLOCK, functools.partial(self._note_time, timer))
 
-    def _note_time(self, timer: Timer, _: Any) -> None:
+    def _note_time(self, timer: Any, _: Any) -> None:
         left = timer.time_remaining()
         self.stop = self.stop or (left is not None and left <= 0)
 
@@ -84,18 +87,20 @@ class Signals:
         if stop and not self._trainer.should_stop:
             rank_zero_info("lightning_compress: the time limit is reached; training stops")
             self._trainer.should_stop = True
-        if end:
-            self._connector.received_sigterm = True
         if save:
             number = getattr(self._trainer.strategy.cluster_environment, "requeue_signal", None) or signal.SIGUSR1
             self._due = lambda: self._slurm(number, None)
             self.save = False
+        self._ends = self._ends or end
+        if self._due is None:  # else what is to be saved is saved first: Lightning ends before the next batch
+            self._connector.received_sigterm = self._connector.received_sigterm or self._ends
 
     def act(self) -> None:
-        """Save what was agreed to be saved; to be called between two batches."""
+        """Save what was agreed to be saved, then end if that was, too; to be called between two batches."""
         due, self._due = self._due, None
         if due is not None:
             due()
+            self._connector.received_sigterm = self._connector.received_sigterm or self._ends
 
     def release(self) -> None:
         """Give Lightning its own back."""

@@ -262,7 +262,8 @@ class UnwrappedMixin(EvaluatedMixin):
                 for name in self._kept_once(checkpoint.get("state_dict", {})):
                     del tree["model"][name]
             own = self.method, self.attempts, tree
-            self._resume.save_tree(files, str(filepath), checkpoint, *own, ranks, device, self.gives_up)
+            path = str(filepath) if self.gives_up else self.broadcast(str(filepath))  # a name may hold a rank's metric
+            self._resume.save_tree(files, path, checkpoint, *own, ranks, device, self.gives_up)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _kept_once(self, saved: Mapping[str, Any]) -> set[str]:
@@ -320,8 +321,7 @@ class UnwrappedMixin(EvaluatedMixin):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and what is beside it."""
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            self._resume.remove(str(filepath))
+        self._resume.remove(str(filepath), self.global_rank)
 
 
 def _equal(own: Tensor, other: Tensor) -> bool:

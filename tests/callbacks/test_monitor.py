@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_compress import CommunicationMonitor, CompressedDDPStrategy
+from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy
 from tests.engine.test_modes import TwoOptimizers
 from tests.helpers.training import Net, fit
 
@@ -24,13 +24,13 @@ class Memory(Logger):
 
     def __init__(self):
         super().__init__()
-        self.rows = {}
+        self.rows, self.hyperparameters = {}, {}
 
     def log_metrics(self, metrics, step=None):
         self.rows.setdefault(step, {}).update(metrics)
 
-    def log_hyperparams(self, *args, **kwargs):
-        pass
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.hyperparameters = dict(params)
 
 
 def _logged(compressor, steps=7, every=3):
@@ -109,6 +109,34 @@ def test_the_row_is_that_of_lightnings_own_figures(pools, accumulate):
 def test_the_row_is_that_of_two_optimizers_too(pools):
     for named, _ in pools[2].run(_rows, LogsTwo):
         assert named["comm/ratio"] == named["loss"] == [1, 3]
+
+
+def _hyperparameters(**trainer):
+    memory = Memory()
+    fit(CompressedDDPStrategy("topk"), 1, loggers=memory, **trainer)
+    return [name for name in memory.hyperparameters if name.startswith("lightning_compress/")]
+
+
+def test_hyperparameters_are_logged_unless_the_trainer_shall_not(pools):
+    logged, _ = pools[2].run(_hyperparameters)
+    assert "lightning_compress/compressor" in logged
+    assert pools[2].run(partial(_hyperparameters, enable_autolog_hparams=False)) == [[], []]
+
+
+def _sampled(every, steps=12, **local):
+    strategy = LocalSGDStrategy(compressor="topk", **local) if local else CompressedDDPStrategy("topk")
+    fit(strategy, steps, callbacks=[CommunicationMonitor()], log_every_n_steps=every)
+    parts = strategy.local.fragments if local else [strategy]
+    return [each.compression.meter.sample_every for each in parts]
+
+
+@pytest.mark.parametrize(("every", "rounds"), [(8, 2), (3, 1)])
+def test_rounds_are_measured_that_are_logged_in_every_fragment(pools, every, rounds):
+    assert pools[2].run(partial(_sampled, sync_every=4, fragments=2), every) == [[rounds, rounds]] * 2
+
+
+def test_without_logs_others_may_still_want_figures(pools):
+    assert pools[2].run(_sampled, 0, 2) == [[50]] * 2
 
 
 def _plain():

@@ -15,7 +15,7 @@ from lightning_compress import CompressedDDPStrategy, LocalSGDStrategy, ThetaRec
 from lightning_compress.callbacks.theta_recovery import Stall, looser
 from lightning_compress.settings.settings import Settings
 from tests.callbacks.test_monitor import Memory
-from tests.helpers.training import Net, fit, parameters
+from tests.helpers.training import Net, digits, fit, loader, parameters
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,31 @@ def _missing():
 
 def test_a_metric_that_nobody_logs(pools):
     assert all("monitor='nosuch'): logged are none" in answer for answer in pools[2].run(_missing))
+
+
+class OfEpochs(Net):
+    """Logs a metric of the training epoch, and validates in it."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("still", 1.0, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def val_dataloader(self):
+        return loader(digits(count=64))
+
+
+def test_a_metric_of_the_training_epoch_beside_validation(pools):
+    options = {"limit_train_batches": 4, "val_check_interval": 2}
+    for _, history, *_ in pools[2].run(_trained, {"monitor": "still", "patience": 2}, 20, OfEpochs, options):
+        assert [step for step, _ in history] == [12, 20]  # the first epoch sets what is to be improved
+
+
+@pytest.mark.parametrize("stage", ["test", "validate", "predict"])
+def test_only_training_needs_the_strategy(stage):
+    ThetaRecovery(bound=1.0).setup(SimpleNamespace(strategy=DDPStrategy()), None, stage)
 
 
 def _refusal(strategy, arguments):

@@ -128,3 +128,12 @@ def test_an_order_of_another_shape_is_refused():
     state = snapshot.take("TopK", 0, {}, {}, [], {"a": [0, 2, 1]})
     with pytest.raises(ValueError, match=r"a in the order \[0, 2, 1\]"):
         snapshot.reordered(state, {"a": (3, 4)}, {})
+
+
+def test_settings_may_be_long_tables_and_no_endless_ones():
+    running = {"compressor": {"levels": list(range(2000))}, "error_feedback": True, "scheduled": {}}
+    state = snapshot.take("TopK", 0, {}, running, [], {})
+    assert snapshot.check(state) == state
+    running["compressor"]["levels"] = [[[0] * 1000] * 1000] * 1000
+    with pytest.raises(ValueError, match="in numbers and texts"):
+        snapshot.check(state | {"running": running})

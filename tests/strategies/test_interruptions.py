@@ -1,5 +1,6 @@
 """Signals of a cluster to ranks that average in every step: all stop at the same batch, and nothing is lost."""
 
+import importlib
 import os
 import signal
 from contextlib import nullcontext
@@ -138,6 +139,33 @@ def _asks(device=None):
 
 def test_one_question_in_four_batches_answered_a_batch_later(pools):
     assert pools[2].run(_asks) == [(3, EVERY + 1)] * 2
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_is_to_be_saved_is_saved_before_the_end(together):
+    fake, done = Fake(), []
+    fake.cluster_environment = None
+    fake._slurm_sigusr_handler_fn = lambda *_: done.append(fake.received_sigterm)
+    noted = signals.Signals(fake)
+    noted.agreed(end=together, save=True)
+    if not together:  # they meet again within the batch
+        noted.agreed(end=True, save=False)
+    assert not fake.received_sigterm
+    noted.act()
+    assert done == [False]
+    assert fake.received_sigterm
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_clocks_of_either_package_are_only_read(package):
+    timer = importlib.import_module(f"{package}.callbacks").Timer("00:00:00:01")
+    fake = Fake()
+    fake.callbacks = [timer]
+    noted = signals.Signals(fake)
+    noted.watch_clocks()
+    assert signals.CLOCK in vars(timer)
+    noted.release()
+    assert signals.CLOCK not in vars(timer)
 
 
 class Stream:
