@@ -127,8 +127,8 @@ def test_bad_delays_are_refused(delay):
 
 @root
 def test_nothing_is_left_after_an_error():
-    with pytest.raises(RuntimeError, match=r"rank .* failed"):
-        network.measure(2, None, "mlp", ['{"compressor": "no such thing"}'], 1, 1)
+    with pytest.raises(RuntimeError, match=r"rank .* failed"), lab.Lab(2, None) as built:
+        run_ranks(built, {}, "benchmarks._network.no_such_module")
     assert not namespaces()
 
 

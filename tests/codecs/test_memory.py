@@ -28,7 +28,8 @@ NUMEL = (1 << 21) + 1234
 
 OTHERS = [
     *(OneBit(scope="column"), QSGD(7, norm="l2"), Rotated(5), TernGrad(packing="base3")),
-    *(RangeFloat(13), FFT(0.97), DCT(block=4096)),
+    RangeFloat(13),
+    *(pytest.param(each, marks=pytest.mark.thorough) for each in (FFT(0.97), DCT(block=4096))),
     *(TopK(0.01, "parameter", "sampled", "1bit", "rice"), Threshold(3.0, 3.0), Adaptive(100)),
 ]
 MANY = {Threshold, Adaptive, Wangni}

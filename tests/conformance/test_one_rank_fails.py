@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.conformance.test_interrupted import AT, STEPS, Kept, until
+from tests.conformance.test_interrupted import AT, STEPS, Kept, until, whole_run
 from tests.conformance.training import ByStep, outcome
 from tests.helpers.lives import live
 
@@ -25,7 +25,7 @@ def _fails(compressor, folder):
 
 def _goes_on(compressor, folder):
     again = outcome(*until(compressor, resume=f"{folder}/on_exception.ckpt"))
-    return again, outcome(*until(compressor))
+    return again, whole_run(compressor)
 
 
 @pytest.mark.parametrize("compressor", ["onebit", pytest.param("powersgd", marks=pytest.mark.thorough)])

@@ -14,6 +14,7 @@ from lightning_compress.corrections import DGC, OneBitAdam
 from lightning_compress.engine.accumulation import Accumulation
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.reducers import SignSGD
+from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, fit, parameters
 
 NO_MEANS = {
@@ -85,8 +86,7 @@ def _both(given, rate, count, ddp, steps=8, make=TwoHeads):
     return float((one - other).abs().max()), all(each.equal(other) for each in ranks), losses
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", NO_MEANS)
+@pytest.mark.parametrize(("name", "size"), by_turns(NO_MEANS, (2, 3, 4), 1))
 def test_all_passes_of_a_step_count_as_one(pools, name, size):
     given, rate = NO_MEANS[name]
     for difference, agree, losses in pools[size].run(_both, given, rate, 3, {}):

@@ -73,8 +73,19 @@ def steps(settings, watch, scale=None):
             state.commit(rejected, group.names)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "two_shot", "all_reduce"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+LONG = [("dct", "all_gather"), ("fft", "two_shot")]
+"""Of the transforms, which take seconds, one exchange each is enough in most runs."""
+
+
+@pytest.mark.parametrize(
+    ("case", "exchange"),
+    [
+        pytest.param(case, exchange, id=f"{case.name}-{exchange}", marks=marks)
+        for case in CASES
+        for exchange in ("all_gather", "two_shot", "all_reduce")
+        for marks in [pytest.mark.thorough if (case.name, exchange) in LONG else ()]
+    ],
+)
 def test_a_step(case, exchange, no_numbers_from_the_host):
     try:
         settings = Settings.of(case.codec, "auto" if isinstance(case.codec, Reducer) else exchange)

@@ -1,6 +1,7 @@
 """Exchanges at more ranks, in nodes, and on what they send where."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from lightning_compress.exchanges.hierarchical import nodes_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.sparse import coding
 from tests.fuzz.exchanging import Liar
+from tests.helpers.sizes import by_turns
 from tests.helpers.training import train
 
 CPU = torch.device("cpu")
@@ -76,10 +78,9 @@ SPARSE = {
 SELECTING = [TopK(0.01), TopK(0.2), TopK(0.02, values="fp16", indices="rice"), RandomK(0.05)]
 
 
-@pytest.mark.parametrize("size", [6, 8, 9, 16])
-@pytest.mark.parametrize("codec", SELECTING, ids=repr)
-@pytest.mark.parametrize("exchange", SPARSE)
-def test_sparse_sums_at_many_ranks(exchange, size, codec):
+@pytest.mark.parametrize(("pair", "size"), by_turns(product(SELECTING, SPARSE), (6, 8, 9, 16), 2, repr))
+def test_sparse_sums_at_many_ranks(pair, size):
+    codec, exchange = pair
     check(run_threads(size, lambda collective: mean(collective, SPARSE[exchange], codec)))
 
 

@@ -20,6 +20,7 @@ from lightning_compress.exchanges.cost import Cost, Link, Speeds, device_seconds
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import PowerSGD
 from tests.cases import CASES
+from tests.helpers.sizes import by_turns
 
 CPU = torch.device("cpu")
 SLOW = Link(1e-6, 1e7)
@@ -68,8 +69,10 @@ def test_prices_take_no_memory(name, size):
     assert largest.bytes <= NUMEL / 2  # randomk keeps the places that it drew
 
 
-@pytest.mark.parametrize("codecs", [(Rotated(),), (OneBit(), TopK(0.01)), (BF16(), OneBit(), Dense())], ids=repr)
-@pytest.mark.parametrize("size", [2, 4, 8, 64])
+@pytest.mark.parametrize(
+    ("codecs", "size"),
+    by_turns([(Rotated(),), (OneBit(), TopK(0.01)), (BF16(), OneBit(), Dense())], (2, 4, 8, 64), 2, repr),
+)
 def test_only_the_winner_lives_on(codecs, size, monkeypatch):
     made, price = [], Auto._price
 

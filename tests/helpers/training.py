@@ -1,7 +1,7 @@
 """A small real training job that runs inside a rank of a pool."""
 
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import lightning.pytorch as pl
 import torch
@@ -38,12 +38,18 @@ class Net(pl.LightningModule):
 
 def digits(seed=0, count=960):
     """Images ``[count, 1, 8, 8]`` and labels of real handwritten digits, in a random order."""
+    images, labels = _raw()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[:count]
+    return TensorDataset(images[order, None] / 8 - 1, labels[order])
+
+
+@cache
+def _raw():
+    """All images, as they are stored, and labels: reading them takes longer than a few steps."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))[:count]
-    images = torch.tensor(data.images, dtype=torch.float32)[order, None] / 8 - 1
-    return TensorDataset(images, torch.tensor(data.target)[order])
+    return torch.tensor(data.images, dtype=torch.float32), torch.tensor(data.target)
 
 
 def loader(dataset, batch=16):

@@ -32,6 +32,7 @@ def trained(epochs, path=None):
     return runs, torch.cat([each.detach().flatten() for each in model.parameters()])
 
 if __name__ == "__main__":
+    exec(open("train.py").read(), {"__name__": "__main__"})  # here: ranks are started by this file's name
     first, before = trained(1)
     first.save_checkpoint("one.ckpt")
     _, resumed = trained(2, "one.ckpt")
@@ -79,26 +80,24 @@ def test_every_block_is_tried_here():
     assert [body for kind, body in BLOCKS if kind == "bash"] == ["pip install .\n"]
 
 
-def test_it_keeps_the_laws(site, tmp_path):
-    run(sys.executable, "-c", LAWS + REDUCER, cwd=tmp_path, site=site)
-
-
 def test_it_trains_by_name_and_goes_on(site, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    assert "linear8" in run(sys.executable, "train.py", cwd=tmp_path, site=site)
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    said = run(sys.executable, "resumed.py", cwd=tmp_path, site=site)  # which runs the other first
+    assert "linear8" in said
+    assert "THE SAME" in said
     sidecars = list((tmp_path / "first.ckpt.lc").glob("*.pt"))
     assert len(sidecars) == 2
     assert all(b"linear8" in path.read_bytes() for path in sidecars)
-    (tmp_path / "resumed.py").write_text(RESUMED)
-    assert "THE SAME" in run(sys.executable, "resumed.py", cwd=tmp_path, site=site)
 
 
-def test_hydra_builds_it(site, tmp_path):
+def test_it_keeps_the_laws_and_hydra_builds_it(site, tmp_path):
     (tmp_path / "conf" / "compressor").mkdir(parents=True)
     (text,) = [body for kind, body in BLOCKS if kind == "yaml"]
     (tmp_path / "conf" / "compressor" / "linear8.yaml").write_text(text)
     defaults = "defaults:\n  - _self_\n  - compressor: none\n  - exchange: auto\n  - strategy: compressed_ddp\n"
     (tmp_path / "conf" / "app.yaml").write_text(defaults)
     (override,) = re.findall(r"Without a file: `'(.*)'`", PAGE)
-    said = run(sys.executable, "-c", COMPOSED, str(tmp_path / "conf"), override, cwd=tmp_path, site=site)
+    script = LAWS + REDUCER + COMPOSED
+    said = run(sys.executable, "-c", script, str(tmp_path / "conf"), override, cwd=tmp_path, site=site)
     assert said.count("BUILT Linear8(levels=63)") == 2

@@ -174,7 +174,8 @@ def test_the_table_has_the_metric_of_the_file(metric: str, tmp_path: Path, monke
     ] * 2
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_cell_in_a_process_of_its_own(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("LIGHTNING_COMPRESS_PARENT", "")
@@ -190,6 +191,18 @@ def test_a_cell_in_a_process_of_its_own(number: int, tmp_path: Path, monkeypatch
     assert done.result is not None
     assert done.result["steps"] == 3
     assert done.result["choices"]["compressor"] == "topk"
+
+
+def test_a_cell_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = tmp_path / "recipes"
+    stub.mkdir()
+    (stub / "__init__.py").touch()
+    (stub / "train.py").write_text("raise ValueError('compressor=topkk: did you mean topk?')")
+    monkeypatch.chdir(tmp_path)  # where ``-m`` looks first
+    monkeypatch.setenv("LIGHTNING_COMPRESS_PARENT", "")
+    done = run(["compressor=topkk"], tmp_path / "a=b, c")
+    assert done.result is None
+    assert done.failure == "ValueError: compressor=topkk: did you mean topk?"
 
 
 def test_quoted() -> None:

@@ -126,7 +126,10 @@ def test_error_feedback_is_refused() -> None:
     assert not Settings.of("signsgd").error_feedback
 
 
-@pytest.mark.parametrize(("liars", "arrives"), [(0, True), (1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("liars", "arrives"),
+    [*(pytest.param(liars, True, marks=pytest.mark.thorough) for liars in (0, 1)), (2, True), (3, False)],
+)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_fewer_than_half_cannot_turn_the_vote(momentum: float, liars: int, arrives: bool) -> None:
     """The first ``liars`` of 5 send the opposite of their gradient of a noisy quadratic; three lead it away."""

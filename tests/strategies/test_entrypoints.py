@@ -26,18 +26,6 @@ def test_registered(name, variant):
         assert strategy._ddp_kwargs["find_unused_parameters"] is True
 
 
-def test_attach_does_without_lightning_and_names_are_known_whichever_is_imported_first():
-    script = """
-import sys
-import lightning_compress
-assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & set(sys.modules)
-from lightning.pytorch import Trainer
-strategy = Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
-assert type(strategy) is lightning_compress.CompressedDDPStrategy
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
-
-
 def test_registering_twice_changes_nothing():
     before = len(StrategyRegistry)
     CompressedDDPStrategy.register_strategies(StrategyRegistry)
@@ -127,16 +115,25 @@ def test_pytorch_lightning(pools, strategy):
     assert (first == second).all()
 
 
-def test_spawned_processes(tmp_path):
+SPAWNED = """
+if __name__ == "__main__":
+    import sys
+    import lightning_compress
+    assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & set(sys.modules)
+    import lightning.pytorch as pl
+    strategy = pl.Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
+    assert type(strategy) is lightning_compress.CompressedDDPStrategy
+    from tests.helpers.training import Net, digits, loader
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="compressed_ddp_topk_spawn", max_steps=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(Net(), loader(digits()))
+"""
+
+
+def test_attach_does_without_lightning_names_are_known_whichever_is_imported_first_and_processes_spawn(tmp_path):
     script = tmp_path / "spawned.py"
-    script.write_text(
-        "import lightning.pytorch as pl, lightning_compress\n"
-        "from tests.helpers.training import Net, digits, loader\n"
-        "if __name__ == '__main__':\n"
-        "    trainer = pl.Trainer(accelerator='cpu', devices=2, strategy='compressed_ddp_topk_spawn', max_steps=3,\n"
-        "        logger=False, enable_checkpointing=False, enable_progress_bar=False)\n"
-        "    trainer.fit(Net(), loader(digits()))\n"
-    )
+    script.write_text(SPAWNED)
     environment = {"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
     assert "max_steps=3` reached" in run.stderr, run.stderr[-3000:]

@@ -139,16 +139,22 @@ def test_buffers_are_averaged_where_the_models_are(pools):
     assert same == [False, True] * 4
 
 
-def _resumes(kind, folder, scaled):
+QUIET = ("diloco", "streaming")
+"""Kinds whose run is compared with one that saves nothing, too."""
+
+
+def _resumes(kind, folder, scaled, steps=(2, 3, 5)):
     def plugins():
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + dist.get_rank()), growth_interval=2)
         return [MixedPrecision("16-mixed", "cpu", scaler)] if scaled else []
 
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     _, whole = fit(strategy(kind), make=ByStep, callbacks=[save], plugins=plugins())
-    _, quiet = fit(strategy(kind), make=ByStep, plugins=plugins())
-    same = [parameters(quiet).equal(parameters(whole))]
-    for step in (2, 3, 5):
+    same = []
+    if steps and kind in QUIET:
+        _, quiet = fit(strategy(kind), make=ByStep, plugins=plugins())
+        same.append(parameters(quiet).equal(parameters(whole)))
+    for step in steps:
         _, again = fit(strategy(kind), make=ByStep, resume=f"{folder}/step={step}.ckpt", plugins=plugins())
         same.append(parameters(again).equal(parameters(whole)))
     return same
@@ -163,7 +169,7 @@ def _resumes(kind, folder, scaled):
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, kind, size):
-    assert pools[size].run(_resumes, kind, str(tmp_path), False) == [[True] * 4] * size
+    assert pools[size].run(_resumes, kind, str(tmp_path), False) == [[True] * (3 + (kind in QUIET))] * size
 
 
 @pytest.mark.parametrize("kind", ["diloco", pytest.param("streaming", marks=pytest.mark.thorough)])
@@ -188,7 +194,7 @@ def _goes_on(path, kind):
 
 
 def test_another_number_of_ranks_begins_from_the_anchors_and_counts_the_runs_steps(pools, tmp_path):
-    pools[2].run(_resumes, "post_local_sgd", str(tmp_path), False)
+    pools[2].run(_resumes, "post_local_sgd", str(tmp_path), False, ())
     ranks = pools[3].run(_goes_on, f"{tmp_path}/step=4.ckpt", "post_local_sgd")
     assert "the checkpoint is of 2 ranks, and this run has 3" in ranks[0][0][0]
     assert all(np.array_equal(end, ranks[0][1]) for _, end, _, _ in ranks)

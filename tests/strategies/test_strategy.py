@@ -43,12 +43,18 @@ def test_none_is_stock_ddp_bit_for_bit(pools, size):
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        pytest.param(case, size, id=f"{case.name}-{size}", marks=() if size == 2 + number % 3 else pytest.mark.thorough)
+        pytest.param(
+            case,
+            size,
+            id=f"{case.name}-{size}",
+            marks=() if number % 9 in (0, 4, 8) and size == 2 + number % 3 else pytest.mark.thorough,
+        )
         for number, case in enumerate(CASES)
         for size in (2, 3, 4)
     ],
 )
 def test_every_method_trains_and_ranks_stay_identical(pools, case, size):
+    """A third of the methods in each run; ranks of all of them are compared where runs are resumed."""
     ranks = pools[size].run(train, case.codec, 6)
     first, stats = ranks[0]
     assert all(np.array_equal(first, other) for other, _ in ranks)

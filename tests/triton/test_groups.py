@@ -11,7 +11,7 @@ from lightning_compress.engine.group import Group
 from lightning_compress.settings.settings import Settings
 
 CPU = torch.device("cpu")
-PARAMETERS = [("weight", (40, 61)), ("bias", (37,)), ("nothing", (0,)), ("other", (27, 83))]
+PARAMETERS = [("weight", (20, 61)), ("bias", (37,)), ("nothing", (0,)), ("other", (13, 83))]
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,17 @@ def given(request):
     return request.param
 
 
-@pytest.mark.parametrize("share", NUMELS.values(), ids=NUMELS)
+def _cases():
+    """Every setting over a rest and a part of a block; a whole block for each transform's first, or thoroughly."""
+    first = {each["name"]: each for each in reversed(TOLERANT)}
+    for given in TOLERANT:
+        for name, share in NUMELS.items():
+            usual = name != "whole" or given == first[given["name"]]
+            label = "-".join(map(str, (name, *given.values())))
+            yield pytest.param(given, share, id=label, marks=() if usual else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("given", "share"), list(_cases()))
 def test_messages_agree_and_either_side_decodes_the_others(given, share, device, by):
     layout = Layout.of([("weight", (int(share * given.get("block", 4096)),))])
     by("auto")

@@ -15,6 +15,7 @@ from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import EXCHANGES, TwoShot
 from lightning_compress.exchanges.message import Section
 from tests.codecs.helpers import CPU, layout, make
+from tests.helpers.sizes import by_turns
 from tests.reference import ternary as reference
 
 NUMEL = 1000
@@ -70,8 +71,9 @@ def encoded_mask(plan: Plan, numel: int) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize("density", [0.01, 0.2])
-@pytest.mark.parametrize("kind", ["normal", "heavy", "one-hot", "constant", "sparse"])
+@pytest.mark.parametrize(
+    ("kind", "density"), by_turns(["normal", "heavy", "one-hot", "constant", "sparse"], (0.01, 0.2), 1)
+)
 def test_error_and_mean(kind: str, density: float) -> None:
     vector, draws = make(kind, NUMEL), 3000
     square = float(vector.double().square().sum())

@@ -14,6 +14,7 @@ from lightning_compress.codecs import Adaptive, Codec, Threshold, Wangni
 from lightning_compress.core.buffers import CHUNK
 from lightning_compress.core.layout import Layout, Segment
 from tests.codecs.helpers import CPU, KINDS, layout, make, trip
+from tests.helpers.sizes import by_turns
 from tests.reference import sparse as reference
 
 modest = settings(deadline=None, derandomize=True, max_examples=60)
@@ -76,8 +77,15 @@ def test_threshold_starves_no_element() -> None:
     assert 8 * len(message) <= (1 + 8.2) * 0.02 * len(total) + 200
 
 
-@pytest.mark.parametrize("indices", ["rice", "int16"])
-@pytest.mark.parametrize("proportion", [1, 7.5, 64])
+@pytest.mark.parametrize(
+    ("proportion", "indices"),
+    [
+        (1, "int16"),
+        (7.5, "rice"),
+        (64, "int16"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((1, "rice"), (7.5, "int16"), (64, "rice"))),
+    ],
+)
 @modest
 @given(vector=short)
 def test_adaptive_equals_the_reference(indices: str, proportion: float, vector: torch.Tensor) -> None:
@@ -96,8 +104,7 @@ def laplace(numel: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).laplace(size=numel).astype(np.float32))
 
 
-@pytest.mark.parametrize("proportion", [16, 32, 64, 128])
-@pytest.mark.parametrize("kind", ["normal", "laplace", "heavy"])
+@pytest.mark.parametrize(("kind", "proportion"), by_turns(["normal", "laplace", "heavy"], (16, 32, 64, 128), 2))
 def test_adaptive_keeps_about_the_proportion(kind: str, proportion: float) -> None:
     for key in range(4):
         vector = laplace(1 << 20, key) if kind == "laplace" else make(kind, 1 << 20, key)
@@ -149,8 +156,7 @@ def test_wangni_equals_the_reference(density: float, vector: torch.Tensor, key: 
     assert used + size == len(raw)
 
 
-@pytest.mark.parametrize("kind", ["normal", "laplace", "heavy", "lopsided"])
-@pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize(("kind", "density"), by_turns(["normal", "laplace", "heavy", "lopsided"], (0.5, 0.1, 0.01), 1))
 def test_wangni_is_right_on_average_and_no_worse_than_random_choice(kind: str, density: float) -> None:
     numel, draws = 40_000, 200
     vector = laplace(numel, 0) if kind == "laplace" else make(kind, numel)

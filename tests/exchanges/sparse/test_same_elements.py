@@ -12,6 +12,7 @@ from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import EXCHANGES, Auto
 from lightning_compress.exchanges.message import Section
 from tests.cases import CASES
+from tests.helpers.sizes import by_turns
 from tests.test_laws import CPU, DENSE, LARGE, group_plan
 
 EXACT = ["split_gather", "recursive_doubling", "butterfly", "run_length", "auto"]
@@ -46,8 +47,7 @@ def averaged(codec, exchange, size):
     return run_threads(size, rank)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", SELECTIVE)
+@pytest.mark.parametrize(("name", "size"), by_turns(SELECTIVE, take=1))
 def test_exact_exchanges_apply_the_same_elements(name, size):
     codec = SELECTIVE[name]
     wanted = averaged(codec, "all_gather", size)
