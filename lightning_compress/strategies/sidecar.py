@@ -186,13 +186,18 @@ def remove(path: str, rank: int) -> None:
     """
     fs, place = url_to_fs(path)
     folder = f"{place}.lc"
-    if rank == 0:
-        if fs.exists(folder):
-            fs.rm(folder, recursive=True)
-    elif not fs.exists(place):
-        with contextlib.suppress(OSError):  # rank 0 was faster, or others still have files there
-            fs.rm([each for each in fs.ls(folder, detail=False) if each.endswith(f".rank{rank}.pt")])
-            fs.rmdir(folder)
+    if rank and fs.exists(place):
+        return
+    try:
+        files = fs.ls(folder, detail=False)
+    except FileNotFoundError:
+        return
+    for each in files:
+        if rank == 0 or each.endswith(f".rank{rank}.pt"):
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                fs.rm(each)
+    with contextlib.suppress(OSError):  # likewise, or others still have files there
+        fs.rmdir(folder)
 
 
 def read(
