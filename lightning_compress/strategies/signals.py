@@ -92,15 +92,16 @@ class Signals:
             self._due = lambda: self._slurm(number, None)
             self.save = False
         self._ends = self._ends or end
-        if self._due is None:  # else what is to be saved is saved first: Lightning ends before the next batch
-            self._connector.received_sigterm = self._connector.received_sigterm or self._ends
+        if self._ends and self._due is None:  # else it is saved first: Lightning ends before the next batch
+            self._connector.received_sigterm = True
 
     def act(self) -> None:
         """Save what was agreed to be saved, then end if that was, too; to be called between two batches."""
         due, self._due = self._due, None
         if due is not None:
             due()
-            self._connector.received_sigterm = self._connector.received_sigterm or self._ends
+        if self._ends:
+            self._connector.received_sigterm = True
 
     def release(self) -> None:
         """Give Lightning its own back."""
