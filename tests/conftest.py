@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+os.environ["OMP_NUM_THREADS"] = "1"  # else a Trainer of one process sets its own number, and it stays for later tests
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as torch.compile does
 
