@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/python -m benchmarks.demo
 
 results: install
-	$(BIN)/python -m recipes.results --data $(DATA) $(if $(quick),--quick)
+	$(BIN)/python -m recipes.results $(if $(quick),--quick,--data $(DATA))
 
 lint: install
 	$(BIN)/ruff check .

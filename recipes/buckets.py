@@ -7,13 +7,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
+from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, DistributedSampler
 
-__all__ = ["BucketSampler"]
+__all__ = ["BucketSampler", "refuse_overfitting"]
 
 WIDTH = 1.08
 """Longest by shortest length of a bucket, whose examples are mixed: padding is 4 % of a batch on average."""
+
+
+def refuse_overfitting(trainer: Trainer | None) -> None:
+    """Stop what would take a :class:`BucketSampler` away.
+
+    Raises:
+        ValueError: with ``overfit_batches`` Lightning puts a sampler in its place that gives single rows.
+    """
+    if share := getattr(trainer, "overfit_batches", 0):
+        raise ValueError(
+            f"trainer.overfit_batches={share}: batches are made by length here, and this would undo "
+            "them; to train on a few of them, trainer.limit_train_batches"
+        )
 
 
 class BucketSampler(DistributedSampler[list[int]]):

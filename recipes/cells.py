@@ -136,9 +136,9 @@ def read_sweep(path: Path, *, count: int | None = None, seed: int | None = None)
     for key in ("method", "metric", "command", "parameters"):
         if not content.get(key):
             raise ValueError(f"{path}: {key} is missing; see recipes/resnet/sweeps for a whole file")
-    count = content.get("run_cap") if count is None else count
-    if count is not None and count < 1:
-        raise ValueError(f"{path}: count={count}: at least 1 cell, or none given for all of a grid")
+    name, count = ("run_cap", content.get("run_cap")) if count is None else ("count", count)
+    if count is not None and (type(count) is not int or count < 1):
+        raise ValueError(f"{path}: {name}={count!r}: at least 1 cell, a whole number, or none given for all of a grid")
     metric = content["metric"]
     if not isinstance(metric, dict) or "name" not in metric or metric.get("goal") not in ("maximize", "minimize"):
         raise ValueError(f"{path}: metric={metric}: write {{name: test/acc, goal: maximize}} (or minimize)")
@@ -184,6 +184,8 @@ def _check_axis(where: str, axis: Any) -> None:
         raise ValueError(f"{where}: write {{values: [...]}}, {{value: ...}} or {{min: ..., max: ...}}")
     if axis.get("distribution", "constant") not in DISTRIBUTIONS:
         raise ValueError(f"{where}: distribution={axis['distribution']}: choose from {', '.join(DISTRIBUTIONS)}")
+    if not isinstance(axis.get("values", []), list):
+        raise ValueError(f"{where}: values={axis['values']!r} is no list; write values: [a, b], or value: a for one")
     _check_range(where, axis)
     for value in [*axis.get("values", []), axis.get("value")]:
         if isinstance(value, dict):

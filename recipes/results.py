@@ -287,7 +287,10 @@ def main(arguments: list[str] | None = None) -> int:
         if given.page and given.time:
             raise ValueError("--page runs nothing, and --time times steps; give one of them")
         if data and not data.is_dir():
-            raise ValueError(f"--data {given.data}: there is no such folder")
+            raise ValueError(
+                f"--data {given.data}: there is no such folder; it holds the public data sets, "
+                f"{', '.join(sorted({each.needs for each in read_table() if each.needs}))}"
+            )
         writable(out)
         with FileLock(out / ".lock", timeout=0):
             table = [each.shortened() for each in read_table() if each.quick] if given.quick else read_table()

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 
 from recipes.build import composed
 from recipes.cells import Cell, Outcome, Sweep, overrides, read_sweep, run, spelled
-from recipes.record import writable, write_whole
+from recipes.record import FILE, writable, write_whole
 
 __all__ = ["main", "plot", "run_cells"]
 
@@ -51,12 +51,12 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
 
     Raises:
         ValueError: the sweep cannot run here, a cell is no config, the folder holds the table of another one, or cannot
-            be written.
+            be written, or the first run has no metric of the sweep's name.
     """
-    cells = sweep.cells()
-    for cell in cells:  # before any of them takes its time
+    cells = [(cell, _arguments(sweep, cell, extra)) for cell in sweep.cells()]
+    for cell, arguments in cells:  # before any of them takes its time
         try:
-            composed([*overrides(sweep, cell), *extra])
+            composed(arguments)
         except HydraException as error:
             line = " ".join(str(error).split())
             raise ValueError(f"{sweep.path}: {spelled(cell)} is no setting of a run: {line}") from error
@@ -65,8 +65,7 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
     columns = ["cell", "overrides", *sweep.axes, "status", "metric", "value", "score", *FIGURES, "failure"]
     done = _read(table, columns)
     rows: list[dict[str, str]] = []
-    for number, cell in enumerate(cells, 1):
-        arguments = [*overrides(sweep, cell), "logger=csv", *extra]
+    for number, (cell, arguments) in enumerate(cells, 1):
         key, said = identity(arguments), f"cell {number} of {len(cells)}: {spelled(cell)}"
         if key in done and not (again and done[key]["status"] == FAILED):
             print(f"{said}: {done[key]['status']} before", flush=True)
@@ -74,6 +73,11 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
             continue
         print(f"{said} ...", flush=True)
         outcome = run(arguments, folder / key)
+        if outcome.result and sweep.metric[0] not in (measured := outcome.result["metrics"]):
+            raise ValueError(
+                f"{sweep.path}: metric.name={sweep.metric[0]} is none of {', '.join(measured)}; correct it before the "
+                f"other cells are run (what this one measured is in {folder / key / FILE})"
+            )
         row = done[key] = {"overrides": shlex.join(extra)} | _row(key, cell, outcome, sweep.metric[0])
         rows.append(row)
         print(f"  {row['failure'] or _line(row)}", flush=True)
@@ -82,13 +86,17 @@ def run_cells(sweep: Sweep, extra: list[str], folder: Path, *, again: bool = Fal
     return rows
 
 
+def _arguments(sweep: Sweep, cell: Cell, extra: list[str]) -> list[str]:
+    """Overrides of a cell's run, which logs to a file: W&B's settings, such as logger.wandb.project, are left out."""
+    own = [each for each in overrides(sweep, cell) if not each.lstrip("+~").startswith("logger.")]
+    return [*own, "logger=csv", *extra]
+
+
 def _row(key: str, cell: Cell, outcome: Outcome, metric: str) -> dict[str, str]:
     """Of a cell: the sweep's own metric, and beside it the score by which the recipe is judged."""
     row = {"cell": key, **{name: str(value) for name, value in cell.items()}}
     if (result := outcome.result) is None:
         return row | {"status": FAILED, "failure": outcome.failure or ""}
-    if metric not in result["metrics"]:
-        return row | {"status": FAILED, "failure": f"metric.name={metric} is none of {', '.join(result['metrics'])}"}
     figures = {"value": result["metrics"][metric], "score": result["score"]["value"]}
     figures |= {name: result[name] for name in FIGURES}
     written = {name: f"{value:.6g}" for name, value in figures.items()}

@@ -124,8 +124,8 @@ def check_numbers(cfg: DictConfig) -> None:
     Raises:
         ValueError: a seed, a learning rate or a number of devices is none.
     """
-    if cfg.seed is not None and (type(cfg.seed) is not int or not 0 <= cfg.seed < 1 << 32):
-        raise ValueError(f"seed={cfg.seed}: a whole number from 0 to {(1 << 32) - 1}, or null for any")
+    if type(cfg.seed) is not int or not 0 <= cfg.seed < 1 << 32:
+        raise ValueError(f"seed={cfg.seed}: a whole number from 0 to {(1 << 32) - 1}")
     if cfg.trainer.limit_test_batches == 0:
         raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
     if cfg.test_only and cfg.ckpt_path is None:

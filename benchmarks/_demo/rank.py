@@ -178,16 +178,13 @@ class Timer(Callback):
         self._now: str | None = None
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        """Get hold of what is to be played."""
+        """Get hold of what is to be played, and let every epoch shuffle as the first one."""
+        assert trainer.train_dataloader is not None
+        trainer.train_dataloader.sampler.set_epoch = lambda epoch: None  # which recipes call after any callback
         if isinstance(self._limit, Paced):
             assert isinstance(trainer.strategy, CompressedDDPStrategy)
             assert isinstance(trainer.strategy.model, DistributedDataParallel)
             pace(trainer.strategy.model, trainer.strategy.compression, self._limit.wire)
-
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Shuffle as in the first epoch."""
-        assert trainer.train_dataloader is not None
-        trainer.train_dataloader.sampler.set_epoch(0)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the next rate when it is its turn, and start the clock."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.buckets import BucketSampler
+from recipes.buckets import BucketSampler, refuse_overfitting
 from recipes.draws import draw
 from recipes.lstm_speech.features import Features, Masks, spec_augment
 from recipes.lstm_speech.text import Alphabet
@@ -169,9 +169,10 @@ class SpeechData(LightningDataModule):
         """Load once; Lightning calls this on every rank before training.
 
         Raises:
-            ValueError: as ``load``, or a text has a character that training has not, or there is no full batch for
-                every rank.
+            ValueError: as ``load``, a text has a character that training has not, there is no full batch for every
+                rank, or the trainer has ``overfit_batches``.
         """
+        refuse_overfitting(self.trainer)
         if self.parts:
             return
         found = self.load()

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.buckets import BucketSampler
+from recipes.buckets import BucketSampler, refuse_overfitting
 from recipes.nmt.tokenizer import BOS, EOS, PAD, Tokenizer, cached_model
 
 __all__ = ["Batch", "Pair", "Pairs", "TranslationData", "padded"]
@@ -169,8 +169,10 @@ class TranslationData(LightningDataModule):
         """Encode once; Lightning calls this on every rank.
 
         Raises:
-            ValueError: the data is missing or damaged, or there is no full training batch for every rank.
+            ValueError: the data is missing or damaged, there is no full training batch for every rank, or the trainer
+                has ``overfit_batches``.
         """
+        refuse_overfitting(self.trainer)
         if self.sets:
             return
         sets = {part: Pairs(pairs, self.tokenizer) for part, pairs in self.parts.items()}

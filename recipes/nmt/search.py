@@ -56,10 +56,11 @@ def beam_search(
     count, device = len(source), source.device
     limit = torch.as_tensor(longest, device=device).expand(count)
     most = int(limit.max()) if count else 0
-    found = Found(torch.full((count,), -torch.inf, device=device), torch.full((count, most), PAD, device=device))
+    worst = torch.tensor(-torch.inf, dtype=torch.float32, device=device)  # where parameters are bf16, new tensors are
+    found = Found(worst.repeat(count), torch.full((count, most), PAD, device=device))
     here = torch.arange(count, device=device)  # sentences that are not done
     state = [each.repeat_interleave(beam, 0) for each in model.start(source)]
-    score = torch.full((count, beam), -torch.inf, device=device)
+    score = worst.repeat(count, beam)
     score[:, 0] = 0.0  # at first all beams are the same, so one counts
     pieces = torch.full((count, beam, 1), BOS, device=device)
     for length in range(1, most + 1):

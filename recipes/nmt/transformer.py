@@ -173,8 +173,10 @@ class Transformer(nn.Module):
     def _embed(self, pieces: Tensor, start: int = 0) -> Tensor:
         """Pieces [N, T], of which the first is at position ``start``; sines and cosines say the position."""
         place = torch.arange(start, start + pieces.shape[1], device=pieces.device, dtype=torch.float32)
-        rate = torch.exp(torch.arange(0, self.width, 2, device=pieces.device) * (-math.log(10_000.0) / self.width))
+        even = torch.arange(0, self.width, 2, device=pieces.device, dtype=torch.float32)
+        rate = torch.exp(even * (-math.log(10_000.0) / self.width))
         angle = place[:, None] * rate
         position = torch.cat([angle.sin(), angle.cos()], 1)
-        out: Tensor = self.dropout(self.embedding(pieces) * math.sqrt(self.width) + position)
+        embedded: Tensor = self.embedding(pieces) * math.sqrt(self.width)
+        out: Tensor = self.dropout(embedded + position.to(embedded.dtype))
         return out

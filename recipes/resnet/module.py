@@ -59,7 +59,7 @@ class Classifier(Task):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C, H, W] -> logits [N, num_classes]."""
-        logits: Tensor = self.model(x)
+        logits: Tensor = self.model(x.to(self.dtype))  # with bf16-true and 64-true, parameters are not float32
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

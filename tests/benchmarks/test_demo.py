@@ -21,6 +21,7 @@ from benchmarks._demo.rank import QUIET
 from benchmarks._demo.table import Row, conclusion, table
 from benchmarks._network import lab
 from lightning_compress import attach
+from recipes.task import Task
 from tests.benchmarks.test_network import namespaces, root
 from tests.config.composing import composed
 
@@ -154,7 +155,9 @@ def test_played_links_are_as_slow_as_asked(pools, compressor):
 
 
 class Seen(BoringModel):
-    """Remembers its batches."""
+    """Remembers its batches, and tells the sampler each epoch, as recipes do."""
+
+    on_train_epoch_start = Task.on_train_epoch_start
 
     def training_step(self, batch, index):
         self.batches = [*getattr(self, "batches", []), batch.sum().item()]

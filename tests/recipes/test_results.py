@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_compress import CompressedDDPStrategy
 from recipes import results, results_page
 from recipes.build import build
 from recipes.results import Comparison, Run, main, read_rows, read_table
-from tests.config.composing import composed
+from tests.config.composing import ROOT, composed
 
 TABLE = read_table()
 PLOT = results_page.plot
@@ -179,6 +180,12 @@ def test_times_are_measured_again(tmp_path: Path, trained: Pretended, monkeypatc
 def test_quick_needs_no_data(tmp_path: Path, trained: Pretended) -> None:
     assert main(["--quick", "--out", str(tmp_path / "out"), "--only", "first"]) == 0
     assert [command.split()[4] for command in trained.commands] == ["trainer.max_epochs=2"] * 2
+
+
+@pytest.mark.parametrize(("given", "words"), [("quick=true", ["--quick"]), ("DATA=sets", ["--data", "sets"])])
+def test_make_gives_no_more_than_is_needed(given: str, words: list[str]) -> None:
+    done = subprocess.run(["make", "-n", "results", given], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].split() == [".venv/bin/python", "-m", "recipes.results", *words]
 
 
 def test_data_that_is_not_there_is_named(

@@ -52,6 +52,11 @@ def written(path: Path, **changes: Any) -> Path:
         ({"parameters": {"a": {"min": 0.5, "max": 2, "distribution": "int_uniform"}}}, "0.5 is not a whole number"),
         ({"parameters": {"a": {"min": 0, "max": 1, "distribution": "log_uniform_values"}}}, "for numbers above 0"),
         ({"method": "anneal"}, "choose grid, random or bayes"),
+        ({"parameters": {"compressor": {"values": "topk"}}}, "parameters.compressor: values='topk' is no list"),
+        ({"parameters": {"seed": {"values": {"a": 1}}}}, "values={'a': 1} is no list"),
+        ({"parameters": {"seed": {"values": 3}}}, "values=3 is no list"),
+        ({"run_cap": "3"}, "run_cap='3': at least 1 cell, a whole number"),
+        ({"run_cap": True}, "run_cap=True: at least 1 cell"),
     ],
 )
 def test_what_a_sweep_file_may_not_say(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -165,13 +170,31 @@ def test_a_cell_that_is_no_config_is_named_before_any_runs(
 def test_the_table_has_the_metric_of_the_file(metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "run", lambda *_: Outcome(RESULT, None))
     path = written(tmp_path / "s.yaml", metric={"name": metric, "goal": "maximize"})
-    rows = sweep.run_cells(read_sweep(path), [], tmp_path / "out")
-    if metric not in RESULT["metrics"]:
-        assert [row["failure"] for row in rows] == ["metric.name=val/wer is none of test/acc, val/acc"] * 2
+    if metric not in RESULT["metrics"]:  # said after one cell, not after all of them
+        with pytest.raises(ValueError, match=r"metric\.name=val/wer is none of test/acc, val/acc; correct it before"):
+            sweep.run_cells(read_sweep(path), [], tmp_path / "out")
         return
+    rows = sweep.run_cells(read_sweep(path), [], tmp_path / "out")
     assert [(row["metric"], row["value"], row["score"]) for row in rows] == [
         (metric, f"{RESULT['metrics'][metric]:.6g}", "0.5")
     ] * 2
+
+
+def test_settings_of_wandb_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def fake(arguments: list[str], folder: Path) -> Outcome:
+        ran.append(arguments)
+        return Outcome(RESULT, None)
+
+    monkeypatch.setattr(sweep, "run", fake)
+    command = [*WHOLE["command"][:-1], "logger.wandb.project=mine", "+logger.wandb.group=a", "${args_no_hyphens}"]
+    path = written(tmp_path / "s.yaml", command=command, parameters={"compressor": {"values": ["topk"]}})
+    rows = sweep.run_cells(read_sweep(path), ["trainer=cpu"], tmp_path / "out")
+    assert [row["status"] for row in rows] == ["done"]
+    assert ran == [["logger=wandb", "compressor=topk", "logger=csv", "trainer=cpu"]]
+    with pytest.raises(ValueError, match=r"Could not override 'logger.wandb.project'"):  # where it would do nothing
+        sweep.run_cells(read_sweep(path), ["logger.wandb.project=mine"], tmp_path / "out2")
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
@@ -479,6 +480,7 @@ def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
         ("ckpt_path=.", "it is a folder; a checkpoint is a file"),
         ("ckpt_path=text.ckpt", "text.ckpt cannot be read: it is damaged, no checkpoint at all"),
         ("seed=-3", "seed=-3: a whole number from 0 to"),
+        ("seed=null", "seed=None: a whole number from 0 to"),
         ("optimizer.lr=-1", "optimizer.lr=-1: a number above 0"),
         ("trainer.devices=0", "trainer.devices=0: a whole number of at least 1"),
         ("trainer.devices=abc", "trainer.devices=abc: a whole number of at least 1"),
@@ -493,3 +495,37 @@ def test_what_a_run_cannot_do_is_said_before_it_begins(
     Path("text.ckpt").write_text("no checkpoint")
     with pytest.raises(ValueError, match=words):
         run_recipe(composed("trainer=cpu", "debug=fast", override))
+
+
+SMALL = {
+    "resnet": ["recipe.depth=8", "data.batch_size=8"],
+    "alexnet": ["recipe.hidden=16", "data.batch_size=8"],
+    "lstm_speech": [
+        *("recipe.layers=1", "recipe.hidden=8", "recipe.warmup_epochs=0"),
+        *("data.train_size=16", "data.val_size=2", "data.test_size=2"),
+    ],
+    "nmt": [
+        *("recipe.warmup_steps=2", "data.vocab_size=150"),
+        *("data.train_size=200", "data.val_size=10", "data.test_size=10"),
+    ],
+}
+"""Overrides of a short run of each recipe."""
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("recipe", SMALL)
+def test_parameters_of_another_precision(
+    recipe: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = [f"recipe={recipe}", *SMALL[recipe], "trainer=cpu", "debug=fast", "trainer.max_epochs=1"]
+    _, value = run_recipe(composed(*run, f"trainer.precision={precision}"))
+    assert math.isfinite(value)
+
+
+@pytest.mark.parametrize("recipe", ["lstm_speech", "nmt"])
+def test_batches_by_length_are_not_undone(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = [f"recipe={recipe}", *SMALL[recipe], "trainer=cpu", "debug=fast", "trainer.limit_train_batches=1.0"]
+    with pytest.raises(ValueError, match=r"overfit_batches=2: batches are made by length.*trainer.limit_train_batches"):
+        run_recipe(composed(*run, "trainer.overfit_batches=2"))
