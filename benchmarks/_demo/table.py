@@ -67,16 +67,20 @@ def conclusion(rows: list[Row]) -> str:
     others = [row for row in rows if row.method != "dense"]
     said = []
     for rate in reversed(rows[0].ms):
-        factors = {f"{row.task}, {row.method}": dense[row.task].ms[rate] / row.ms[rate] for row in others}
+        factors = {_name(row): dense[row.task].ms[rate] / row.ms[rate] for row in others}
         said.append(_speed(rate, factors))
     lost = [
-        f"{row.task}, {row.method} ({row.value:.1f} against {dense[row.task].value:.1f})"
+        f"{_name(row)} ({row.value:.1f} against {dense[row.task].value:.1f})"
         for row in others
         if (dense[row.task].value - row.value) * (1 if row.higher else -1) > POINTS
     ]
     point = "Quality is within a point of dense"
     said.append(f"{point}, but for {'; '.join(lost)}." if lost else f"{point} in every row.")
     return " ".join(said)
+
+
+def _name(row: Row) -> str:
+    return f"{row.method} on {row.task}"
 
 
 def _speed(rate: str, factors: dict[str, float]) -> str:
@@ -90,4 +94,4 @@ def _speed(rate: str, factors: dict[str, float]) -> str:
     if len(slow) == len(factors):
         return f"At {rate} it pays in no row: a step is {span} times as fast as dense."
     where = f"in {len(paying)} of {len(factors)} rows ({span} times as fast)"
-    return f"At {rate} it pays {where}, by less than a tenth or not at all in {'; '.join(slow)}."
+    return f"At {rate} it pays {where}; by less than a tenth, or not at all: {'; '.join(slow)}."

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_compress.collectives import Collective
 from lightning_compress.core import failures, snapshot
@@ -16,8 +16,6 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import keep
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.sidecar import Files, Save, SavedState, Tree
-
-log = logging.getLogger(__name__)
 
 _LONGEST = 500
 """Bytes of what one rank tells the others of its problem."""
@@ -98,7 +96,9 @@ class Resume:
                 sidecar.write(files, path, content, save, state, ranks)
             if not self._saves and ranks.rank == 0:
                 each = sum(one["numbers"].nbytes for group in state["groups"] for one in group["states"].values())
-                log.info("beside %s: %d bytes a rank, %d of %d ranks", path, each, each * ranks.size, ranks.size)
+                rank_zero_info(
+                    f"lightning_compress: beside {path}: {each} bytes a rank, {each * ranks.size} of {ranks.size} ranks"
+                )
         elif not (own and alone):  # the mean takes all ranks
             sidecar.write_inside(content, state, ranks, compression.device)
         self._saves += 1

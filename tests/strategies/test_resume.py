@@ -1,7 +1,9 @@
 """A resumed run is the run that was never interrupted."""
 
 import dataclasses
+import logging
 import os
+import re
 import warnings
 from functools import partial
 
@@ -333,6 +335,28 @@ def test_weights_only_checkpoints_have_nothing_beside_them(pools, tmp_path):
 
 def weights_only(folder):
     fit(folder, OneBit(), epochs=1, callbacks=[ModelCheckpoint(folder, "{epoch}", save_weights_only=True)])
+
+
+def told(folder):
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        fit(folder, TopK(0.1), epochs=2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return [each for each in said if "bytes a rank" in each]
+
+
+def test_the_first_save_says_its_size_once(pools, tmp_path):
+    (line,), nothing = pools[2].run(told, str(tmp_path))
+    each, every = map(int, re.search(r"epoch=0.ckpt: (\d+) bytes a rank, (\d+) of 2 ranks", line).groups())
+    assert not nothing
+    assert 2 * each == every
+    assert 1 < sum(path.stat().st_size for path in tmp_path.glob("epoch=0.ckpt.lc/*")) / every < 1.5
 
 
 def remote(folder):
