@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -184,7 +185,9 @@ def test_quick_needs_no_data(tmp_path: Path, trained: Pretended) -> None:
 
 @pytest.mark.parametrize(("given", "words"), [("quick=true", ["--quick"]), ("DATA=sets", ["--data", "sets"])])
 def test_make_gives_no_more_than_is_needed(given: str, words: list[str]) -> None:
-    done = subprocess.run(["make", "-n", "results", given], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "-n", "--no-print-directory", "results", given]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].split() == [".venv/bin/python", "-m", "recipes.results", *words]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import re
 import socket
 import warnings
 from functools import partial
@@ -386,7 +387,8 @@ def lightning(folder, compressor, link, resume=None, host=None, epochs=2, **sett
     _measuring(pretended.SLOW)
     for name in loggers:
         logging.getLogger(name).removeHandler(said)
-    lines = [each for each in said.lines if each.startswith(("lightning_compress: ", "the checkpoint was trained"))]
+    about = re.compile(r"lightning_compress: (?!beside )|the checkpoint was trained")
+    lines = [each for each in said.lines if about.match(each)]
     warned = [str(each.message) for each in caught if "begins again" in str(each.message)]
     stats = strategy.comm_stats()
     runs = strategy.compression.settings.compressor

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import Dense, OneBit, TopK
@@ -340,7 +341,7 @@ def weights_only(folder):
 def told(folder):
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero_module.log  # that of the Lightning which was imported last
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
