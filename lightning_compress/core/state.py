@@ -49,7 +49,8 @@ class State:
 
     Attributes:
         committed: the numbers after the last optimizer step, ``[numel]``.
-        pending: those of the current step, ``[numel]``.
+        pending: those of the current step, ``[numel]``; where any parameter is touched, the committed ones of all
+            others.
         touched: names of the parameters whose ``pending`` numbers are not committed yet.
         resets: how often it began.
     """
@@ -115,10 +116,19 @@ class State:
         self.touched -= ours
 
     def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the committed numbers of the named parameters."""
+        """Multiply what the last optimizer step left of the named parameters, but nothing that came since."""
         for segment in self.layout.segments:
             if segment.name in factors:
-                self.committed[place_of(segment)] *= factors[segment.name]
+                committed, factor = self.committed[place_of(segment)], factors[segment.name]
+                if self.touched:
+                    self.pending[place_of(segment)].add_(committed, alpha=factor - 1)
+                committed *= factor
+
+    def decay(self, factor: float) -> None:
+        """Multiply what the last optimizer step left of parameters that are not touched since, where others are."""
+        for segment in self.layout.segments:
+            if segment.name not in self.touched:
+                self.pending[place_of(segment)] *= factor
 
     def reject(self, rejected: Tensor, names: Collection[str] | None = None) -> None:
         """Roll back if the bool scalar ``rejected`` is true; on an accelerator without waiting for its value.
@@ -130,7 +140,7 @@ class State:
         fused = kernels.backend(__name__, rejected.device)
         if not fused and rejected.device.type == "cpu":
             if rejected:
-                self.touched -= self.touched if names is None else set(names)
+                self.discard(self.layout.names if names is None else names)
             return
         whole = names is None or len(names) == len(self.layout.segments)
         for place in [slice(None)] if names is None or whole else self._places(names):
@@ -140,8 +150,16 @@ class State:
             else:
                 torch.where(rejected, committed, pending, out=pending)
 
+    def discard(self, names: Collection[str]) -> None:
+        """Discard the pending numbers of these parameters."""
+        ours = self.touched.intersection(names)
+        self.touched -= ours
+        if self.touched:
+            for place in self._places(ours):
+                self.pending[place] = self.committed[place]
+
     def roll_back(self) -> None:
-        """Discard the pending numbers."""
+        """Discard all pending numbers."""
         self.touched.clear()
 
     def reset(self) -> None:

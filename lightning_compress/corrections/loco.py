@@ -84,10 +84,9 @@ class LoCoPlan:
 
     def add(self, vector: Tensor, dense: Sequence[slice], step: int) -> None:
         """Add the errors to a vector, but in the slices that are sent as they are."""
-        if (base := self._base(step)) is None:
-            return
+        base = self.state.base()
         for segment, place in zip(self._segments, self._coded, strict=True):
-            if place is not None and not _inside(segment, dense):
+            if place is not None and not _inside(segment, dense) and not self._begins(segment, step):
                 blocks.add(base[place], vector[place_of(segment)])
 
     def feed(self, gradients: Sequence[Tensor], vector: Tensor, dense: Sequence[slice], step: int) -> bool:
@@ -102,12 +101,12 @@ class LoCoPlan:
         Returns:
             whether every gradient is float32 and finite and none is all zeros; if not, the vector has no meaning.
         """
-        base = self._base(step)
+        base = self.state.base()
         for segment, place, gradient in zip(self._segments, self._coded, gradients, strict=True):
             if gradient.dtype != torch.float32:
                 return False
             out = vector[place_of(segment)]
-            if base is None or place is None or _inside(segment, dense):
+            if place is None or _inside(segment, dense) or self._begins(segment, step):
                 largest = int(out.copy_(gradient).abs().view(torch.int32).max())
             else:
                 largest = blocks.add_to(base[place], gradient, out)
@@ -119,11 +118,11 @@ class LoCoPlan:
         """Take what was not sent into the errors."""
         old, new = self.state.base(), self.state.pending
         beta = self._settings.beta
-        kept = 0.0 if self._base(step) is None else 1.0 - beta
         for segment, place in zip(self._segments, self._coded, strict=True):
             if place is None:
                 continue
             if not _inside(segment, dense):
+                kept = 0.0 if self._begins(segment, step) else 1.0 - beta
                 blocks.blend(old[place], kept, vector[place_of(segment)], beta, new[place])
             elif new is not old:
                 new[place] = old[place]
@@ -134,10 +133,9 @@ class LoCoPlan:
         squares = [blocks.decode(coded[place]).square_().sum() for place in self._coded if place is not None]
         return sum(squares, torch.zeros((), device=coded.device)).sqrt()
 
-    def _base(self, step: int) -> Tensor | None:
-        """The errors so far; None where they begin at 0."""
-        begins = self._settings.fresh(step) and not self.state.touched
-        return None if begins else self.state.base()
+    def _begins(self, segment: Segment, step: int) -> bool:
+        """Whether the errors of a parameter begin at 0, and there is no pass of this step before."""
+        return self._settings.fresh(step) and segment.name not in self.state.touched
 
 
 def _inside(segment: Segment, spans: Sequence[slice]) -> bool:

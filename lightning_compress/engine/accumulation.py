@@ -1,181 +1,178 @@
-"""Several backward passes for one step, for methods whose output is no mean of gradients.
+"""The backward passes that make a step, parameter by parameter.
 
-After a backward pass that synchronised, a parameter's ``grad`` holds what the method made: a mean, to which the next
-pass may add its gradient, or a velocity, a vote, a step of Adam, to which it may not. There, the output is set aside
-before the next pass accumulates, and the method is given the sum of this rank's gradients again, from the state with
-which the step began: as if all passes but the last had been under ``no_sync``.
+A step of a parameter begins with the first pass that averages its gradient, and ends when the optimizer that owns it
+steps: optimizers may step at different times, and gradients may add up over several passes. What earlier passes made
+counts as long as it is in ``grad``. Before another pass accumulates, it is looked for there; where it is gone, those
+gradients were thrown away, and what was kept of them is, too.
+
+What a method makes may be a mean, to which the next pass may add its gradient, or a velocity, a vote, a step of Adam,
+to which it may not. There the output is set aside first, and the method is given the sum of this rank's gradients
+again, from the state with which the step began: as if all passes but the last had been under ``no_sync``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-
-class Accumulation:
-    """The gradients of this rank in the step under way.
-
-    It costs a copy of them, in their own dtype.
-
-    Args:
-        parameters: names and tensors; of those that are not given to ``add`` nothing is kept.
-    """
-
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._totals: dict[str, Tensor] = {}
-        self._open: set[str] = set()
-        self._before: dict[str, Tensor | None] = {}
-        self._zero: dict[str, Tensor] = {}
-        self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters}
-        self._hooks = [
-            parameter.register_hook(partial(self._set_aside, name))
-            for name, reference in self._parameters.items()
-            if (parameter := reference()) is not None
-        ]
-
-    def _set_aside(self, name: str, gradient: Tensor) -> None:
-        """Called before ``gradient`` is accumulated: ``grad`` since the last ``add`` is an output, and is set aside."""
-        parameter = self._parameters[name]()
-        if parameter is None or name not in self._open or name in self._before:
-            return
-        # zeros that are not the method's, or none, say that the user dropped the gradients of the passes before
-        self._before[name] = None if parameter.grad is None else parameter.grad.any() | self._zero.get(name, False)
-        parameter.grad = None
-
-    def begin_step(self) -> None:
-        """Nothing is accumulated."""
-        self._open.clear()
-        self._before.clear()
-
-    def add(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Make each gradient, of what one pass brought, the sum over the passes of this step, in place."""
-        for name, gradient in zip(names, gradients, strict=True):
-            total = self._totals.setdefault(name, torch.empty(0))
-            if name not in self._open:
-                self._open.add(name)
-                self._totals[name] = total.copy_(gradient) if total.shape == gradient.shape else gradient.clone()
-            elif name in self._before:
-                kept = self._before.pop(name)
-                total.copy_(gradient) if kept is None else total.masked_fill_(~kept, 0.0).add_(gradient)
-            elif (parameter := self._parameters[name]()) is None or parameter.grad is None:
-                total.zero_()
-            gradient.copy_(self._totals[name])  # a parameter that this pass did not use has its output there
-
-    def made(self, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
-        """What the method made of them: all of a parameter may be 0, where it sends few elements of a group."""
-        self._zero.update((name, ~output.any()) for name, output in zip(names, outputs, strict=True))
-
-    def close(self) -> None:
-        """Stop watching, and give the memory back."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._totals.clear()
-
-
-class Arrivals:
-    """Which parameters a gradient came for since each was averaged last: what DistributedDataParallel goes by.
-
-    A pass of a step that leaves a parameter out brings the mean of the pass before, which is still in ``grad``; where
-    no rank used it, DistributedDataParallel throws away what is made of that.
-
-    Args:
-        parameters: names and tensors.
-    """
-
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._came: set[str] = set()
-        self._hooks = [each.register_post_accumulate_grad_hook(partial(self._note, name)) for name, each in parameters]
-
-    def _note(self, name: str, _: Tensor) -> None:
-        self._came.add(name)
-
-    def left_out(self, names: Collection[str]) -> frozenset[str]:
-        """Those of these parameters, which are averaged now, that none came for."""
-        missing = frozenset(names) - self._came
-        self._came.difference_update(names)
-        return missing
-
-    def close(self) -> None:
-        """Stop watching."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+Kept = Mapping[str, bool | Tensor]
+"""By parameter, whether what earlier passes of its step made counts; on an accelerator it may be a bool scalar."""
 
 
 class Passes:
-    """The backward passes of a step that synchronise.
+    """The backward passes of the steps under way.
 
     Args:
-        parameters: names and tensors of those that a pass may bring several times in a step; see ``Accumulation``.
+        parameters: names and tensors of those that several passes may bring before a step; of others, what earlier
+            passes made always counts.
+        sums: keep the sum of each parameter's gradients, in their own dtype, for methods whose output is no mean;
+            without it these refuse a second pass.
 
     Attributes:
-        number: how many came before, in this step.
+        number: how many passes came before this one, since an optimizer stepped last.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        self._parameters = parameters
-        self._sums: Accumulation | None = None
-        self._arrivals: Arrivals | None = None
-        self._reduced: set[str] = set()  # parameters, in this pass
-        self._seen: set[str] = set()  # parameters, in this step
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], sums: bool = True) -> None:
+        self._tensors = {name: weakref.ref(parameter) for name, parameter in parameters}
+        self._sums = sums
+        self._means, self._several = True, False
+        self._averaged: set[str] = set()  # in this pass
+        self._open: set[str] = set()  # in a step that is under way
+        self._looked: dict[str, bool | Tensor] = {}  # see ``Kept``; of those that accumulated since they were averaged
+        self._zero: dict[str, Tensor] = {}  # whether all that was made is 0, as where few elements are sent
+        self._totals: dict[str, Tensor] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
         self.number = 0
+
+    def expect_no_means(self) -> None:
+        """What is made is no mean of gradients from now on."""
+        self._means = False
 
     def watch(self) -> None:
-        """See from now on that no output is taken for a gradient."""
-        if self._sums is None and self._parameters:
-            self._sums = Accumulation(self._parameters)
+        """A backward pass may begin: see what is in ``grad`` before it accumulates, where a step is under way."""
+        if not self._open:
+            self.close()
+        for name in self._open - self._hooks.keys():
+            if (parameter := self._parameter(name)) is not None:
+                self._several = True
+                self._hooks[name] = parameter.register_hook(partial(self._look, name))
 
-    def expect(self) -> None:
-        """See from now on which parameters a pass leaves out; see ``Arrivals``."""
-        if self._arrivals is None and self._parameters:
-            self._arrivals = Arrivals(self._parameters)
+    def _look(self, name: str, gradient: Tensor) -> None:
+        """Called before ``gradient`` is accumulated."""
+        parameter = self._parameter(name)
+        if parameter is None or name not in self._open:
+            return
+        if name in self._looked:  # in a pass that did not synchronise
+            self._looked[name] = parameter.grad is not None and self._looked[name]
+            return
+        self._looked[name] = self._holds(name)
+        if not self._means:
+            parameter.grad = None
 
-    def left_out(self, names: Collection[str]) -> frozenset[str]:
-        """Those of these parameters, which are averaged now, whose gradient on this rank is that of a pass before."""
-        missing = self._arrivals.left_out(names) if self._arrivals else frozenset()
-        return missing if self.number else frozenset()
+    def _holds(self, name: str) -> bool | Tensor:
+        """Whether ``grad`` is what earlier passes made."""
+        parameter = self._parameter(name)
+        if parameter is None:
+            return True
+        if parameter.grad is None:
+            return False
+        if name not in self._zero:
+            return True
+        found = parameter.grad.any() | self._zero[name]
+        return bool(found) if found.device.type == "cpu" else found
+
+    def _parameter(self, name: str) -> Tensor | None:
+        return self._tensors[name]() if name in self._tensors else None
 
     def again(self, names: Collection[str]) -> bool:
-        """Whether any of these parameters has come in this pass already, so that another one has begun."""
-        return not self._reduced.isdisjoint(names)
+        """Whether any of these parameters was averaged in this pass already, so that another one has begun."""
+        return not self._averaged.isdisjoint(names)
 
-    def add(self, names: Iterable[str]) -> None:
-        """These parameters have come."""
-        self._reduced.update(names)
+    def goes_on(self, names: Iterable[str]) -> bool:
+        """Whether what earlier passes made of any of these parameters counts."""
+        found = [self._looked[name] if name in self._looked else self._holds(name) for name in names]
+        return any(bool(each) for each in found)
 
-    def add_up(self, names: Sequence[str], gradients: Sequence[Tensor]) -> bool:
-        """Make each gradient the sum of this step's; returns whether any of them came in a pass before."""
-        if self._sums:
-            self._sums.add(names, gradients)
-        before = not self._seen.isdisjoint(names)
-        self._seen.update(names)
-        return before
+    def next(self, goes_on: bool) -> None:
+        """Another pass begins, and no optimizer stepped since the last one."""
+        self._averaged.clear()
+        self.number = self.number + 1 if goes_on else 0
+
+    def arrive(self, names: Sequence[str]) -> tuple[Kept, frozenset[str]]:
+        """These parameters are averaged now.
+
+        Returns:
+            whether what earlier passes made counts, for those whose step is under way; and those of them for which
+            this pass has no gradient on this rank, so that DistributedDataParallel brings what ``grad`` holds.
+        """
+        missing = [name for name in names if name in self._open and name not in self._looked]
+        kept = {name: self._holds(name) for name in missing}
+        kept |= {name: self._looked.pop(name) for name in names if name in self._looked}
+        self._averaged.update(names)
+        self._open.update(names)
+        return kept, frozenset(name for name in missing if name in self._hooks and kept[name] is not False)
+
+    def add_up(self, names: Sequence[str], gradients: Sequence[Tensor], kept: Kept, left_out: Collection[str]) -> None:
+        """Make each gradient, of what one pass brought, the sum over the passes of its step, in place.
+
+        Args:
+            names: of the parameters.
+            gradients: of each.
+            kept: from ``arrive``.
+            left_out: likewise.
+
+        Raises:
+            RuntimeError: earlier passes count, whose sum is not kept.
+        """
+        if not self._sums:
+            if late := [name for name, counts in kept.items() if counts is not False]:
+                raise RuntimeError(
+                    f"{late[0]} got a second gradient before its optimizer stepped, and its first one is still in "
+                    "grad: the compressor's output is no mean of gradients, to which another one could be added. Use "
+                    "accumulate_grad_batches, or call zero_grad() before each backward"
+                )
+            return
+        for name, gradient in zip(names, gradients, strict=True):
+            total, counts = self._totals.get(name), kept.get(name, False)
+            if total is None or total.shape != gradient.shape:
+                self._totals[name] = gradient.clone()
+            elif counts is False:
+                total.copy_(gradient)
+            else:
+                if isinstance(counts, Tensor):
+                    total.masked_fill_(~counts, 0.0)
+                if name not in left_out:
+                    total.add_(gradient)
+                gradient.copy_(total)
 
     def made(self, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
-        """The method made these of them."""
-        if self._sums:
-            self._sums.made(names, outputs)
+        """Averaging made these of them."""
+        if self._several or (self._sums and not self._means):
+            self._zero.update((name, ~output.any()) for name, output in zip(names, outputs, strict=True))
 
-    def next(self) -> None:
-        """Another pass of the step begins."""
-        self._reduced.clear()
-        self.number += 1
+    def end(self, names: Collection[str]) -> None:
+        """The optimizer of these parameters stepped."""
+        self._open.difference_update(names)
+        for name in self._looked.keys() & set(names):
+            del self._looked[name]
 
     def begin_step(self) -> None:
-        """Nothing has come."""
-        self._reduced.clear()
-        self._seen.clear()
+        """An optimizer stepped: passes are counted anew."""
+        self._averaged.clear()
         self.number = 0
-        if self._sums:
-            self._sums.begin_step()
+
+    def drop(self) -> None:
+        """All that was averaged since optimizers stepped is thrown away."""
+        self.begin_step()
+        self._open.clear()
+        self._looked.clear()
 
     def close(self) -> None:
-        """Stop watching."""
-        for each in (self._sums, self._arrivals):
-            if each:
-                each.close()
+        """Stop looking."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()

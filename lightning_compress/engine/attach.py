@@ -58,8 +58,8 @@ def attach(
             goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins.
 
     Returns:
-        the handle: ``summary`` (what runs, in a line), ``stats()``, ``retune()``, ``roll_back()`` (for steps that you
-        skip yourself) and ``close()``.
+        the handle: ``summary`` (what runs, in a line), ``stats()``, ``retune()``, ``roll_back()`` (throws away what
+        was averaged since an optimizer stepped) and ``close()``.
 
     Raises:
         ValueError: settings, module or ranks that cannot work together; on every rank.

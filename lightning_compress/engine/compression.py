@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import Passes
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.forecast import Forecast
+from lightning_compress.engine.group import Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.nonfinite import FiniteGuard
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
@@ -38,8 +40,8 @@ class Compression:
     """The compression of one model's gradients, from ``attach`` to ``close``.
 
     A step begins with the first bucket after an optimizer stepped, and ends when an optimizer that owns any of the
-    model's parameters has really stepped: then the residuals of its parameters are committed. A step that an optimizer
-    skipped is rolled back by ``roll_back``, or by itself where a rank's gradient was not finite.
+    model's parameters has really stepped: then the residuals of its parameters are committed. The others' wait as long
+    as ``grad`` holds what was averaged, and are rolled back where it is gone, or was not finite; see ``Passes``.
 
     Args:
         module: the model.
@@ -48,7 +50,7 @@ class Compression:
         scale: returns what the loss is multiplied by (a GradScaler's scale), or None.
         ignored: names of parameters that are not averaged.
         unused: parameters may be without a gradient in a step; see ``Group``.
-        accumulates: a step may have several backward passes that synchronise, whose gradients add up.
+        accumulates: passes that synchronise may add up, also for methods whose output is no mean, which else refuse it.
         caps: see ``Groups``.
         kinds: of the parameters, where ``module`` is not what owns them in the model; see ``kinds_of``.
 
@@ -90,7 +92,7 @@ class Compression:
         self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
         self._workspace = Workspace()  # other models of the process average at the same time
         self._finite = FiniteGuard(self.device, settings)
-        self._passes = Passes(parameters if accumulates else [])
+        self._passes = Passes(parameters, accumulates)
         self._last_state: snapshot.Snapshot | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
@@ -100,7 +102,7 @@ class Compression:
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
         self._drift = DriftGuard(parameters, same, self._collective, settings)
         if not settings.averages:
-            self._passes.watch()
+            self._passes.expect_no_means()
         watch(self)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -111,35 +113,29 @@ class Compression:
             gradients: of each, contiguous, of one floating-point dtype.
         """
         with self._workspace.used():
-            self._reduce(parameters, gradients)
+            names = [self._names[id(each)] for each in parameters]
+            if not self._stepped and self._passes.again(names):
+                self._begin_pass(names)
+            if self._stepped:
+                self._begin_step()
+            self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
+            for group, places in self.groups.of(parameters, self.settings):
+                self._average(group, [gradients[place] for place in places])
 
-    def _reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        if self._stepped:
-            self._begin_step()
-        parts = self.groups.of(parameters, self.settings)
-        names = [name for group, _ in parts for name in group.given]
-        if self._passes.again(names):
-            self._begin_pass()
-        self._passes.add(names)
-        self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
-        for group, places in parts:
-            own = [gradients[place] for place in places]
-            turn, left_out = self._passes.number, self._passes.left_out(group.given)
-            if not group.averages:  # the method gets all gradients of this step, in the state with which it began
-                turn, left_out = 0, frozenset()
-                if self._passes.add_up(group.given, own):
-                    for state in group.states.values():
-                        state.roll_back()
-            with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
-                flag = group.reduce(own, self.step, self._scale(), turn, left_out)
-            if not group.averages:
-                self._passes.made(group.given, own)
-            self._finite.add(flag, group.names)
-            self._drift.note(self.step, group.given, own)
-
-    def expect_unused(self) -> None:
-        """A backward pass may leave parameters out, as DistributedDataParallel was told."""
-        self._passes.expect()
+    def _average(self, group: Group, gradients: Sequence[Tensor]) -> None:
+        kept, left_out = self._passes.arrive(group.given)
+        group.forget(kept)
+        turn = self._passes.number
+        if not group.averages:  # the method gets all gradients of this step, in the state with which it began
+            self._passes.add_up(group.given, gradients, kept, left_out)
+            turn, left_out = 0, frozenset()
+            for state in group.states.values():
+                state.roll_back()
+        with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
+            flag = group.reduce(gradients, self.step, self._scale(), turn, left_out)
+        self._passes.made(group.given, gradients)
+        self._finite.add(flag, group.names)
+        self._drift.note(self.step, group.given, gradients)
 
     def beside(self, names: Iterable[str], sent: int, dense: int, flag: Tensor) -> None:
         """These parameters were averaged in this backward by something else; to be called at its end.
@@ -164,14 +160,12 @@ class Compression:
         self.meter.bytes_dense += sent
 
     def _begin_step(self) -> None:
-        """The first bucket of a step: what no optimizer committed in the last one was thrown away."""
+        """The first bucket of a step."""
         self._stepped = False
+        self.groups.reject(self._finite.found)
         self._finite.begin_step()
-        self._forget()
         if self.settings.residual_follows_lr:
-            factors = self._optimizers.changes()
-            for residual in self.groups.residuals() if factors else ():
-                residual.scale(factors)
+            self.groups.scale_residuals(self._optimizers.changes())
         rate = self._optimizers.rate() if self.settings.schedule.by_rate else None
         self._follow_schedule(Progress(self.step, self.epoch, rate))
         if self.next_settings is not self.settings:
@@ -189,19 +183,15 @@ class Compression:
             self._scheduled = described
             self.next_settings = self.next_settings.retuned(None, values)
 
-    def _forget(self) -> None:
-        """Roll back what was averaged since the last optimizer step."""
-        self._passes.begin_step()
-        for state in self.groups.states():
-            state.roll_back()
-
-    def _begin_pass(self) -> None:
-        """Another backward of the step begins; a non-finite one, which a GradScaler skipped, is rolled back."""
-        rejected = self._finite.settle()
+    def _begin_pass(self, names: Sequence[str]) -> None:
+        """Another backward begins, and no optimizer stepped: its gradients add up, or the step was skipped."""
+        self.groups.reject(self._finite.found)
+        self._finite.note()
         self._finite.begin_step()
-        self._passes.next()
-        for state in self.groups.states():
-            state.reject(rejected)
+        goes_on = torch.tensor([self._passes.goes_on(names)], dtype=torch.uint8, device=self.device)
+        self._collective.all_reduce_max(goes_on)  # ranks draw alike, whatever one of them throws away
+        self._stepped = not goes_on
+        self._passes.next(bool(goes_on))
 
     def state_dict(self) -> snapshot.Snapshot:
         """What the optimizer steps have committed so far, on this rank: tensors and primitives.
@@ -210,8 +200,8 @@ class Compression:
         """
         if self._last_state is not None:
             return self._last_state
-        running = plain(self.next_settings.running() | {"scheduled": dict(self._scheduled)})
-        return self.groups.save(self.family, self.step, self._optimizers.rates, running)
+        running = self.next_settings.running() | {"scheduled": dict(self._scheduled)}
+        return self.groups.save(self.family, self.step, self._optimizers.rates, plain(running))
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
         """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
@@ -292,6 +282,8 @@ class Compression:
         for group in self.groups:
             for state in group.states.values():
                 state.commit(rejected, moved if state is group.residual else names)
+                state.discard(names)  # of those that did not move
+        self._passes.end(names)
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
             self._passes.begin_step()
@@ -304,11 +296,17 @@ class Compression:
         if self._stepped:
             self._drift.look(self.step)
 
+    def before_backward(self) -> None:
+        """A backward pass may follow."""
+        self._passes.watch()
+
     def roll_back(self) -> None:
-        """The optimizer did not step: residuals stay as they were. Nothing happens where it did."""
+        """Throw away what was averaged since an optimizer stepped, as ``zero_grad`` before the next backward does."""
         if not self._stepped:
-            self._finite.settle()
-            self._forget()
+            self._finite.note()
+            self._passes.drop()
+            for state in self.groups.states():
+                state.roll_back()
             self._stepped = True
 
     def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
@@ -338,7 +336,7 @@ class Compression:
             )
         self.next_settings = self.next_settings.retuned(compressor, changes)
         if not self.next_settings.averages:
-            self._passes.watch()
+            self._passes.expect_no_means()
 
     def follow(self, before: Compression) -> None:
         """Go on from where another one of this run is, with what it was retuned to, and without any residual."""
@@ -354,6 +352,7 @@ class Compression:
             state.reset()
         self._optimizers.forget()
         self._finite.forget()
+        self._passes.drop()
         self._stepped = True
         self.step = 0
 
@@ -368,7 +367,8 @@ class Compression:
             ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
-        return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(self._finite.count)}
+        nonfinite = self._finite.count if self._stepped else self._finite.count + self._finite.found()
+        return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(nonfinite)}
 
     @property
     def summary(self) -> str:

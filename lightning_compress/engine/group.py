@@ -24,6 +24,7 @@ from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import Declared, State, States, place_of
 from lightning_compress.corrections.clipping import clip_each
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
+from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.gradients import add_gradients, clean, copy_gradients
 from lightning_compress.engine.unused import Unused, plan_unused
 from lightning_compress.engine.vectors import Copied, Fed, Pass, pass_on
@@ -168,6 +169,15 @@ class Group:
         """State was taken over from other groups."""
         self._exchange.adopted()
 
+    def forget(self, kept: Kept) -> None:
+        """Roll back what is kept of parameters whose averaged gradients were thrown away."""
+        gone = [name for name, counts in kept.items() if counts is False]
+        for state in self.states.values():
+            state.discard(gone)
+            for name, counts in kept.items():
+                if isinstance(counts, Tensor):
+                    state.reject(~counts, [name])
+
     def reduce(
         self,
         gradients: Sequence[Tensor],
@@ -288,8 +298,10 @@ class Group:
             self.errors.add(gradient, self._sent_dense(given.plan), given.step)
         if self.residual is None:
             return Copied(gradient, self._take(MEAN), flag, (gradient,), scale)
-        again = bool(self.residual.touched)
-        decay = 1.0 if again else self.settings.residual_decay  # once a step
+        again, decay = bool(self.residual.touched), self.settings.residual_decay
+        if again and decay != 1:  # once a step, which some of the parameters may begin
+            self.residual.decay(decay)
+            decay = 1.0
         if self._fuses and not again and decay == 1:
             return Copied(self.residual.pending, gradient, flag, (gradient, self.residual.committed), scale)
         out = self._take(MEAN) if self._rounding else self.residual.pending

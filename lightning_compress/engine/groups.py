@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -159,6 +159,14 @@ class Groups:
         """Everything that is kept from step to step."""
         return [state for group in self._groups for state in group.states.values()]
 
+    def reject(self, found: Callable[[Collection[str]], Tensor]) -> None:
+        """Roll back what no optimizer has committed yet of groups with gradients that were ``found`` not finite."""
+        for group in self._groups:
+            if pending := [state for state in group.states.values() if state.touched]:
+                rejected = found(group.names)
+                for state in pending:
+                    state.reject(rejected)
+
     def shared(self) -> list[Tensor]:
         """What is kept and the same on all ranks."""
         return [state.committed for state in self.states() if state.holder == "shared"]
@@ -166,6 +174,11 @@ class Groups:
     def residuals(self) -> list[State]:
         """What encoding left behind."""
         return [group.residual for group in self._groups if group.residual]
+
+    def scale_residuals(self, factors: Mapping[str, float]) -> None:
+        """Multiply those of the named parameters."""
+        for residual in self.residuals() if factors else ():
+            residual.scale(factors)
 
     def residual_norm(self) -> float:
         """Of all residuals and LoCo's errors together, committed; waits for the device."""

@@ -179,12 +179,12 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
 
     def before(module: DistributedDataParallel, _: object) -> None:
         checks.check_running(module)
-        if module.module.training and torch.is_grad_enabled():  # Lightning leaves ``module`` itself in eval mode
-            compression.before_forward()
+        if torch.is_grad_enabled():
+            compression.before_backward()
+            if module.module.training:  # Lightning leaves ``module`` itself in eval mode
+                compression.before_forward()
 
     compression.active = True
-    if ddp.find_unused_parameters:
-        compression.expect_unused()
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
     hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transport)
     ddp.register_comm_hook(None, hook.reduce)

@@ -44,26 +44,19 @@ class FiniteGuard:
         """Note what a group of these parameters found: 0.0, or NaN."""
         self._flags.append((flag, frozenset(names)))
 
-    def _found(self, names: Collection[str] | None = None) -> Tensor:
+    def found(self, names: Collection[str] | None = None) -> Tensor:
         """Bool scalar: a gradient was not finite, of a group that has any of these parameters."""
         flags = [flag for flag, own in self._flags if names is None or not own.isdisjoint(names)]
         return torch.stack([self._zero, *flags]).sum().isnan()
 
     def rejected(self, optimizer: Optimizer, names: Collection[str]) -> Tensor:
         """Bool scalar: a step that the optimizer of these parameters made does not count: gradients were not finite."""
-        found, scaled = self._found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        found, scaled = self.found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         return found if scaled is None else found | (scaled > 0).to(found.device).squeeze()
 
     def note(self) -> None:
         """Count the step if its gradients were not finite."""
-        self.count.add_(self._found())
-
-    def settle(self) -> Tensor:
-        """Count the step if its gradients were not finite, and forget it; returns a bool scalar, whether it was so."""
-        rejected = self._found()
-        self.count.add_(rejected)
-        self._flags.clear()
-        return rejected
+        self.count.add_(self.found())
 
     def forget(self) -> None:
         """Begin again."""
@@ -79,7 +72,7 @@ class FiniteGuard:
         Raises:
             FloatingPointError: they are not, and the policy is "raise"; on all ranks.
         """
-        self.refused = self.refused or bool(self._found())
+        self.refused = self.refused or bool(self.found())
         if not self.refused:
             return
         if self._policy == "raise":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, Protocol
 
@@ -163,19 +164,36 @@ def unwatch(listener: Listener) -> None:
 @cache
 def _hook_in() -> None:
     """One hook per process: torch calls it around each ``Optimizer.step``, wherever that happens."""
+    register_optimizer_step_pre_hook(_steps)
+    register_optimizer_step_post_hook(_stepped)
 
-    def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        for listener in list(_listeners):
-            listener.take_over(optimizer)
-        looking = [listener for listener in _listeners if listener.looks]
-        return _look(looking, optimizer, args, kwargs) if looking else None
 
-    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for listener in list(_listeners):
-            listener.after_step(optimizer)
+def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    for listener in list(_listeners):
+        listener.take_over(optimizer)
+    looking = [listener for listener in _listeners if listener.looks]
+    return _look(looking, optimizer, args, kwargs) if looking else None
 
-    register_optimizer_step_pre_hook(steps)
-    register_optimizer_step_post_hook(stepped)
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    for listener in list(_listeners):
+        listener.after_step(optimizer)
+
+
+@contextmanager
+def telling(optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Tell listeners of a step of an optimizer that torch's hooks do not see, since its class is not torch's.
+
+    Args:
+        optimizer: has ``param_groups`` and ``state``; it steps inside of the context.
+        closure: makes the gradients.
+
+    Yields:
+        the closure that the step is to be given in its place.
+    """
+    changed = _steps(optimizer, (), {"closure": closure})
+    yield changed[1]["closure"] if changed else closure
+    _stepped(optimizer)
 
 
 def _look(listeners: Sequence[Listener], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

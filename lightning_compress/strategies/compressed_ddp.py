@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.optimizers import telling
 from lightning_compress.exchanges import Exchange
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
@@ -146,8 +148,10 @@ class CompressedDDPMixin(WaitingMixin):
         # The base class registers hooks on CUDA only, and silently none on CPU.
         assert isinstance(self.model, DistributedDataParallel)
         assert self.lightning_module is not None
-        manual = not self.lightning_module.automatic_optimization  # else every average is for one step
-        self._compression = compress(self.model, self._settings, self._loss_scale, self._kept, accumulates=manual)
+        module = self.lightning_module
+        own = any(is_overridden(name, module) for name in ("optimizer_step", "optimizer_zero_grad"))
+        several = own or not module.automatic_optimization  # else Lightning makes every average for one step
+        self._compression = compress(self.model, self._settings, self._loss_scale, self._kept, accumulates=several)
 
     def rebuild(self) -> None:
         """Wrap the model anew, whose parameters are others now; steps are counted on, residuals begin at zero."""
@@ -163,12 +167,10 @@ class CompressedDDPMixin(WaitingMixin):
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the schedule which epoch it is; roll back a step that the module skipped; heed a cluster's signals."""
+        """Tell the schedule which epoch it is; heed a cluster's signals."""
         super().on_train_batch_start(batch, batch_idx)
         if self._compression is not None and self.lightning_module is not None:
             self._compression.epoch = self.lightning_module.current_epoch
-            if self.lightning_module.automatic_optimization:  # in which every average is for one step
-                self._compression.roll_back()
         if self._interruptions is not None:
             self._interruptions.next_batch()
 
@@ -178,12 +180,12 @@ class CompressedDDPMixin(WaitingMixin):
         if self._interruptions is not None:
             self._interruptions.finish()
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step; if no optimizer did (a GradScaler skips steps), the residuals stay as they were."""
-        output = super().optimizer_step(*args, **kwargs)
-        if self._compression is not None:
-            self._compression.roll_back()
-        return output
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; any object with the methods of an optimizer may do that."""
+        if isinstance(optimizer, Optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with telling(optimizer, closure) as told:
+            return super().optimizer_step(optimizer, told, model, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""

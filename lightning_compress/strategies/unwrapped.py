@@ -132,7 +132,8 @@ class UnwrappedMixin(EvaluatedMixin):
         super().setup(trainer)
         if fitting:
             self.begin(trainer)
-            self._watched = [each.register_step_post_hook(self._after_step) for each in self.optimizers]
+            watched = [each for each in self.optimizers if isinstance(each, Optimizer)]
+            self._watched = [each.register_step_post_hook(self._after_step) for each in watched]
 
     def configure_ddp(self) -> None:
         """Give all ranks rank 0's parameters and buffers; nothing is wrapped."""

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.corrections import DGC, OneBitAdam
-from lightning_compress.engine.accumulation import Accumulation
+from lightning_compress.engine.accumulation import Passes
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.reducers import SignSGD
 from tests.helpers.sizes import by_turns
@@ -132,12 +132,15 @@ def test_a_pass_may_leave_parameters_out(pools, name):
 
 
 def test_a_parameter_without_elements_takes_part():
-    sums = Accumulation([("none", nn.Parameter(torch.zeros(0, 7)))])
+    passes = Passes([("none", nn.Parameter(torch.zeros(0, 7)))])
+    passes.expect_no_means()
     for _ in range(2):
-        sums.add(["none"], [torch.zeros(0, 7)])
-        sums.made(["none"], [torch.zeros(0, 7)])
-        sums.begin_step()
-    sums.close()
+        for _ in range(2):
+            passes.add_up(["none"], [torch.zeros(0, 7)], *passes.arrive(["none"]))
+            passes.made(["none"], [torch.zeros(0, 7)])
+        passes.end(["none"])
+        passes.begin_step()
+    passes.close()
 
 
 def _dropped(given, rate, to_none):

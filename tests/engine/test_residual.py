@@ -121,12 +121,14 @@ def _decayed(decay, backwards):
     weight, worst = model.module[0].weight, 0.0
     for step in range(4):
         owed = decay * _residual(compression, "0.weight")
+        optimizer.zero_grad()
+        made = 0.0  # by the passes before, of this step
         for turn in range(backwards):
-            optimizer.zero_grad()
             data = _data(10 * step + turn)
             owed = owed + _summed(torch.autograd.grad(model.module(data).square().mean(), weight)[0]).flatten()
             model(data).square().mean().backward()
-            owed = owed - dist.get_world_size() * weight.grad.double().flatten()
+            owed = owed - dist.get_world_size() * (weight.grad.double().flatten() - made)
+            made = weight.grad.double().flatten()
         optimizer.step()
         owed = owed - _residual(compression, "0.weight")
         worst = max(worst, float(owed.norm() / _residual(compression, "0.weight").norm()))

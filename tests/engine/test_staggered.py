@@ -1,0 +1,270 @@
+"""Optimizers that step at different times: what one of them waits for is neither lost nor applied twice."""
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_compress import CompressedDDPStrategy
+from lightning_compress.codecs import Codec, TopK
+from lightning_compress.collectives import run_threads
+from lightning_compress.corrections import DGC
+from lightning_compress.engine.compression import Compression
+from lightning_compress.reducers import SignSGD
+from lightning_compress.settings.settings import Settings
+from tests.cases import CASES
+from tests.helpers.sizes import by_turns
+from tests.helpers.training import Net, fit, parameters
+
+EVERY = 4
+"""Passes for each step of the slow optimizer; the fast one steps with each."""
+CONSERVING = [case for case in CASES if case.codec.conserves]
+
+
+class Parts(nn.Module):
+    """Of the slow optimizer, of the fast one, and of the slow one but not in every pass; no multiples of any block."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow, self.fast = nn.Parameter(torch.zeros(61, 67)), nn.Parameter(torch.zeros(53, 47))
+        self.rare = nn.Parameter(torch.zeros(41, 43))
+
+
+class Run:
+    """One rank: passes whose gradients are given, of parameters that are a bucket each or one together."""
+
+    def __init__(self, ranks, settings, together, rate=1.0):
+        self.ranks, self.together, self.model = ranks, together, Parts()
+        self.compression = Compression(self.model, settings, ranks)
+        slow, fast, rare = self.model.parameters()
+        self.slow, self.fast = (torch.optim.SGD(each, rate) for each in ([slow, rare], [fast]))
+        self.brought = [torch.zeros_like(each) for each in self.model.parameters()]
+        self.open = [torch.zeros_like(each) for each in self.model.parameters()]  # of that, not applied yet
+
+    def backward(self, number, average=True):
+        """Accumulate this rank's gradients, and average them."""
+        generator = torch.Generator().manual_seed(100 * number + self.ranks.rank)
+        parameters = list(self.model.parameters())
+        gradients = [torch.randn(each.shape, generator=generator) for each in parameters]
+        used = [0, 1] if number % EVERY == 1 else [0, 1, 2]
+        self.compression.before_backward()
+        sum((parameters[each] * gradients[each]).sum() for each in used).backward()
+        for each in used:
+            self.brought[each] += gradients[each]
+            self.open[each] += gradients[each]
+        if not average:
+            return
+        buckets = [parameters[::-1]] if self.together else [[each] for each in parameters[::-1]]
+        for bucket in buckets:
+            self.compression.reduce(bucket, [each.grad for each in bucket])
+
+    def residual(self):
+        """What is kept, by parameter."""
+        kept = {}
+        for group in self.compression.groups:
+            for segment in group.residual.layout.segments:
+                kept[segment.name] = group.residual.committed[segment.offset : segment.end].clone()
+        return [kept[name] for name, _ in self.model.named_parameters()]
+
+    def train(self, passes, drop=(), to_none=True):
+        """Step the fast optimizer with each pass, the slow one with every fourth; drop the gradients after some."""
+        for number in range(passes):
+            self.backward(number)
+            if number in drop:
+                for total, one in zip(self.brought, self.open, strict=True):
+                    total -= one
+                    one.zero_()
+                for each in (self.slow, self.fast):
+                    each.zero_grad(to_none)
+                continue
+            self._step(self.fast, [1])
+            if number % EVERY == EVERY - 1:
+                self._step(self.slow, [0, 2])
+        return self
+
+    def _step(self, optimizer, places):
+        optimizer.step()
+        optimizer.zero_grad()
+        for each in places:
+            self.open[each].zero_()
+
+
+def settings_of(method):
+    exchange = "all_gather" if isinstance(method, Codec) else "auto"
+    return Settings.of(method, exchange, error_feedback=True, min_numel=1, check_drift_every=0)
+
+
+def unaccounted(runs):
+    """Of each parameter: the share of the gradients that count which is neither applied nor kept."""
+    parts = [list(zip(run.model.parameters(), run.brought, run.residual(), strict=True)) for run in runs]
+    shares = []
+    for part in zip(*parts, strict=True):
+        applied = -len(runs) * part[0][0].detach()
+        brought, kept = sum(mine for _, mine, _ in part), sum(rest for *_, rest in part).view_as(applied)
+        assert all(each.equal(part[0][0]) for each, *_ in part)
+        shares.append(float((applied + kept - brought).norm() / torch.stack([applied, brought]).norm()))
+    return shares
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["bucket", "buckets"])
+@pytest.mark.parametrize(("case", "size"), by_turns(CONSERVING, (2, 3, 4, 8), 1))
+def test_nothing_is_lost(case, size, together):
+    runs = run_threads(size, lambda ranks: Run(ranks, settings_of(case.codec), together).train(2 * EVERY))
+    assert max(unaccounted(runs)) <= 1e-5 + 4 * case.rounding
+
+
+NO_MEANS = {
+    "dgc": ({"compressor": DGC(density=0.05, warmup=False)}, 0.1),
+    "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True, clip=1.0, warmup=False)}, 0.1),
+    "signsgd": ({"compressor": SignSGD("tally")}, 0.01),
+    "clipped": ({"compressor": "topk", "local_clip_norm": 0.1}, 0.1),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), by_turns(NO_MEANS, (2, 3), 1))
+def test_passes_of_the_slow_optimizer_count_as_one(name, size):
+    """As if the slow optimizer's parameters were a model of their own, whose passes but the last were not averaged."""
+    given, rate = NO_MEANS[name]
+    settings = Settings.of(**given, min_numel=1, check_drift_every=0)
+
+    def rank(ranks):
+        run = Run(ranks, settings, False, rate)
+        run.train(3 * EVERY)
+        alone = Run(ranks, settings, False, rate)
+        for number in range(3 * EVERY):
+            alone.backward(number, average=number % EVERY == EVERY - 1)
+            if number % EVERY == EVERY - 1:
+                alone.slow.step()
+                alone.slow.zero_grad()
+            alone.fast.zero_grad()
+        return run.model.slow.detach(), alone.model.slow.detach()
+
+    for run, alone in run_threads(size, rank):
+        assert float((run - alone).norm() / alone.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
+def test_gradients_that_are_thrown_away_leave_nothing(size, to_none):
+    """As sharpness-aware minimisation does, whose first gradients are for a look around."""
+    settings = settings_of(TopK(density=0.05))
+    runs = run_threads(size, lambda ranks: Run(ranks, settings, True).train(3 * EVERY, [1, 6], to_none))
+    assert max(unaccounted(runs)) < 1e-5
+
+
+class Staggered(Net):
+    """The head steps with each batch, the body with each fourth, on gradients that add up in ``grad``."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.losses = []
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.02, momentum=0.9) for part in (self.head, self.body)]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        self.manual_backward(loss / 2)
+        head, body = self.optimizers()
+        head.step()
+        head.zero_grad()
+        if batch_idx % EVERY == EVERY - 1:
+            body.step()
+            body.zero_grad()
+
+
+class EverySecond(Net):
+    """Automatic optimization that steps on the gradients of two batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss / 2
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.step(closure=closure) if batch_idx % 2 else closure()
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+def _train(make, compressor):
+    strategy = DDPStrategy() if compressor is None else CompressedDDPStrategy(compressor, min_numel=1)
+    _, model = fit(strategy, 60 if make is EverySecond else 100, make, limit_train_batches=12)
+    return parameters(model), model.losses
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("make", [Staggered, EverySecond])
+def test_training_in_lightning(pools, make, size):
+    (stock, _), *_ = pools[size].run(_train, make, None)
+    (lossless, _), *_ = pools[size].run(_train, make, {"name": "topk", "density": 1.0})
+    assert float((lossless - stock).norm() / stock.norm()) < 1e-4
+    for compressor in ({"name": "topk", "density": 0.1}, {"name": "dgc", "density": 0.1, "warmup": False}):
+        ranks = pools[size].run(_train, make, compressor)
+        assert all(each.equal(ranks[0][0]) for each, _ in ranks)
+        losses = ranks[0][1]
+        assert sum(losses[-12:]) < 0.9 * sum(losses[:12])
+
+
+class Plain:
+    """An optimizer of Lightning's protocol whose class is not torch's."""
+
+    def __init__(self, parameters):
+        self.param_groups, self.state, self.defaults = [{"params": list(parameters), "lr": 0.05}], {}, {}
+
+    def zero_grad(self, set_to_none=True):
+        for each in self.param_groups[0]["params"]:
+            each.grad = None
+
+    def step(self, closure=None):
+        closure()
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad, alpha=0.05)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Own(Net):
+    """One of its first gradients is not finite on one rank."""
+
+    def __init__(self, plain, bad=None):
+        super().__init__()
+        self.plain, self.bad = plain, bad
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == self.bad and self.global_rank == 1 else loss
+
+    def configure_optimizers(self):
+        return Plain(self.parameters()) if self.plain else torch.optim.SGD(self.parameters(), 0.05)
+
+
+def _own(plain, bad):
+    strategy = CompressedDDPStrategy({"name": "topk", "density": 0.05}, on_nonfinite="skip", warmup_steps=2)
+    _, model = fit(strategy, 12, lambda: Own(plain, bad), limit_train_batches=12, max_epochs=1)
+    return parameters(model), strategy.comm_stats()
+
+
+@pytest.mark.parametrize("bad", [None, 5])
+def test_an_optimizer_that_is_not_torchs_counts_steps(pools, bad):
+    for (mine, stats), (theirs, expected) in zip(
+        pools[2].run(_own, True, bad), pools[2].run(_own, False, bad), strict=True
+    ):
+        assert mine.equal(theirs)
+        assert stats["steps"] == expected["steps"] == 12 - (bad is not None)
+        assert stats["residual_norm"] == expected["residual_norm"] > 0
+        assert stats["nonfinite_steps"] == expected["nonfinite_steps"] == (bad is not None)
