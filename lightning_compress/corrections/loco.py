@@ -128,10 +128,11 @@ class LoCoPlan:
                 new[place] = old[place]
 
     def norm(self) -> Tensor:
-        """Of the committed errors: a float32 scalar."""
+        """Of the committed errors: a scalar."""
         coded = self.state.committed
-        squares = [blocks.decode(coded[place]).square_().sum() for place in self._coded if place is not None]
-        return sum(squares, torch.zeros((), device=coded.device)).sqrt()
+        places = [place for place in self._coded if place is not None]
+        norms = [blocks.decode(coded[place]).norm(dtype=torch.float64) for place in places]
+        return torch.stack(norms).norm() if norms else torch.zeros((), device=coded.device)
 
     def _begins(self, segment: Segment, step: int) -> bool:
         """Whether the errors of a parameter begin at 0, and there is no pass of this step before."""

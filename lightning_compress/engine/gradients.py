@@ -21,7 +21,8 @@ def add_gradients(gradients: Sequence[Tensor], residual: State, decay: float) ->
         decay: of what stayed behind.
 
     Returns:
-        whether every gradient is float32 and finite and none is all zeros; if not, what is pending has no meaning.
+        whether every gradient is float32, no number is above ``kernels.LARGEST`` and none is all zeros; if not, what
+        is pending has no meaning.
     """
     fast = kernels.backend(__name__, torch.device("cpu"), "numba") if decay == 1 else None
     places = [place_of(segment) for segment in residual.layout.segments if segment.numel]
@@ -34,7 +35,7 @@ def add_gradients(gradients: Sequence[Tensor], residual: State, decay: float) ->
             sound = kernels.sound(largest)
         else:
             lowest, highest = torch.aminmax(gradient)
-            sound = bool((lowest * 0.0 + highest * 0.0 == 0) & ((lowest != 0) | (highest != 0)))
+            sound = 0.0 < float(torch.maximum(-lowest, highest)) <= kernels.LARGEST
             torch.add(gradient, before, alpha=decay, out=after)
         if not sound:
             return False
@@ -49,14 +50,14 @@ def copy_gradients(gradients: Sequence[Tensor], out: Tensor) -> bool:
         out: float32, as long as all of them.
 
     Returns:
-        whether they are known to be finite; if not, ``out`` has no meaning.
+        whether no number is known to be above ``kernels.LARGEST``; if not, ``out`` has no meaning.
     """
     fast = kernels.backend(__name__, out.device, "numba")
     if not fast or any(gradient.dtype != torch.float32 for gradient in gradients):
         return False
     parts = out.split([len(gradient) for gradient in gradients])
     return all(
-        fast.copy(gradient.numpy(), gradient.numpy().view(np.int32), part.numpy()) < kernels.INFINITE
+        fast.copy(gradient.numpy(), gradient.numpy().view(np.int32), part.numpy()) <= kernels.LARGEST_BITS
         for gradient, part in zip(gradients, parts, strict=True)
     )
 

@@ -38,8 +38,6 @@ from lightning_compress.settings.settings import Settings
 RESIDUAL, LOCO = "residual", "loco"
 GRADIENT, MEAN = "group gradient", "group mean"
 """Scratch that groups share."""
-_LARGE = 1e30
-"""Magnitudes beyond it are those of a run that is lost."""
 
 
 class Group:
@@ -202,6 +200,8 @@ class Group:
         slices = [gradients[place].view(-1) for place in self.order]
         given = Pass(slices, [each for each in slices if each.numel()], self.plan(step), step, scale, draws, left_out)
         self.nonfinite = []
+        if not given.pieces:
+            return torch.zeros((), device=self._device)
         if (flag := self._averaged_in_place(given)) is not None:
             return flag
         vector = self._fed(given) or self._copied(given)
@@ -248,7 +248,8 @@ class Group:
 
     def _goes_straight(self, given: Pass, pieces: Sequence[Tensor]) -> bool:
         """Whether what is sent is all there is: nothing is added to the gradients, and nothing of them is kept."""
-        if self._device.type != "cpu" and (self.states or self._limit < _LARGE):  # looking would wait for the device
+        bounded = bool(self.states) or self._limit < kernels.LARGEST
+        if bounded and self._device.type != "cpu":  # looking would wait for the device
             return False
         if (given.scale is not None and self._unscales) or any(each.dtype != torch.float32 for each in pieces):
             return False
@@ -284,6 +285,7 @@ class Group:
         else:
             # where the message saturates, the scaler must see a non-finite value
             limit = torch.inf if given.scale is None or self._unscales else self._limit
+            limit = min(limit, kernels.LARGEST) if self.states else limit
             flag = self._note(clean(torch.cat(given.slices, out=gradient), limit), given.pieces)
         if scale is not None:
             gradient.mul_(1.0 / scale)
@@ -336,7 +338,7 @@ class Group:
         """Note parameters with non-finite gradients, on the CPU only, where it costs no wait. Returns the flag."""
         if flag.device.type == "cpu" and float(flag) != 0.0:
             named = zip(self._segments, pieces, strict=True)
-            self.nonfinite = [segment.name for segment, each in named if not each.isfinite().all()]
+            self.nonfinite = [segment.name for segment, each in named if not each.abs().max() <= kernels.LARGEST]
         return flag
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from math import prod
+from math import hypot, prod
 
 import torch
 from torch import Tensor
@@ -182,9 +182,8 @@ class Groups:
 
     def residual_norm(self) -> float:
         """Of all residuals and LoCo's errors together, committed; waits for the device."""
-        norms = [residual.committed.norm(dtype=torch.float32) for residual in self.residuals()]
-        norms += [group.errors.norm() for group in self._groups if group.errors]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        norms = [float(residual.committed.norm(dtype=torch.float64)) for residual in self.residuals()]
+        return hypot(*norms, *(float(group.errors.norm()) for group in self._groups if group.errors))
 
     def clear(self) -> None:
         """Give the memory back."""

@@ -29,16 +29,18 @@ TILE = 16
 """Neighbours that are handled as one; lengths that are multiples of it are fast."""
 
 
-INFINITE = 0x7F800000
-"""The bits of infinity; NaNs have more, and numbers fewer."""
+LARGEST = 2.0**100
+"""The largest magnitude of a gradient, 1.3e30: sums of larger ones with what was kept would overflow some day."""
+LARGEST_BITS = 0x71800000
+"""The same as the bits of a float32; infinity and NaNs have more."""
 
 VARIABLE = "LIGHTNING_COMPRESS_KERNELS"
 CHOICES = ("auto", "torch", "triton")
 
 
 def sound(largest: int) -> bool:
-    """Whether the largest of some magnitudes, as the bits of a float32, is that of finite numbers, not all 0."""
-    return 0 < largest < INFINITE
+    """Whether the largest of some magnitudes, as the bits of a float32, is not 0, nor above ``LARGEST``."""
+    return 0 < largest <= LARGEST_BITS
 
 
 _asked = os.environ.get(VARIABLE, "auto")

@@ -330,10 +330,11 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             gradients (dgc, onebit_adam, signsgd, AdaGrad), and this is what to use there.
         deterministic: add floating-point numbers up in the order of the ranks, whatever DistributedDataParallel's
             buckets are: then ``none`` too resumes bit for bit. As many bytes, in two rounds.
-        on_nonfinite: what to do, in a run without a GradScaler, when a rank's gradient is NaN or infinite: "pass" it
-            on, as DistributedDataParallel does, but to the whole group of parameters that it travels with; "skip" the
-            step, on all ranks; or "raise" a ``FloatingPointError`` that names the parameters. Residuals of what the
-            optimizer owns stay as they were in each case. On CUDA the last two wait for the device in every step.
+        on_nonfinite: what to do, in a run without a GradScaler, when a rank's gradient is NaN or infinite, or above
+            1.3e30 where something is kept from step to step: "pass" it on, as DistributedDataParallel does, but to the
+            whole group of parameters that it travels with, as NaN; "skip" the step, on all ranks; or "raise" a
+            ``FloatingPointError`` that names the parameters. Residuals of what the optimizer owns stay as they were in
+            each case. On CUDA the last two wait for the device in every step.
         on_drift: what to do when parameters or averaged gradients are not the same on all ranks any more: an "error"
             that names step, parameters and ranks, or "resync": copy parameters and optimizer state from rank 0.
         check_drift_every: steps between these checks, of a checksum; 0: never.

@@ -378,3 +378,61 @@ def test_noise_of_sums_is_that_of_a_gather(pools, size, compressor):
         )
 
     assert variance("two_shot") < 2.2 * variance("all_gather")
+
+
+class Nothing(nn.Module):
+    """A bucket of its own for a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.none = nn.Linear(64, 64), nn.Parameter(torch.empty(0, 7, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.body(x).square().mean() + self.none.sum().float()
+
+
+def _nothing(compressor):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Nothing())
+    compression = attach(model, compressor)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(_data(step)).backward()
+        optimizer.step()
+    return compression.step, len(compression.groups)
+
+
+@pytest.mark.parametrize("compressor", ["topk", "rotated", "powersgd", "dgc"])
+def test_a_bucket_without_elements(pools, compressor):
+    assert pools[2].run(_nothing, compressor) == [(2, 2), (2, 2)]
+
+
+def _scaler_skips_one_half():
+    """An overflow in the gradient of one of two optimizers, which a GradScaler then skips: which residuals moved?"""
+    torch.manual_seed(0)
+    model, scaler = DistributedDataParallel(Halves(), bucket_cap_mb=0.01), torch.amp.GradScaler("cpu", init_scale=8.0)
+    compression = attach(model, "onebit", scale=lambda: getattr(scaler, "_scale", None))
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.module.left, model.module.right)]
+    moved = []
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if step == 2:
+            hook = model.module.left.weight.register_hook(lambda gradient: gradient * math.inf)
+        before = _residuals(compression)
+        scaler.scale(model(_data(step))).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        if step == 2:
+            hook.remove()
+        after = _residuals(compression)
+        moved.append({name: bool((before[name] != after[name]).any()) for name in before})
+    return moved[2:], all(bool(each.isfinite().all()) for each in after.values())
+
+
+def test_a_scaler_that_skips_one_of_two_optimizers_rolls_back_its_parameters_alone(pools):
+    for moved, finite in pools[2].run(_scaler_skips_one_half):
+        assert finite
+        assert moved == [{"left.weight": False, "right.weight": True}, {"left.weight": True, "right.weight": True}]
