@@ -56,11 +56,6 @@ class SufficientFactorsMixin:
             compression = getattr(trainer.strategy, "_compression", None)
             self._factors.begin(trainer.strategy.model, compression, rank_zero_info, at_forward=False)
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Gradients are dropped, and the rows with them that were not sent."""
-        if self._factors is not None:
-            self._factors.forget()
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the model as it was."""
         self._close()
