@@ -43,6 +43,8 @@ class Recomputed(nn.Module):
                 return kept(lambda h: self.head(kept(twice, h)), third(twice(x)))
             case "head":  # which is ordinary after the first backward: no rows say what it is nested in
                 return kept(self.head, twice(third(twice(x))))
+            case "headless":
+                return twice(third(twice(x)))
         return self.head(twice(third(twice(x))))
 
 
@@ -213,6 +215,23 @@ def _thrown():
 def test_rows_are_dropped_with_the_gradients_that_they_are_a_part_of(pools, size):
     for worst in pools[size].run(_thrown):
         assert max(worst.values()) < 2e-5, worst
+
+
+def _unused_after():
+    """A layer of the ordinary way whose gradient was thrown away, and that the next backward does not use."""
+    model, handle, _ = wrapped(make=Recomputed, layers=LAYERS, ddp={"find_unused_parameters": True})
+    model(data(0, 2)).square().mean().backward()
+    model.zero_grad()
+    with model.no_sync():
+        model(data(1, 2)).square().mean().backward()
+    model.zero_grad()
+    model(data(2, 2), "headless").square().mean().backward()
+    assert {layer.name: layer.way for layer in handle.layers}["head"] == "ordinary"
+    return [each.grad is None for each in model.module.head.parameters()]
+
+
+def test_what_was_thrown_away_and_is_unused_has_no_gradient(pools):
+    assert pools[2].run(_unused_after) == [[True, True]] * 2
 
 
 def _held():
