@@ -56,11 +56,6 @@ class SufficientFactorsMixin:
             compression = getattr(trainer.strategy, "_compression", None)
             self._factors.begin(trainer.strategy.model, compression, rank_zero_info, at_forward=False)
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Gradients are dropped, and the rows with them that were not sent."""
-        if self._factors is not None:
-            self._factors.forget()
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the model as it was."""
         self._close()
@@ -97,8 +92,9 @@ class SufficientFactors(SufficientFactorsMixin, Callback):
 
     At the first backward each layer's way is chosen: factors where they send less than float32 does and are expected,
     by the measured link and product, to be faster; otherwise the ordinary way, which is that of the strategy, at the
-    end of backward. A line says so; checkpoints keep the choice. With accumulation rows are kept and K grows. On one
-    rank nothing is changed. Petuum, arXiv:1512.06216; Poseidon, arXiv:1706.03292; Project Adam, OSDI 2014.
+    end of backward. A line says so; checkpoints keep the choice. With accumulation K grows: rows are kept until a
+    backward synchronises, unless the gradient is dropped or zeroed before. On one rank nothing is changed. Petuum,
+    arXiv:1512.06216; Poseidon, arXiv:1706.03292; Project Adam, OSDI 2014.
 
     Args:
         layers: shell-style patterns of module names, such as ``["classifier.*"]``; None: every linear layer of 65,536

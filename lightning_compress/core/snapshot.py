@@ -47,7 +47,8 @@ def take(
         method: the settings, as text.
         step: optimizer steps so far.
         rates: learning rates of the last step, by name.
-        running: settings that may have changed since the run began, as primitives.
+        running: settings that may have changed since the run began, as primitives: those of the states, and as "next"
+            those that the next step begins with, where these are others.
         groups: names in order and states of each group.
         orders: see ``orders``.
     """

@@ -167,7 +167,7 @@ def compress(
 
     def loaded() -> None:
         """A state says what goes on."""
-        runs = compression.settings
+        runs = compression.next_settings
         if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
             hook.register(compression, ddp, own)

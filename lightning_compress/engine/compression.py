@@ -15,7 +15,6 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures, snapshot
 from lightning_compress.core.buffers import Workspace
 from lightning_compress.core.meter import Meter
-from lightning_compress.core.primitives import plain
 from lightning_compress.core.registry import describe
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import Passes
@@ -25,6 +24,7 @@ from lightning_compress.engine.group import Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.nonfinite import FiniteGuard
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
+from lightning_compress.settings import resuming
 from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
@@ -200,8 +200,8 @@ class Compression:
         """
         if self._last_state is not None:
             return self._last_state
-        running = self.next_settings.running() | {"scheduled": dict(self._scheduled)}
-        return self.groups.save(self.family, self.step, self._optimizers.rates, plain(running))
+        running = resuming.running(self.settings, self.next_settings, self._scheduled)
+        return self.groups.save(self.family, self.step, self._optimizers.rates, running)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
         """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
@@ -218,9 +218,7 @@ class Compression:
         self.reset()
         before = self.settings, self.next_settings, self._scheduled
         try:
-            running, kinds = state["running"], self.settings.rules.kinds
-            self._scheduled = dict(running["scheduled"]) if self.settings.follows(running) else {}
-            self.settings = self.next_settings = self.settings.resumed(running).bound(kinds)
+            self.settings, self.next_settings, self._scheduled = resuming.resumed(self.settings, state["running"])
             if self.active or not self.settings.plain:
                 with self._workspace.used():
                     self.groups.restore(state, self.settings)
@@ -230,7 +228,7 @@ class Compression:
             raise ValueError(str(error)) from error
         self._optimizers.rates.update(state["rates"])
         self.step = state["step"]
-        theirs, ours = state["running"]["compressor"], self.settings.running()["compressor"]
+        theirs, ours = resuming.coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
         if theirs != ours and self._collective.rank == 0:
             log.warning("the checkpoint was trained with %s; this run goes on with %s", theirs, ours)
         for callback in self._at_load:

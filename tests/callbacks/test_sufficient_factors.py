@@ -1,5 +1,6 @@
 """The callback in a Trainer: accumulation, clipping, AMP, resuming, and what it refuses."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, SufficientFactors
 from lightning_compress.callbacks.mesimp import _check_strategy
@@ -57,6 +59,64 @@ def test_a_fit_is_that_of_ddp(pools, strategy, given):
         if stats:
             whole = 4 * (144 * 256 + 256 + 256 * 256 + 256)
             assert stats["bytes_sent"] < stats["bytes_dense"] - 0.7 * whole
+
+
+class Recomputed(Wide):
+    """Part of the head is under reentrant activation checkpointing."""
+
+    def forward(self, images):
+        return self.head[2:](checkpoint(self.head[:2], self.body(images), use_reentrant=True))
+
+
+class TwoOptimizers(Wide):
+    """Each throws away some batches of its own, on purpose."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        parts = [*self.body.parameters(), *self.head[0].parameters()], self.head[2:].parameters()
+        return [torch.optim.SGD(part, 0.05, momentum=0.9) for part in parts]
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        with contextlib.ExitStack() as unsynchronised:
+            if batch_idx % 3 < 2:
+                unsynchronised.enter_context(self.trainer.strategy.model.no_sync())
+            self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 3 < 2:
+            optimizers[batch_idx % 3].zero_grad()
+            return
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class ItsOwnAccumulation(Wide):
+    """Accumulates two batches by hooks that override Lightning's; the first one does not synchronise."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+            return
+        with self.trainer.strategy.model.no_sync():
+            optimizer_closure()
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if not batch_idx % 2:
+            optimizer.zero_grad()
+
+
+def _as_ddp(make):
+    (wanted, _), (got, _) = (_trained("ddp", 8, with_factors, make) for with_factors in (False, True))
+    return np.abs(wanted - got).max()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("make", [Recomputed, TwoOptimizers, ItsOwnAccumulation])
+def test_a_fit_of_another_kind_is_that_of_ddp(pools, make, size):
+    assert max(pools[size].run(_as_ddp, make)) < 1e-5
 
 
 def _resumed(folder):

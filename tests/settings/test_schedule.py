@@ -305,7 +305,7 @@ def test_values_of_numpy_are_saved_and_gone_on_with(tmp_path):
     made.retune(density=densities[2])
     torch.save(made.state_dict(), tmp_path / "state.pt")
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert again.settings.method.density == densities[2]
+    assert again.next_settings.method.density == densities[2]
     kind = Enum("Kind", {"A": "a"}, type=str)
     assert plain({"a": [np.float32(0.5), (np.int64(3),)], "b": kind.A}) == {"a": [0.5, (3,)], "b": kind.A}
 

@@ -133,22 +133,6 @@ def test_a_checkpoint_that_is_saved_after_the_fit(pools, tmp_path):
     assert pools[2].run(saved_after, str(tmp_path)) == [(True, [])] * 2
 
 
-class Retunes(Net):
-    """Goes over to another method in the first epoch."""
-
-    def on_train_batch_end(self, *_):
-        if self.trainer.global_step == 1:
-            self.trainer.strategy.compression.retune("topk", density=0.05)
-
-
-def retuned(folder):
-    return interrupted(folder, "bf16", make=Retunes)
-
-
-def test_what_was_retuned_goes_on(pools, tmp_path):
-    assert pools[2].run(retuned, str(tmp_path)) == [(True, [])] * 2
-
-
 def momentum_of(folder):
     fit(folder, {"name": "dgc", "density": 0.05}, epochs=1)
     saved = torch.load(f"{folder}/epoch=0.ckpt", weights_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, get_args
@@ -14,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_compress.backward.sufficient_factors.decision import decide
 from lightning_compress.backward.sufficient_factors.exchange import Exchange, flag_of
-from lightning_compress.backward.sufficient_factors.layers import Layer, Way, choose
+from lightning_compress.backward.sufficient_factors.layers import Layer, Way
 from lightning_compress.backward.sufficient_factors.linear import Rows
+from lightning_compress.backward.sufficient_factors.nesting import Outermost
 from lightning_compress.backward.sufficient_factors.ordinary import average_ordinary
 from lightning_compress.backward.sufficient_factors.rule import matrix_bytes
 from lightning_compress.backward.sufficient_factors.settings import FactorSettings
 from lightning_compress.collectives import CountingCollective, TorchCollective
-from lightning_compress.collectives.torch import backend_of
 from lightning_compress.core import failures
 from lightning_compress.core.meter import Meter
 from lightning_compress.engine import checks
@@ -30,53 +29,6 @@ from lightning_compress.engine.hook import Background
 from lightning_compress.exchanges.probe import agreed
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-
-
-def enable(
-    module: nn.Module, settings: FactorSettings | None = None, collective: TorchCollective | None = None
-) -> Factors | None:
-    """Take the weights of linear layers out of DistributedDataParallel, to average them by their factors.
-
-    A collective call, before the model is wrapped; then ``begin`` with the wrapped one.
-
-    Args:
-        module: the model.
-        settings: which layers, and how; None: the defaults.
-        collective: the ranks that average; None: those of the default process group.
-
-    Returns:
-        the handle; None on one rank, where nothing is changed.
-
-    Raises:
-        ValueError: a layer cannot travel as factors, so many ranks never pay, or ranks chose differently; on every
-            rank, and nothing was changed.
-    """
-    settings = settings or FactorSettings()
-    collective = collective or TorchCollective()
-    problem, layers = None, []
-    try:
-        layers = choose(module, settings, collective.size)
-    except ValueError as error:  # the other ranks wait for word
-        problem = error
-    told = [(each.names, tuple(each.weight.shape), str(each.weight.dtype)) for each in layers]
-    agreed_on = _agree(repr([settings, told]), collective, next(module.parameters()).device)
-    if problem:
-        raise problem
-    if not agreed_on:
-        raise ValueError(
-            "ranks chose different layers or settings for sufficient factors, or one of them cannot use them and says "
-            f"why; rank {collective.rank} has {[each.name for each in layers]} by {settings}"
-        )
-    return Factors(module, layers, settings, collective.size) if collective.size > 1 else None
-
-
-def _agree(told: str, collective: TorchCollective, device: torch.device) -> bool:
-    """Whether all ranks say the same; by tensors on the model's device, or, of one that is still to move, on CUDA."""
-    mine = torch.frombuffer(bytearray(hashlib.sha256(told.encode()).digest()), dtype=torch.uint8)
-    mine = mine.to(device if backend_of(device.type, collective.group) else "cuda")
-    everyone = mine.new_empty(collective.size, len(mine))
-    collective.all_gather(mine, everyone)
-    return bool(everyone.eq(everyone[0]).all())
 
 
 class Factors:
@@ -104,10 +56,11 @@ class Factors:
         self.sent = 0
         self.summary = ""
         self._task: int | None = None
+        self._outermost = Outermost(self._clear, self._finish)
         self._syncs = self._expected = False
         self._next = 0
         self._arrivals: list[str] = []
-        self._ordered = False
+        self._ordered = self._seen = False
         self._problem: Exception | None = None
         self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []
@@ -137,6 +90,7 @@ class Factors:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._module, [*self._before, *ours])
         setattr(self._module, checks.BESIDE, ours)
         for layer in self.layers:
+            layer.stash.under_way = self._outermost.task
             layer.switch(on=True)
 
     def begin(
@@ -190,13 +144,15 @@ class Factors:
 
     def _arrive(self, layer: Layer | None, _: object, given: tuple[Tensor | None, ...]) -> None:
         """Backward is through with a parameter, of this layer or of none of ours."""
-        task = torch._C._current_graph_task_id()
+        task = self._outermost.task()
         if task != self._task:
             self._begin_pass(task)
         if layer is None:
             return
+        if layer.arrived:
+            self._again(layer)
         layer.arrived = True
-        rows = layer.stash.take(task)
+        rows = layer.stash.take(torch._C._current_graph_task_id())
         if layer.way == "ordinary":
             layer.local = True
             self._form_own(layer, rows)  # of a forward before that was decided
@@ -206,10 +162,25 @@ class Factors:
                 f"the weight of {layer.name} is used outside of its layer's forward, where it leaves a gradient that "
                 "is no product of rows; exclude that layer"
             )
-        layer.rows += rows
+        # what is kept, until a backward synchronises, must be no view of memory that may change by then
+        layer.rows += rows if self._syncs else [(inputs.clone(), gradients.clone()) for inputs, gradients in rows]
         self._arrivals.append(layer.name)
-        if self._syncs and self._ordered and self._stream is None:  # NCCL wants buckets and rows in one order
+        if self._syncs and self._ordered and self._seen and self._stream is None:  # NCCL: buckets and rows in one order
             self._send_arrived()
+
+    def _again(self, layer: Layer) -> None:
+        """Backward comes to a layer once more, because several checkpoints use it, or one and something outside."""
+        layer.returns = True
+        if layer in self.layers[: self._next]:
+            self._problem = ValueError(
+                f"{layer.name} is used by several reentrant checkpoints, or by one and outside of it, which was not so "
+                f"at first; use checkpoint(..., use_reentrant=False), or exclude={[layer.name]!r}"
+            )
+
+    def _clear(self) -> None:
+        """A backward begins: the one before may have raised, and left rows that nobody took."""
+        for layer in self.layers:
+            layer.stash.clear()
 
     def _begin_pass(self, task: int) -> None:
         if self._task is not None:  # the one before raised
@@ -219,13 +190,15 @@ class Factors:
         assert self._ddp is not None
         self._syncs = self._expected if self._at_forward else bool(self._ddp.require_backward_grad_sync)
         for layer in self.layers:
+            layer.look()
             layer.arrived, layer.counts, layer.gathered = False, None, None
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _send_arrived(self, all_of_them: bool = False) -> None:
-        """Gather what is next in the order, as far as it has come."""
-        while self._next < len(self.layers) and (all_of_them or self.layers[self._next].arrived):
+        """Gather what is next in the order, as far as it has come for good."""
+        while self._next < len(self.layers):
             layer = self.layers[self._next]
+            if not all_of_them and (layer.returns or not layer.arrived):
+                return
             self._next += 1
             if layer.way != "ordinary":
                 self._submit(layer)
@@ -254,8 +227,11 @@ class Factors:
         if dtype is not None and layer.way == "factors":
             self._exchange.gather(layer, rows, dtype)
 
-    def _finish(self) -> None:
+    def _finish(self, task: int) -> None:
         """The end of backward: what is left is sent, and averaged when the other ends of this backward are through."""
+        self._clear()
+        if task != self._task:  # it came to no parameter
+            return
         if not self._syncs:
             self._keep()
             return
@@ -263,12 +239,13 @@ class Factors:
         # averages by DistributedDataParallel, or by the compression's thread, come first: Gloo goes by order
         torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
+    @torch.no_grad()
     def _keep(self) -> None:
-        """Keep rows until a backward synchronises; whatever they were views of may change by then."""
+        """Keep rows until a backward synchronises."""
         self._task = None
         for layer in self.layers:
-            if layer.arrived:
-                layer.rows = [(inputs.clone(), gradients.clone()) for inputs, gradients in layer.rows]
+            if layer.rows:
+                layer.keep()
         if self._problem:
             raise self._problem
 
@@ -296,7 +273,7 @@ class Factors:
             flag = torch.stack(flags).sum() if flags else torch.zeros((), device=self._device)
             names = [name for layer in formed for name in layer.names]
             self._compression.beside(names, self.sent, dense, flag)
-        self._task = None
+        self._task, self._seen = None, True
         if self._problem:
             raise self._problem
 
@@ -344,7 +321,7 @@ class Factors:
             layer.add(inputs, gradients, 1)
 
     def forget(self) -> None:
-        """Drop the rows of backwards that did not synchronise, as ``zero_grad`` drops gradients."""
+        """Drop what a backward that raised has left, and the rows of those before it that did not synchronise."""
         self._task = None
         for layer in self.layers:
             layer.forget()

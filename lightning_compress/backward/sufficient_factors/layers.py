@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -32,7 +33,8 @@ class Layer:
         stash: where backward leaves its rows, also that of a forward before ``switch``.
         way: how its gradient travels; None as long as that was not decided.
         rows: that backward has left and that were not sent yet.
-        arrived: backward is through with it, in this pass.
+        arrived: backward is through with it, in this pass; with nested backwards perhaps not for the last time.
+        returns: some pass came to it more than once.
         local: ``grad`` holds this rank's own gradient (the ordinary way).
         counts: rows of each rank in this pass, once they are known.
         gathered: inputs ``[sum of counts, N]`` and output gradients ``[sum of counts, M]`` of all ranks.
@@ -44,16 +46,17 @@ class Layer:
         self.path, self.module = path, module
         self.weight = cast("nn.Parameter", module.weight)
         self.bias = cast("nn.Parameter | None", module.bias)
-        self.stash = Stash()
+        self.stash = Stash(name=self.name)
         self.way: Way | None = None
         self.rows: Rows = []
-        self.arrived = self.local = False
+        self.arrived = self.returns = self.local = False
         self.counts: list[int] | None = None
         self.gathered: tuple[Tensor, Tensor] | None = None
         self.done = Event()
         self.marks: list[torch.cuda.Event] = []
         self._memory: Tensor | None = None
         self._uses: object = None
+        self._marked: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -111,10 +114,32 @@ class Layer:
             self._uses = _uses(self._memory)
         return self._memory
 
+    def keep(self) -> None:
+        """Keep the rows for a later pass, as long as nobody drops or zeroes ``grad``, which they are a part of."""
+        if self.weight.grad is None:
+            self.weight.grad = self.memory().zero_()
+        self._marked = self.weight.grad
+        self._marked[0, 0] += _mark(self._marked)
+
+    def look(self) -> None:
+        """Drop the rows that were kept if somebody has dropped or zeroed ``grad`` since, as ``zero_grad`` does."""
+        if self._marked is None:
+            return
+        if self.weight.grad is not self._marked or not (self._marked[0].any() or self._marked.any()):
+            self.rows = []
+        else:
+            self._marked[0, 0] -= _mark(self._marked)
+        self._marked = None
+
     def forget(self) -> None:
         """Drop what was not sent."""
         self.rows, self.arrived, self.local = [], False, False
-        self.counts, self.gathered = None, None
+        self.counts, self.gathered, self._marked = None, None, None
+
+
+def _mark(gradient: Tensor) -> float:
+    """What tells a gradient that was zeroed from one that was not: the least number that survives some scaling."""
+    return torch.finfo(gradient.dtype).smallest_normal
 
 
 def _uses(tensor: Tensor) -> object:
@@ -122,7 +147,7 @@ def _uses(tensor: Tensor) -> object:
     counted = getattr(torch._C, "_storage_Use_Count", None)
     if counted is None or not hasattr(tensor, "_use_count"):
         return object()  # equal to no other: new memory each time
-    return int(tensor._use_count()), int(counted(tensor.untyped_storage()._cdata))
+    return sys.getrefcount(tensor), int(tensor._use_count()), int(counted(tensor.untyped_storage()._cdata))
 
 
 def choose(module: nn.Module, settings: FactorSettings, ranks: int) -> list[Layer]:

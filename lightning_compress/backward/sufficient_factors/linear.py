@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_compress.backward.autocast import autocast_dtype
 
@@ -21,31 +21,43 @@ class Stash:
     Attributes:
         weight: whose gradient they make up; None: off, the layer is an ordinary one.
         bias: whether its gradient is made of them too.
+        name: of the layer, for messages.
+        under_way: called in each backward that has to do with the layer, before it leaves anything.
     """
 
-    def __init__(self, weight: nn.Parameter | None = None, bias: bool = False) -> None:
+    def __init__(self, weight: nn.Parameter | None = None, bias: bool = False, name: str = "") -> None:
         self.weight = weight
         self.bias = bias
+        self.name = name
+        self.under_way: Callable[[], object] = lambda: None
         self._rows: list[tuple[int, Tensor, Tensor, torch.cuda.Event | None]] = []
 
     def put(self, inputs: Tensor, gradients: Tensor) -> None:
         """What one use of the layer brings to the backward pass under way."""
+        self.under_way()
         made = torch.cuda.current_stream(gradients.device).record_event() if gradients.is_cuda else None
         self._rows.append((torch._C._current_graph_task_id(), inputs, gradients, made))
 
     def take(self, task: int) -> Rows:
-        """What this pass brought; rows of others (``autograd.grad`` of something else) are dropped.
+        """What this backward brought; a backward around it may have left some, too, and not be through.
 
         The current stream, which may be another than that of the layer's backward, waits until they are there.
         """
-        found = []
-        for number, inputs, gradients, made in self._rows:
-            if number == task:
-                found.append((inputs, gradients))
-                if made is not None:
-                    torch.cuda.current_stream(gradients.device).wait_event(made)
-        self._rows.clear()
+        found, rest = [], []
+        for each in self._rows:
+            number, inputs, gradients, made = each
+            if number != task:
+                rest.append(each)
+                continue
+            found.append((inputs, gradients))
+            if made is not None:
+                torch.cuda.current_stream(gradients.device).wait_event(made)
+        self._rows = rest
         return found
+
+    def clear(self) -> None:
+        """Drop rows that no pass took, as those of ``autograd.grad`` of something else."""
+        self._rows.clear()
 
     def __deepcopy__(self, memo: object) -> Stash:
         return Stash()
@@ -66,6 +78,9 @@ class FactoredLinear(nn.Linear):
             ValueError: the input is sparse, or the weight was frozen and the bias was not.
         """
         kept = self.factors
+        # recomputed in a backward, in which others will run: in them it is too late to find out where it ends
+        if not torch.compiler.is_compiling() and kept.weight is not None and torch._C._current_graph_task_id() != -1:
+            kept.under_way()
         # another weight: torch.func.functional_call, whose gradient is none of ours
         if kept.weight is None or not torch.is_grad_enabled() or self.weight is not kept.weight:
             return F.linear(x, self.weight, self.bias)
@@ -104,8 +119,12 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, used, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{ctx.kept.name}: the backward pass of a layer that travels as factors has no derivative "
+                f"(create_graph=True, second derivatives); leave this layer out (exclude={[ctx.kept.name]!r})"
+            )
         x, used = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:

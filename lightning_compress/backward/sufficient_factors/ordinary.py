@@ -34,7 +34,8 @@ def average_ordinary(
         Those that were averaged here.
     """
     if layers and (ddp.find_unused_parameters or ddp.static_graph):
-        used = torch.tensor([layer.local for layer in layers], dtype=torch.int32, device=device)
+        local = [layer.local and any(each.grad is not None for each in layer.parameters) for layer in layers]
+        used = torch.tensor(local, dtype=torch.int32, device=device)
         collective.all_reduce_max(used)
         layers = [layer for layer, each in zip(layers, used.tolist(), strict=True) if each]
     waits: list[Callable[[], object]] = []
