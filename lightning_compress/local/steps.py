@@ -14,7 +14,7 @@ from lightning_compress.engine.hook import Background
 from lightning_compress.local.fragment import Fragment
 from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
-from lightning_compress.local.statistics import Buffers
+from lightning_compress.local.statistics import BufferRules, Buffers
 from lightning_compress.local.timetable import Rounds, split
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
@@ -33,6 +33,7 @@ class LocalSteps:
         rounds: when.
         outer: steps the anchors.
         ranks: for each fragment, of process groups apart where ``rounds.delay`` is not 0.
+        rules: which buffers are averaged, and which are rank 0's.
 
     Attributes:
         fragments: of the model, in order; after them, those that joined later, which travel behind the last.
@@ -45,7 +46,13 @@ class LocalSteps:
     """
 
     def __init__(
-        self, module: nn.Module, settings: Settings, rounds: Rounds, outer: Outer, ranks: Sequence[Collective]
+        self,
+        module: nn.Module,
+        settings: Settings,
+        rounds: Rounds,
+        outer: Outer,
+        ranks: Sequence[Collective],
+        rules: BufferRules | None = None,
     ) -> None:
         self.rounds, self.epoch = rounds, 0
         self._module, self._settings, self._outer, self._ranks = module, settings, outer, ranks
@@ -55,7 +62,8 @@ class LocalSteps:
         self.fragments: list[Fragment] = []
         for run in runs:
             self._add([name for name, _ in trained[run]])
-        self.buffers = Buffers(lambda: dict(module.named_buffers()), ranks[-1])
+        self._rules = BufferRules() if rules is None else rules
+        self.buffers = Buffers(lambda: dict(module.named_buffers()), ranks[-1], self._rules)
         self._device = trained[0][1].device
         self._carrier: _Now = _Stream(self._device) if self._device.type == "cuda" else _Thread()
         self._travels: dict[int, Callable[[], None]] = {}
@@ -242,13 +250,17 @@ class LocalSteps:
             ExchangeError: a rank is gone or silent.
         """
         self.arrive()
+        found = self.mean_buffers(own, ranks)
+        return found | mean_of({name: own[name] for each in self.fragments for name in each.anchors}, ranks)
+
+    def mean_buffers(self, own: Mapping[str, Tensor], ranks: Collective) -> dict[str, Tensor]:
+        """As ``mean``, of buffers alone: means, or rank 0's."""
         copies = {name: own[name].detach().clone() for name in self.buffers.common}
-        buffers = Buffers(lambda: copies, ranks)
+        buffers = Buffers(lambda: copies, ranks, self._rules)
         buffers.look()
         buffers.average()
         buffers.use(0.0)
-        found = dict(buffers.common)
-        return found | mean_of({name: own[name] for each in self.fragments for name in each.anchors}, ranks)
+        return buffers.common
 
     def finite(self, model: Mapping[str, Tensor]) -> bool:
         """Whether the parameters that are averaged are; buffers may hold what masks."""
