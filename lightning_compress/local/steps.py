@@ -70,6 +70,7 @@ class LocalSteps:
         self._back: set[int] = set()
         self._left_out: set[int] = set()
         self._looked = [0] * rounds.fragments
+        self._finishing = False
         self.on_left_out: Callable[[], None] = lambda: None
 
     def _add(self, names: Sequence[str]) -> None:
@@ -164,7 +165,8 @@ class LocalSteps:
             for other in self._of([min(number, self._last)]):  # in whose process group anchors are compared
                 self._travels.get(other, lambda: None)()
             del self._travels[number]
-            (self._back if self.fragments[number].step() else self._left_out).add(number)
+            stepped = self.fragments[number].step(plain=self._finishing)
+            (self._back if stepped else self._left_out).add(number)
 
     def _leave_out(self, number: int) -> None:
         """A rank's numbers were not finite: all ranks go back to what they had in common.
@@ -210,16 +212,20 @@ class LocalSteps:
                 fragment.compression.roll_back()
 
     def finish(self, step: int) -> None:
-        """The last step was made: use what is due, and synchronise what was learned since, in a shorter round."""
+        """The last step was made: use what is due, and synchronise what was learned since, in a shorter round.
+
+        It ends on the mean of what the ranks have learned: an outer optimizer with momentum would go as far as after a
+        whole round, and so beyond what the last steps have shown.
+        """
         for number in range(len(self.fragments)):
             self._use(number, 0.0 if self._looked[number] == step else self.rounds.alpha)
-        carrier, self._carrier = self._carrier, _Now()
+        carrier, self._carrier, self._finishing = self._carrier, _Now(), True
         for number in range(len(self.fragments)):
             if self._looked[number] < step:
                 self._send(number, step)
                 self._use(number, 0.0)
             self.fragments[number].use()
-        self._carrier = carrier
+        self._carrier, self._finishing = carrier, False
 
     def rebase(self) -> None:
         """Begin from the model as it is, the same on all ranks but for its buffers."""
