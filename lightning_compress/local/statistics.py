@@ -14,7 +14,6 @@ from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures
 
-
 STATISTICS = ("running_mean", "running_var")
 """What BatchNorm calls the buffers of which a mean over the ranks is as good as each."""
 

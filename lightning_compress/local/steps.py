@@ -38,6 +38,7 @@ class LocalSteps:
     Attributes:
         fragments: of the model, in order; after them, those that joined later, which travel behind the last.
         buffers: of the model.
+        skipped: steps by averaged gradients, before the first round, that were left out, since these were not finite.
         epoch: of the run, for schedules; what is sent has that of its own step.
         on_left_out: called when a round was left out, since a rank's numbers were not finite.
 
@@ -70,7 +71,7 @@ class LocalSteps:
         self._back: set[int] = set()
         self._left_out: set[int] = set()
         self._looked = [0] * rounds.fragments
-        self._finishing = False
+        self._finishing, self.skipped = False, 0
         self.on_left_out: Callable[[], None] = lambda: None
 
     def _add(self, names: Sequence[str]) -> None:
@@ -322,6 +323,7 @@ class LocalSteps:
         found["ratio"] = found["bytes_dense"] / found["bytes_sent"] if found["bytes_sent"] else 1.0
         found["residual_norm"] = sum(stats["residual_norm"] ** 2 for stats in each) ** 0.5
         found["relative_error"] /= len(each)
+        found["nonfinite_steps"] += self.skipped
         return found | {"steps": each[self._last]["steps"]}
 
     def close(self) -> None:

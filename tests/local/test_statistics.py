@@ -30,9 +30,9 @@ class Masked(nn.Module):
         self.register_buffer("running_mean", torch.full((6,), 1.0 + rank))
 
 
-def averaged(collective, change=lambda buffers: None, rules=BufferRules()):
+def averaged(collective, change=lambda buffers: None, rules=None):
     model = Masked(collective.rank)
-    buffers = Buffers(lambda: dict(model.named_buffers()), collective, rules)
+    buffers = Buffers(lambda: dict(model.named_buffers()), collective, rules or BufferRules())
     buffers.look()
     buffers.average()
     change(buffers)

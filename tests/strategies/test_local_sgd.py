@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_compress import CommunicationMonitor, LocalSGDStrategy
-from lightning_compress.strategies.local_sgd import PRESETS
+from lightning_compress.strategies.names import LOCAL_STEPS
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.strategies.test_unwrapped import (
@@ -47,8 +47,8 @@ from tests.strategies.test_unwrapped import (
 
 TOPK = {"name": "topk", "density": 0.1}
 KINDS = {
-    **{name: {**given, "sync_every": 3} for name, given in PRESETS.items()},
-    "post_local_sgd": {**PRESETS["post_local_sgd"], "sync_every": 3, "averaged_steps": 2},
+    **{name: {**given, "sync_every": 3} for name, given in LOCAL_STEPS.items()},
+    "post_local_sgd": {**LOCAL_STEPS["post_local_sgd"], "sync_every": 3, "averaged_steps": 2},
     "streaming": {"sync_every": 3, "fragments": 2, "delay": 2, "outer": "nesterov", "compressor": TOPK},
     "mean": {"sync_every": 3, "evaluate": "mean", "compressor": "onebit"},
 }
@@ -778,12 +778,12 @@ def test_one_rank_sends_nothing(pools):
     assert pools[1].run(_one_rank) == [(0, True)]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LOCAL_STEPS)
 @pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook"])
 def test_registered(name, variant):
     made = StrategyRegistry.get(name + variant)
     assert isinstance(made, LocalSGDStrategy)
-    assert made._rounds.sync_every == PRESETS[name]["sync_every"]
+    assert made._rounds.sync_every == LOCAL_STEPS[name]["sync_every"]
     assert pickle.loads(pickle.dumps(made))._settings == made._settings
 
 
