@@ -120,10 +120,8 @@ class LocalSGDMixin(UnwrappedMixin):
         """Have the anchors where all ranks begin."""
         module, size = self.lightning_module, TorchCollective().size
         assert module is not None
-        apart = self._rounds.delay > 0
-        self._transports = [
-            TorchCollective().apart() if apart else TorchCollective() for _ in range(self._rounds.fragments)
-        ]
+        apart, count = self._rounds.delay > 0, self._rounds.fragments
+        self._transports = [TorchCollective().apart() if apart else TorchCollective() for _ in range(count)]
         parameters = checks.trained_parameters(module)
         world = World(TorchCollective(), self.root_device, Meter(self.root_device))
         settings = self._settings if size > 1 else alone(self._settings)
@@ -134,7 +132,7 @@ class LocalSGDMixin(UnwrappedMixin):
         self._recount = Recount(module, self._rules, wanted=not averages or settings.error_feedback)
         self._local.on_left_out = lambda: forget_nonfinite(self.optimizers)
         self._said: Tensor | None = None
-        self._joined = self._skipped = 0
+        self._joined = 0
         self._frozen = len(parameters) < len(list(module.parameters()))
 
     def begin_after(self, step: int) -> None:
@@ -193,7 +191,7 @@ class LocalSGDMixin(UnwrappedMixin):
         self.compression.meter.bytes_sent += sent
         self.compression.meter.bytes_dense += dense
         if getattr(self.precision_plugin, "scaler", None) is None:  # which skips such steps by itself
-            self._skipped += leave_out_nonfinite(optimizer, self._settings.on_nonfinite, self.attempts)
+            self.local.skipped += leave_out_nonfinite(optimizer, self._settings.on_nonfinite, self.attempts)
 
     def after_attempt(self, step: int) -> None:
         """Do what is due in the round."""
@@ -226,15 +224,11 @@ class LocalSGDMixin(UnwrappedMixin):
         """Synchronise what was learned since the last round."""
         self.meeting.agree(END)
         local = self.attempts - self._averaged_steps
-        if local > 0:
-            self.local.finish(local)
-        else:
-            self.local.rebase()
+        self.local.finish(local) if local > 0 else self.local.rebase()
         self._put(self._followers())
-        if local > 0:
-            counted = self._recounted({})
-            self._put(counted)
-            self.local.buffers.common |= counted
+        counted = self._recounted({}) if local > 0 else {}
+        self._put(counted)
+        self.local.buffers.common |= counted  # of which a run that goes on from here begins
         if 0 < local < self._rounds.sync_every and self._evaluate == "anchor":
             rank_zero_warn(
                 f"the fit ended after {local} local steps, before a round of sync_every={self._rounds.sync_every}: "
@@ -248,9 +242,8 @@ class LocalSGDMixin(UnwrappedMixin):
         own, named = self.replica(), self.lightning_module.named_parameters()
         known = {name for each in self.local.fragments for name in each.anchors}
         frozen = {name: own[name] for name, each in named if each.is_floating_point() and name not in known}
-        return mean_of(
-            {name: frozen[name] for name in differing(frozen, self._counted(), self.root_device)}, self._counted()
-        )
+        names = differing(frozen, self._counted(), self.root_device)
+        return mean_of({name: frozen[name] for name in names}, self._counted())
 
     def _counted(self) -> CountingCollective:
         return CountingCollective(TorchCollective(), self.compression.meter)
@@ -275,7 +268,7 @@ class LocalSGDMixin(UnwrappedMixin):
         if not self.attempts:  # the same on all ranks
             return {}
         if self.attempts < self._averaged_steps:  # but what follows it, and buffers
-            return {} if self.gives_up else self.local.mean_buffers(self._named(), self._counted()) | self._followers()
+            return {} if self.gives_up else self.local.mean_buffers(self.replica(), self._counted()) | self._followers()
         if self.gives_up:
             self.local.abandon()
         if (self._evaluate == "mean" or self._swa) and not self.gives_up:
@@ -330,9 +323,7 @@ class LocalSGDMixin(UnwrappedMixin):
 
         As ``Compression.stats``, over all fragments; ``summary``: what runs, in a line.
         """
-        stats = self.local.stats()
-        stats["nonfinite_steps"] += self._skipped
-        return stats | {"summary": self._forecast.summary}
+        return self.local.stats() | {"summary": self._forecast.summary}
 
     def measure_every(self, steps: int) -> None:
         """Have time and error measured of a round in so many steps, or of each one where rounds are longer."""
