@@ -81,6 +81,12 @@ class LocalSteps:
         self.fragments.append(Fragment(replicas, kinds_of(self._module), self._settings, self._outer, ranks))
         self._known = {name: own for each in self.fragments for name, own in each.replicas.items()}
 
+    @property
+    def averages(self) -> bool:
+        """Whether the anchors are the mean of what the ranks have trained, all of it, as it is at a round's end."""
+        plain = self._outer == Outer() and not self._settings.error_feedback
+        return plain and self.rounds.fragments == 1 and not self.rounds.delay
+
     def join(self, step: int) -> list[str]:
         """Take in parameters that are trained from now on, the same on all ranks.
 

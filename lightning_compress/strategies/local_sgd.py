@@ -89,7 +89,7 @@ class LocalSGDMixin(UnwrappedMixin):
         self._averaged_steps = averaged_steps
         if evaluate not in ("anchor", "mean"):
             raise ValueError(f"evaluate={evaluate!r} must be 'anchor' or 'mean'")
-        self._evaluate, self._rules = evaluate, BufferRules(buffers or {})
+        self._evaluate, self._rules = evaluate, BufferRules({} if buffers is None else buffers)
         readers.whole("warmup_rounds", warmup_rounds)
         self._settings = Settings.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=warmup_rounds)
         check(self._settings)
@@ -128,8 +128,7 @@ class LocalSGDMixin(UnwrappedMixin):
         settings = decide(settings.bound(kinds_of(module)), parameters, world)
         self._forecast = forecast(settings, parameters, world)
         self._local = LocalSteps(module, settings, self._rounds, self._outer, self._transports, self._rules)
-        averages = self._outer == Outer() and self._rounds.fragments == 1 and not self._rounds.delay
-        self._recount = Recount(module, self._rules, wanted=not averages or settings.error_feedback)
+        self._recount = Recount(module, self._rules, wanted=not self._local.averages)
         self._local.on_left_out = lambda: forget_nonfinite(self.optimizers)
         self._said: Tensor | None = None
         self._joined = 0
@@ -292,11 +291,14 @@ class LocalSGDMixin(UnwrappedMixin):
         """Fragments, once all that travels is back."""
         if self.gives_up:
             self.local.abandon()
-        return self.local.state_dict()
+        state = self.local.state_dict()
+        state["common"]["counted"] = self._recount.last
+        return state
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Go on from them."""
         self.local.load_state_dict(state)
+        self._recount.last = dict(state["common"].get("counted", {}))
 
     @property
     def local(self) -> LocalSteps:

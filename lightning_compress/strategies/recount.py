@@ -41,6 +41,9 @@ class Recount:
         module: the model.
         rules: buffers that these name are left alone.
         wanted: the model that is evaluated is not the mean of those that the ranks train.
+
+    Attributes:
+        last: what was counted last, by name; for a run that goes on from a checkpoint and has seen no batch yet.
     """
 
     def __init__(self, module: Any, rules: BufferRules, wanted: bool) -> None:
@@ -48,6 +51,7 @@ class Recount:
         self._kept: deque[tuple[Any, Any]] = deque(maxlen=BATCHES)
         self._active = wanted and any(isinstance(each, _BatchNorm) for each in module.modules())
         self._warned = False
+        self.last: dict[str, Tensor] = {}
 
     def _problem(self) -> str:
         """Why ``training_step`` cannot be called again, or an empty text."""
@@ -111,10 +115,12 @@ class Recount:
             self._warn(problem or "another rank cannot, or has other layers in training")
             self._active = False
             self._kept.clear()
-        if not self._active or not own:  # a run that goes on from a checkpoint has seen no batch yet
+        if not self._active:
             return {}
-        means = mean_of(own, ranks).items()
-        return {name: each.to(own[name].dtype) for name, each in means if bool(each.isfinite().all())}
+        if own:
+            means = mean_of(own, ranks).items()
+            self.last = {name: each.to(own[name].dtype) for name, each in means if bool(each.isfinite().all())}
+        return self.last
 
     def _count(self, weights: Mapping[str, Tensor], step: Callable[..., Any]) -> tuple[dict[str, Tensor], str]:
         """Statistics of this rank's batches by name, and what went wrong."""
@@ -123,6 +129,7 @@ class Recount:
             with self._in_place(weights), _undone(self._module), isolate_rng(), torch.no_grad():
                 vars(self._module).update(log=_nothing, log_dict=_nothing)
                 if not (layers := list(self._layers())):
+                    self.last = {}
                     return {}, ""
                 if problem := self._problem():
                     return {}, problem
