@@ -126,7 +126,7 @@ class LocalSGDMixin(UnwrappedMixin):
         world = World(TorchCollective(), self.root_device, Meter(self.root_device))
         settings = self._settings if size > 1 else alone(self._settings)
         settings = decide(settings.bound(kinds_of(module)), parameters, world)
-        self._forecast = forecast(settings, parameters, world)
+        self._forecast = forecast(settings, parameters, world, self._rounds.sync_every)
         self._local = LocalSteps(module, settings, self._rounds, self._outer, self._transports, self._rules)
         self._recount = Recount(module, self._rules, wanted=not self._local.averages)
         self._local.on_left_out = lambda: forget_nonfinite(self.optimizers)
@@ -148,7 +148,7 @@ class LocalSGDMixin(UnwrappedMixin):
         late = f", used {rounds.delay} steps later" if rounds.delay else ""
         rank_zero_info(
             f"lightning_compress: {first}{rounds.sync_every} local steps a round{parts}{late}; outer lr "
-            f"{self._outer.lr:g}, momentum {self._outer.momentum:g}; in a round: {sent}"
+            f"{self._outer.lr:g}, momentum {self._outer.momentum:g}; {sent}"
         )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -82,6 +82,20 @@ def test_ranks_evaluate_one_model_and_end_on_one(pools, kind):
     assert stats["total_bytes_sent"] < 0.7 * stats["total_bytes_dense"]
 
 
+def _says():
+    own = LocalSGDStrategy(4, compressor={"name": "rotated", "bits": 8}, exchange="all_gather")
+    fit(own, limit_val_batches=0, max_epochs=1)
+    return own.comm_stats()["summary"], own._forecast.ratio, own.comm_stats()["ratio"]
+
+
+def test_bytes_are_told_by_round_and_by_step(pools):
+    for summary, foretold, ratio in pools[2].run(_says):
+        assert " x fewer bytes a round than float32, " in summary
+        assert summary.endswith(" x fewer than DDP in its 4 steps")
+        assert foretold == pytest.approx(ratio, rel=0.1)  # of all four steps, as in the summary
+        assert float(summary.split()[-9]) == pytest.approx(foretold, rel=0.05)
+
+
 def _averaged(steps):
     options = {"max_steps": steps, "max_epochs": 9, "make": lambda _: Net()}
     _, ddp = fit(DDPStrategy(), **options)
