@@ -26,7 +26,7 @@ from lightning_compress.local.means import mean_of
 from lightning_compress.local.statistics import STATISTICS, BufferRules
 
 BATCHES = 8
-"""That are kept: with 4 of them statistics are noisy, with 16 the loss is the same."""
+"""That are kept: with 4 of them the loss was up to 9 % above that with statistics of all data, with 8 up to 5 %."""
 
 _TORCH = vars(nn.Module()).keys() - {"training"}
 
@@ -126,7 +126,7 @@ class Recount:
         """Statistics of this rank's batches by name, and what went wrong."""
         found: dict[str, Tensor] = {}
         try:
-            with self._in_place(weights), _undone(self._module), isolate_rng(), torch.no_grad():
+            with torch.no_grad(), self._in_place(weights), _undone(self._module), isolate_rng():
                 vars(self._module).update(log=_nothing, log_dict=_nothing)
                 if not (layers := list(self._layers())):
                     self.last = {}
@@ -142,35 +142,35 @@ class Recount:
                     step(*arguments, **named)
                 for layer, names in layers:
                     seen = bool(layer.num_batches_tracked)
-                    found |= {name: value if seen else before[name] for name, value in _values(layer, names)}
+                    found |= {name: value.clone() if seen else before[name] for name, value in _values(layer, names)}
         except Exception as error:  # a user's training_step may raise anything where it is not called by Lightning
             return {}, f"training_step raised {type(error).__name__}: {error}"
         return found, ""
 
     @contextmanager
     def _in_place(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Have these parameters, and copies of these buffers, in the model for a while."""
-        parameters = dict(self._module.named_parameters())
-        own = {name: each.data for name, each in parameters.items() if name in weights}
-        modules = dict(self._module.named_modules())
-        buffers = {name: dict(each._buffers) for name, each in modules.items()}
+        """Have these parameters and buffers in the model for a while, in the memory of its own, as captured graphs."""
+        buffers = [(each, dict(each._buffers)) for each in self._module.modules()]
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        kept = [(name, each, each.detach().clone()) for name, each in named if name in weights or _is_buffer(each)]
         state = self._module.trainer.state
         stage, self._module.trainer.training = state.stage, True
         try:
-            for name in own:
-                parameters[name].data = weights[name].detach()
-            for prefix, module in modules.items():
-                for leaf, tensor in buffers[prefix].items():
-                    if tensor is not None:
-                        module._buffers[leaf] = weights.get(f"{prefix}.{leaf}".lstrip("."), tensor).detach().clone()
+            for name, tensor, _ in kept:
+                tensor.copy_(weights.get(name, tensor))
             yield
         finally:
-            for name, each in own.items():
-                parameters[name].data = each
-            for prefix, module in modules.items():
+            for module, own in buffers:  # others may have taken their places
                 module._buffers.clear()
-                module._buffers.update(buffers[prefix])
+                module._buffers.update(own)
+            for _, tensor, before in kept:
+                tensor.copy_(before)
             state.stage = stage
+
+
+def _is_buffer(tensor: Tensor) -> bool:
+    """Of which a pass may change what is in it; not in one that an evaluation made in inference mode."""
+    return not isinstance(tensor, nn.Parameter) and not tensor.is_inference()
 
 
 def _values(layer: _BatchNorm, names: list[str]) -> Iterator[tuple[str, Tensor]]:
