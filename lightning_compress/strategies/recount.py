@@ -26,7 +26,7 @@ from lightning_compress.local.means import mean_of
 from lightning_compress.local.statistics import STATISTICS, BufferRules
 
 BATCHES = 8
-"""That are kept: with 8 of 32 examples, the loss was at most 5 % above that with statistics of all data (with 4: 9 %)."""
+"""That are kept. With 8 of 32 examples the loss was at most 5 % above that with statistics of all data, with 4, 9 %."""
 
 _TORCH = vars(nn.Module()).keys() - {"training"}
 
@@ -34,8 +34,9 @@ _TORCH = vars(nn.Module()).keys() - {"training"}
 class Recount:
     """Keeps a rank's last batches, and passes them through the model when its statistics are asked for.
 
-    A pass is a call of ``training_step`` without gradients. What it does besides is undone: buffers, attributes of
-    modules (lists that it appends to, metrics that it updates), random numbers; and what it logs is thrown away.
+    A pass is a call of ``training_step`` without gradients. What it does besides is undone: parameters that it moves (a
+    teacher's), buffers, attributes of modules (lists that it appends to, metrics that it updates), random numbers; and
+    what it logs is thrown away.
 
     Args:
         module: the model.
@@ -152,7 +153,7 @@ class Recount:
         """Have these parameters and buffers in the model for a while, in the memory of its own, as captured graphs."""
         buffers = [(each, dict(each._buffers)) for each in self._module.modules()]
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        kept = [(name, each, each.detach().clone()) for name, each in named if name in weights or _is_buffer(each)]
+        kept = [(name, each, each.detach().clone()) for name, each in named if not each.is_inference()]
         state = self._module.trainer.state
         stage, self._module.trainer.training = state.stage, True
         try:
@@ -166,11 +167,6 @@ class Recount:
             for _, tensor, before in kept:
                 tensor.copy_(before)
             state.stage = stage
-
-
-def _is_buffer(tensor: Tensor) -> bool:
-    """Of which a pass may change what is in it; not in one that an evaluation made in inference mode."""
-    return not isinstance(tensor, nn.Parameter) and not tensor.is_inference()
 
 
 def _values(layer: _BatchNorm, names: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -31,6 +31,7 @@ class Normed(Net):
             nn.Linear(1024, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10)
         )
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.teacher = nn.Parameter(torch.zeros(10), requires_grad=False)
         self.accuracy = Accuracy("multiclass", num_classes=10)
         self.losses, self.count, self.held, self.stages = [], 0, [], set()
 
@@ -44,6 +45,8 @@ class Normed(Net):
         self.losses.append(loss.item())
         self.count += 1 + 0 * random.randrange(5) + 0 * np.random.randint(5)
         self.calls += 1
+        with torch.no_grad():
+            self.teacher.lerp_(self.head[-1].bias, 0.1)
         self.stages.add(self.trainer.training)
         return loss
 
