@@ -45,7 +45,7 @@ class Forecast:
     Args:
         compressor: its name and main settings; ``none`` where compression is off.
         exchange: the pattern in which messages travel.
-        ratio: how many times fewer bytes than float32 a rank sends in a step, by the plans' formulas.
+        ratio: how many times fewer bytes than DDP in float32 a rank sends in as many steps, by the plans' formulas.
         summary: all of it in a line.
         why: the figures behind a choice; or an empty text.
         warning: what the user should know; or an empty text.
@@ -144,13 +144,14 @@ def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: Wo
     return total
 
 
-def forecast(settings: Settings, parameters: Parameters, world: World) -> Forecast:
+def forecast(settings: Settings, parameters: Parameters, world: World, steps: int = 1) -> Forecast:
     """What these settings will send; a collective call.
 
     Args:
         settings: bound to the model, and decided.
         parameters: that are trained.
         world: the ranks.
+        steps: in a round of local steps, in which this is sent once; 1: it is sent in each step.
     """
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
@@ -172,7 +173,7 @@ def forecast(settings: Settings, parameters: Parameters, world: World) -> Foreca
         return _off("compressor='none' has nothing to compress" if isinstance(settings.method, Dense) else small, why)
     if all(plan.is_dense(each.span) for each, plan in coarse):
         return _off(f"exchange='auto' falls back to {coarse[0][1].description}", why)
-    return _on(settings, [plan for _, plan in plans], parameters, collective.size, why)
+    return _on(settings, [plan for _, plan in plans], parameters, collective.size, why, steps)
 
 
 def _off(reason: str, why: str = "", warning: str = "") -> Forecast:
@@ -200,7 +201,9 @@ def _set(own: object, usual: object, names: Sequence[str]) -> Iterator[str]:
             yield f"{name}={[*map(str, value)] if isinstance(value, tuple) else value}"
 
 
-def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str) -> Forecast:
+def _on(
+    settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str, steps: int
+) -> Forecast:
     """Compression is on; where some of the bytes stay within a node, those that leave it count."""
     inner = sum(plan.cost.inner_bytes for plan in plans)
     sent = sum(plan.cost.bytes_sent for plan in plans) - inner
@@ -213,7 +216,10 @@ def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameter
     ratio = dense / max(1, sent)
     less = f"{_number(ratio)} x fewer bytes" if ratio >= 1 else f"{_number(1 / ratio)} x as many bytes as float32"
     less += " between nodes" if inner else ""
-    later = f", after {settings.dense_steps} dense steps" if settings.dense_steps else ""
+    unit = "round" if steps > 1 else "step"
+    if steps > 1:
+        less += f" a round than float32, {_number(steps * ratio)} x fewer than DDP in its {steps} steps"
+    later = f", after {settings.dense_steps} dense {unit}s" if settings.dense_steps else ""
     warning = "".join(
         f"The rule {each} has no effect: what it takes is excluded, has one dimension or fewer than "
         f"min_numel={settings.rules.min_numel} elements, and stays float32. "
@@ -223,11 +229,11 @@ def _on(settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameter
         warning += f"{name} keeps no residual here, so that nothing comes of {idle}; leave it out. "
     if ratio < 1:
         warning += (
-            f"{name} by {way} sends {sent:,} bytes a rank and step, where float32 would send {dense:,}. What is named "
-            "runs all the same: name a coarser setting, or compressor='auto', which takes float32 where that is "
+            f"{name} by {way} sends {sent:,} bytes a rank and {unit}, where float32 would send {dense:,}. What is "
+            "named runs all the same: name a coarser setting, or compressor='auto', which takes float32 where that is "
             "faster, or exchange={'name': 'auto', 'fallback': 'dense'}"
         )
-    return Forecast(name, way, ratio, f"{name} by {way}, {less}{_compensation(settings)}{later}", why, warning)
+    return Forecast(name, way, steps * ratio, f"{name} by {way}, {less}{_compensation(settings)}{later}", why, warning)
 
 
 def _compensation(settings: Settings) -> str:

@@ -7,6 +7,7 @@ local steps -> anchor - replica, of every rank -> Compression (residual, codec, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from lightning_compress.collectives import Collective
 from lightning_compress.core import failures
 from lightning_compress.engine.compression import Compression
-from lightning_compress.local.outer import Outer
+from lightning_compress.local.outer import OUTERS, Outer
 from lightning_compress.settings.settings import Settings
 
 _CAPS = (25 << 20, 25 << 20)
 """Bytes of a group, as of DistributedDataParallel's buckets."""
+
+_PLAIN = asdict(OUTERS["average"])
 
 
 class Anchors(nn.Module):
@@ -83,8 +86,11 @@ class Fragment:
         meter = self.compression.meter
         meter.bytes_dense += (steps - 1) * (meter.bytes_dense - before)
 
-    def step(self) -> bool:
+    def step(self, plain: bool = False) -> bool:
         """Step the anchors by the mean; a collective call where drift is looked for.
+
+        Args:
+            plain: go to the mean itself, and leave the outer optimizer's momentum as it is.
 
         Returns:
             whether they did: not where a rank's numbers were not finite, and that is to be left out.
@@ -93,12 +99,15 @@ class Fragment:
             FloatingPointError: they were not, and that is to be an error; on all ranks.
             RuntimeError: the ranks' anchors differ; on all ranks.
         """
-        before = self.compression.step
+        before, group = self.compression.step, self._outer.param_groups[0]
+        usual = {name: group[name] for name in _PLAIN}
         for name, anchor in self.anchors.items():
             anchor.grad = self._changes[name]
         try:
+            group.update(_PLAIN if plain else usual)
             self._outer.step()
         finally:
+            group.update(usual)
             for anchor in self.anchors.values():
                 anchor.grad = None
         if self.compression.step == before:

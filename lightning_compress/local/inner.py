@@ -48,6 +48,34 @@ def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int
     return sent, dense
 
 
+def leave_out_nonfinite(optimizer: Optimizer, policy: str, step: int) -> bool:
+    """Keep an optimizer from stepping by averaged gradients that are not finite, the same on all ranks.
+
+    Args:
+        optimizer: is about to step.
+        policy: "skip" the step, "raise" an error, or "pass" them on.
+        step: for the error.
+
+    Returns:
+        whether it is kept from it.
+
+    Raises:
+        FloatingPointError: they are not finite, and that is to be an error.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if policy == "pass" or not parameters:
+        return False
+    if bool(torch.stack([each.grad.isfinite().all() for each in parameters]).all()):
+        return False
+    if policy == "raise":
+        raise FloatingPointError(
+            f"step {step}: the mean of the ranks' gradients is not finite; on_nonfinite='skip' leaves such steps out"
+        )
+    for each in parameters:
+        each.grad = None  # every optimizer skips such a parameter and its state
+    return True
+
+
 def forget_nonfinite(optimizers: Iterable[Optimizer]) -> None:
     """Let optimizers begin anew where their states are not finite, and would make parameters so in every round."""
     for optimizer in optimizers:

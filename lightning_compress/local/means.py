@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
 from lightning_compress.core import failures
+
+_BLOCK = 1 << 20
+"""Elements that are averaged at once, where no tensor is larger."""
 
 
 def mean_of(named: Mapping[str, Tensor], ranks: Collective) -> dict[str, Tensor]:
@@ -38,3 +41,21 @@ def mean_of(named: Mapping[str, Tensor], ranks: Collective) -> dict[str, Tensor]
             ranks.all_reduce(flat)
         flat /= ranks.size
     return means
+
+
+def means_of(named: Mapping[str, Tensor], ranks: Collective) -> Iterator[tuple[str, Tensor]]:
+    """As ``mean_of``, in blocks: no more memory is needed than for a block, or the largest tensor."""
+    block: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if block and sum(each.numel() for each in [*block.values(), tensor]) > _BLOCK:
+            yield from mean_of(block, ranks).items()
+            block = {}
+        block[name] = tensor
+    yield from mean_of(block, ranks).items()
+
+
+def squares(tensor: Tensor, other: Tensor | None = None) -> Tensor:
+    """The sum of squares of a tensor, or of what it differs by from another one, in float64, block by block."""
+    parts = tensor.reshape(-1).split(_BLOCK)
+    others = [0.0] * len(parts) if other is None else other.reshape(-1).split(_BLOCK)
+    return torch.stack([(each - less).double().square().sum() for each, less in zip(parts, others, strict=True)]).sum()

@@ -1,9 +1,11 @@
-"""Buffers of a model (running statistics): averaged over the ranks where the models are."""
+"""Buffers of a model: BatchNorm's running statistics are averaged over the ranks where the models are."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -11,6 +13,63 @@ from torch import Tensor
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures
+
+STATISTICS = ("running_mean", "running_var")
+"""What BatchNorm calls the buffers of which a mean over the ranks is as good as each."""
+
+
+@dataclass(frozen=True)
+class BufferRules:
+    """Which buffers are averaged over the ranks. The others are rank 0's, as in DistributedDataParallel.
+
+    A mean is wrong for most buffers: singular vectors of spectral norm, codebooks and queues lose their norm. So
+    only ``running_mean`` and ``running_var`` are averaged by default. Whole numbers are rank 0's always.
+
+    Args:
+        given: "mean" or "rank0" by shell-style pattern of the buffers' names; the first pattern that matches counts.
+
+    Raises:
+        ValueError: ``given`` is not a mapping, or holds another word.
+    """
+
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.given, Mapping) or not all(isinstance(each, str) for each in self.given):
+            raise ValueError(
+                f"buffers={self.given!r} must be a mapping of patterns of buffer names to 'mean' or 'rank0', such as "
+                "{'*.codebook': 'mean'}"
+            )
+        for pattern, way in self.given.items():
+            if way not in ("mean", "rank0"):
+                raise ValueError(f"buffers: {pattern!r} has {way!r}, and must have 'mean' or 'rank0'")
+
+    def check(self, buffers: Mapping[str, Tensor]) -> None:
+        """Refuse patterns that match none of a model's floating-point buffers.
+
+        Raises:
+            ValueError: there is one.
+        """
+        names = [_plain(name) for name, each in buffers.items() if _real(each).is_floating_point()]
+        for pattern in self.given:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                there = f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}" or "none"
+                raise ValueError(
+                    f"buffers: {pattern!r} matches no floating-point buffer of the model, which has {there}; correct "
+                    "the pattern, or remove it"
+                )
+
+    def names(self, name: str) -> bool:
+        """Whether the user has said what becomes of this buffer."""
+        return any(fnmatchcase(_plain(name), pattern) for pattern in self.given)
+
+    def averages(self, name: str, buffer: Tensor) -> bool:
+        """Whether this buffer is averaged."""
+        if not _real(buffer).is_floating_point():
+            return False
+        usual = "mean" if name.rpartition(".")[2] in STATISTICS else "rank0"
+        ways = (way for pattern, way in self.given.items() if fnmatchcase(_plain(name), pattern))
+        return next(ways, usual) == "mean"
 
 
 class Buffers:
@@ -21,6 +80,7 @@ class Buffers:
     Args:
         named: those of the model as they are now: a module may put another tensor in a buffer's place.
         ranks: to average over.
+        rules: which of them are averaged, and which are rank 0's.
 
     Attributes:
         common: what was averaged last, by name.
@@ -28,9 +88,10 @@ class Buffers:
         nbytes: that this rank sent to average them last.
     """
 
-    def __init__(self, named: Callable[[], Mapping[str, Tensor]], ranks: Collective) -> None:
+    def __init__(self, named: Callable[[], Mapping[str, Tensor]], ranks: Collective, rules: BufferRules) -> None:
         self._find, self._ranks = named, ranks
         self.common = {name: tensor.detach().clone() for name, tensor in named().items()}
+        self._averaged = {name for name, tensor in self.common.items() if rules.averages(name, tensor)}
         self.sums: dict[torch.dtype, Tensor] = {}
         self.nbytes = 0
 
@@ -74,7 +135,7 @@ class Buffers:
         return found
 
     def average(self) -> None:
-        """Average what was taken; the largest of numbers that are whole. A collective call.
+        """Replace what was taken by its mean over the ranks, or by rank 0's. A collective call.
 
         Raises:
             ExchangeError: a rank died, or did not come in time.
@@ -89,18 +150,31 @@ class Buffers:
             said = torch.tensor(signed, device=next(iter(self.sums.values())).device)
             self._reduce(said, self._ranks.all_reduce_max)
             differ = (said[0] != -said[1]).tolist()
-            parts = [part for part, differs in zip(self._parts(self.sums).values(), differ, strict=True) if differs]
+            parts = self._parts(self.sums)
+            travels = [name for name, differs in zip(parts, differ, strict=True) if differs]
             for dtype in self.sums:
-                if same := [part for part in parts if part.dtype == dtype]:
-                    self._average(same)
+                same = [name for name in travels if parts[name].dtype == dtype]
+                self._average([parts[name] for name in same if name in self._averaged])
+                self._share([parts[name] for name in same if name not in self._averaged])
 
     def _average(self, parts: list[Tensor]) -> None:
+        """Leave the mean over those ranks whose numbers are finite; NaN where none has any."""
+        if not parts:
+            return
+        finite = torch.stack([part.isfinite().all() for part in parts])
+        own = [torch.where(good, part, 0) for part, good in zip(parts, finite, strict=True)]
+        together = torch.cat([*own, finite.to(parts[0].dtype)])
+        self._reduce(together, self._ranks.all_reduce)
+        *sums, counts = together.split([*(len(part) for part in parts), len(parts)])
+        for part, total, count in zip(parts, sums, counts, strict=True):
+            torch.div(total, count, out=part)
+
+    def _share(self, parts: list[Tensor]) -> None:
+        """Leave rank 0's: a sum with zeros, which every transport has."""
+        if not parts:
+            return
         together = torch.cat(parts)
-        if together.is_floating_point():
-            self._reduce(together, self._ranks.all_reduce)
-            together /= self._ranks.size
-        else:
-            self._reduce(together, self._ranks.all_reduce_max)
+        self._reduce(together.zero_() if self._ranks.rank else together, self._ranks.all_reduce)
         for part, each in zip(parts, together.split([len(part) for part in parts]), strict=True):
             part.copy_(each)
 
@@ -109,9 +183,9 @@ class Buffers:
         self.nbytes += all_reduce_bytes(numbers.nbytes, self._ranks.size)
 
     def use(self, alpha: float) -> None:
-        """Go on from the average, and a share ``alpha`` of what they are by now.
+        """Go on from the average, and a share ``alpha`` of what they are by now; or from rank 0's.
 
-        Averages that are not finite are left out on all ranks, which go on from what they had in common.
+        Numbers that are not finite are left out on all ranks, which go on from what they had in common.
         """
         parts = self._parts(self.sums)
         floats = [name for name, part in parts.items() if part.is_floating_point()]
@@ -119,15 +193,17 @@ class Buffers:
         finite = dict(zip(floats, flags, strict=True))
         for name, whole in self._named().items():
             tensor, common = _real(whole), _real(self.common[name])
-            mean = parts[name].view(tensor.shape)
-            if not mean.is_floating_point():
-                common.copy_(mean)
-                tensor.copy_(torch.maximum(tensor.to(mean.dtype), mean))
-            elif finite[name]:
-                common.copy_(mean)
-                tensor.lerp_(common, 1 - alpha)
-            else:
-                tensor.copy_(common)
+            if finite.get(name, True):
+                common.copy_(parts[name].view(tensor.shape))
+            if alpha and name in self._averaged and finite[name]:
+                tensor.copy_(torch.where(tensor.isfinite(), tensor, common)).lerp_(common, 1 - alpha)
+            elif self._ranks.rank or not alpha or not finite.get(name, True):
+                tensor.copy_(common)  # but rank 0 goes on with its own, in which it counted on meanwhile
+
+
+def _plain(name: str) -> str:
+    """Without what torch.compile puts into names."""
+    return name.replace("_orig_mod.", "")
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lightning_compress.engine.hook import Background
 from lightning_compress.local.fragment import Fragment
 from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
-from lightning_compress.local.statistics import Buffers
+from lightning_compress.local.statistics import BufferRules, Buffers
 from lightning_compress.local.timetable import Rounds, split
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
@@ -33,10 +33,12 @@ class LocalSteps:
         rounds: when.
         outer: steps the anchors.
         ranks: for each fragment, of process groups apart where ``rounds.delay`` is not 0.
+        rules: which buffers are averaged, and which are rank 0's.
 
     Attributes:
         fragments: of the model, in order; after them, those that joined later, which travel behind the last.
         buffers: of the model.
+        skipped: steps by averaged gradients, before the first round, that were left out, since these were not finite.
         epoch: of the run, for schedules; what is sent has that of its own step.
         on_left_out: called when a round was left out, since a rank's numbers were not finite.
 
@@ -45,7 +47,13 @@ class LocalSteps:
     """
 
     def __init__(
-        self, module: nn.Module, settings: Settings, rounds: Rounds, outer: Outer, ranks: Sequence[Collective]
+        self,
+        module: nn.Module,
+        settings: Settings,
+        rounds: Rounds,
+        outer: Outer,
+        ranks: Sequence[Collective],
+        rules: BufferRules | None = None,
     ) -> None:
         self.rounds, self.epoch = rounds, 0
         self._module, self._settings, self._outer, self._ranks = module, settings, outer, ranks
@@ -55,13 +63,15 @@ class LocalSteps:
         self.fragments: list[Fragment] = []
         for run in runs:
             self._add([name for name, _ in trained[run]])
-        self.buffers = Buffers(lambda: dict(module.named_buffers()), ranks[-1])
+        self._rules = BufferRules() if rules is None else rules
+        self.buffers = Buffers(lambda: dict(module.named_buffers()), ranks[-1], self._rules)
         self._device = trained[0][1].device
         self._carrier: _Now = _Stream(self._device) if self._device.type == "cuda" else _Thread()
         self._travels: dict[int, Callable[[], None]] = {}
         self._back: set[int] = set()
         self._left_out: set[int] = set()
         self._looked = [0] * rounds.fragments
+        self._finishing, self.skipped = False, 0
         self.on_left_out: Callable[[], None] = lambda: None
 
     def _add(self, names: Sequence[str]) -> None:
@@ -70,6 +80,12 @@ class LocalSteps:
         replicas = {name: named[name] for name in names}
         self.fragments.append(Fragment(replicas, kinds_of(self._module), self._settings, self._outer, ranks))
         self._known = {name: own for each in self.fragments for name, own in each.replicas.items()}
+
+    @property
+    def averages(self) -> bool:
+        """Whether the anchors are the mean of what the ranks have trained, all of it, as it is at a round's end."""
+        plain = self._outer == Outer() and not self._settings.error_feedback
+        return plain and self.rounds.fragments == 1 and not self.rounds.delay
 
     def join(self, step: int) -> list[str]:
         """Take in parameters that are trained from now on, the same on all ranks.
@@ -156,7 +172,8 @@ class LocalSteps:
             for other in self._of([min(number, self._last)]):  # in whose process group anchors are compared
                 self._travels.get(other, lambda: None)()
             del self._travels[number]
-            (self._back if self.fragments[number].step() else self._left_out).add(number)
+            stepped = self.fragments[number].step(plain=self._finishing)
+            (self._back if stepped else self._left_out).add(number)
 
     def _leave_out(self, number: int) -> None:
         """A rank's numbers were not finite: all ranks go back to what they had in common.
@@ -202,16 +219,20 @@ class LocalSteps:
                 fragment.compression.roll_back()
 
     def finish(self, step: int) -> None:
-        """The last step was made: use what is due, and synchronise what was learned since, in a shorter round."""
+        """The last step was made: use what is due, and synchronise what was learned since, in a shorter round.
+
+        It ends on the mean of what the ranks have learned: an outer optimizer with momentum would go as far as after a
+        whole round, and so beyond what the last steps have shown.
+        """
         for number in range(len(self.fragments)):
             self._use(number, 0.0 if self._looked[number] == step else self.rounds.alpha)
-        carrier, self._carrier = self._carrier, _Now()
+        carrier, self._carrier, self._finishing = self._carrier, _Now(), True
         for number in range(len(self.fragments)):
             if self._looked[number] < step:
                 self._send(number, step)
                 self._use(number, 0.0)
             self.fragments[number].use()
-        self._carrier = carrier
+        self._carrier, self._finishing = carrier, False
 
     def rebase(self) -> None:
         """Begin from the model as it is, the same on all ranks but for its buffers."""
@@ -242,13 +263,17 @@ class LocalSteps:
             ExchangeError: a rank is gone or silent.
         """
         self.arrive()
+        found = self.mean_buffers(own, ranks)
+        return found | mean_of({name: own[name] for each in self.fragments for name in each.anchors}, ranks)
+
+    def mean_buffers(self, own: Mapping[str, Tensor], ranks: Collective) -> dict[str, Tensor]:
+        """As ``mean``, of buffers alone: means, or rank 0's."""
         copies = {name: own[name].detach().clone() for name in self.buffers.common}
-        buffers = Buffers(lambda: copies, ranks)
+        buffers = Buffers(lambda: copies, ranks, self._rules)
         buffers.look()
         buffers.average()
         buffers.use(0.0)
-        found = dict(buffers.common)
-        return found | mean_of({name: own[name] for each in self.fragments for name in each.anchors}, ranks)
+        return buffers.common
 
     def finite(self, model: Mapping[str, Tensor]) -> bool:
         """Whether the parameters that are averaged are; buffers may hold what masks."""
@@ -304,6 +329,7 @@ class LocalSteps:
         found["ratio"] = found["bytes_dense"] / found["bytes_sent"] if found["bytes_sent"] else 1.0
         found["residual_norm"] = sum(stats["residual_norm"] ** 2 for stats in each) ** 0.5
         found["relative_error"] /= len(each)
+        found["nonfinite_steps"] += self.skipped
         return found | {"steps": each[self._last]["steps"]}
 
     def close(self) -> None:

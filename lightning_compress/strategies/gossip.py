@@ -22,6 +22,8 @@ from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
+from lightning_compress.local.means import means_of, squares
+from lightning_compress.local.statistics import BufferRules
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.alike import check_alike, same
 from lightning_compress.strategies.meeting import END
@@ -48,6 +50,7 @@ class GossipMixin(UnwrappedMixin):
         compressor: Method | Moniqua | str | dict[str, Any] | None = "auto",
         sync_every: int = 1,
         evaluate: Evaluate = "mean",
+        buffers: dict[str, Literal["mean", "rank0"]] | None = None,
         average_states: bool = False,
         meet_every: int = 32,
         seed: int = 0,
@@ -69,6 +72,7 @@ class GossipMixin(UnwrappedMixin):
         self._topology: Topology | None = None
         self._sync_every, self._meet_every, self._seed = sync_every, meet_every, seed
         self._evaluate, self._averages_states = evaluate, average_states
+        self._rules = BufferRules({} if buffers is None else buffers)
         self._traffic: Traffic | None = None
 
     @property
@@ -121,9 +125,10 @@ class GossipMixin(UnwrappedMixin):
         except ValueError as error:  # a file may be missing on one rank alone
             problem = str(error)
         graph = None if made is None else (made.name, made.checksum)
-        numbers = self._sync_every, self._meet_every, self._seed, self._evaluate, self._averages_states
+        numbers = self._sync_every, self._meet_every, self._seed, self._evaluate, self._averages_states, self._rules
         described = repr((self._algorithm, self._compressor, graph, *numbers))
         check_alike("gossip", described, self.root_device, problem or self._kinds(trainer))
+        self._rules.check(dict(self.lightning_module.named_buffers()))
         self._topology = made
 
     def _mixed(self, trainer: Any) -> list[str]:
@@ -151,8 +156,7 @@ class GossipMixin(UnwrappedMixin):
         shapes = dict(self.lightning_module.named_parameters())
         layout = Layout.of((name, tuple(shapes[name].shape)) for name in self._names)
         mixed = set(self._names)  # what a module adds later, as caches are, stays each rank's own
-        rest = ((name, each) for name, each in self.replica().items() if name not in mixed)
-        self._others = [name for name, each in rest if each.is_floating_point()]
+        self._others = [name for name in self.replica() if name not in mixed]
         self._algorithm.check_noise(self._compressor, layout, self.topology)
         device = self.root_device
         meter = Meter(device)
@@ -233,27 +237,28 @@ class GossipMixin(UnwrappedMixin):
 
     def evaluated(self) -> Mapping[str, Tensor]:
         """The mean of parameters and of what norms have counted, or nothing for each rank's own."""
-        return {} if self._evaluate == "local" or self.gives_up else self._means()
+        return {} if self._evaluate == "local" or self.gives_up else dict(self._means())
 
-    def _means(self) -> dict[str, Tensor]:
-        """By name; a collective call."""
-        named = self.replica()
-        names = [*self._names, *self._differing(named)]
-        shapes = [named[name].shape for name in names]
-        own = torch.cat([named[name].detach().reshape(-1).float() for name in names]).to(self.root_device)
-        mean = own.clone()
+    def _means(self) -> Iterator[tuple[str, Tensor]]:
+        """Means, and rank 0's of other buffers, by name; a collective call for each block that is asked for."""
+        named, mixed = self.replica(), set(self._names)
+        frozen = {name for name, each in self._module_parameters() if each.is_floating_point()} - mixed
+        others = self._differing(named)
+        averaged = [name for name in others if name in frozen or self._rules.averages(name, named[name])]
+        apart, norm = torch.zeros(2, dtype=torch.float64, device=self.root_device)
         with failures.explained(f"averaging all models after {self.attempts} steps", self.global_rank):
-            self._counted.all_reduce(mean)
-            mean /= self.world_size
-            trained = slice(len(self._vector))
-            apart = (own[trained] - mean[trained]).double().square().sum()[None]
-            self._counted.all_reduce(apart)
-        norm = float(mean[trained].double().norm())
-        self._consensus = (float(apart) / self.world_size) ** 0.5 / norm if norm else 0.0
-        parts = mean.split([shape.numel() for shape in shapes])
-        return {
-            name: part.view(shape).to(named[name].dtype) for name, shape, part in zip(names, shapes, parts, strict=True)
-        }
+            for name, mean in means_of({name: named[name] for name in [*self._names, *averaged]}, self._counted):
+                if name in mixed:
+                    apart += squares(named[name].detach(), mean)
+                    norm += squares(mean)
+                yield name, mean.to(named[name].dtype)
+            for name in sorted({*others} - {*averaged}):
+                shared = named[name].detach().clone()
+                self._counted.broadcast(shared, self.root_device)
+                yield name, shared
+            total = apart[None]
+            self._counted.all_reduce(total)
+        self._consensus = (float(total) / self.world_size / float(norm)) ** 0.5 if norm else 0.0
 
     def _differing(self, named: Mapping[str, Tensor]) -> list[str]:
         """Frozen parameters and buffers that differ by rank; a mean would round, or overflow, what is constant.
@@ -280,7 +285,7 @@ class GossipMixin(UnwrappedMixin):
     def average_model(self) -> None:
         """All ranks have the exact mean."""
         named = self.replica()
-        for name, mean in self._means().items():
+        for name, mean in self._means():
             named[name].copy_(mean)
 
     def finish(self) -> None:
@@ -333,8 +338,9 @@ class GossipStrategy(GossipMixin, DDPStrategy):
     """Decentralised data-parallel training: ranks average parameters with their neighbours, and nothing with all.
 
     Every rank trains a model of its own; after each ``sync_every`` optimizer steps it is averaged with those of its
-    neighbours in the topology. The states of the optimizers stay local. BatchNorm's statistics are those of each rank,
-    and averaged apart for evaluation. The fit ends on the exact mean of all models, on all ranks.
+    neighbours in the topology. The states of the optimizers stay local. Buffers are those of each rank; for evaluation
+    BatchNorm's statistics are averaged, and others are rank 0's. The fit ends on the exact mean of all models, on all
+    ranks.
 
     Args:
         algorithm: "dpsgd"; "d2", for ranks with different data; with compressors: "choco", "dcd", "ecd",
@@ -349,6 +355,8 @@ class GossipStrategy(GossipMixin, DDPStrategy):
         sync_every: optimizer steps between two rounds, 1 or more.
         evaluate: validation, tests and checkpoints have the "mean" of all models, which is computed when it is asked
             for; or each rank its own, "local", and checkpoints rank 0's.
+        buffers: "mean" or "rank0" by shell-style pattern of buffer names, see ``LocalSGDStrategy``; for evaluation,
+            checkpoints and the end.
         average_states: average momenta and second moments with the neighbours too, as float32.
         meet_every: optimizer steps between two messages of some bytes over all ranks: whether a signal came to any of
             them, and whether all are at the same batch.

@@ -25,9 +25,10 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import decide, forecast
 from lightning_compress.exchanges import Exchange
 from lightning_compress.local.allowed import alone, check
-from lightning_compress.local.inner import average_gradients, forget_nonfinite
+from lightning_compress.local.inner import average_gradients, forget_nonfinite, leave_out_nonfinite
 from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
+from lightning_compress.local.statistics import BufferRules
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
 from lightning_compress.settings import readers
@@ -36,7 +37,8 @@ from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
 from lightning_compress.strategies.alike import check_alike, differing
 from lightning_compress.strategies.meeting import END
-from lightning_compress.strategies.names import register
+from lightning_compress.strategies.names import LOCAL_STEPS, register
+from lightning_compress.strategies.recount import Recount
 from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.unwrapped import UnwrappedMixin
 
@@ -44,19 +46,6 @@ if TYPE_CHECKING:
     _Base = DDPStrategy
 else:
     _Base = object
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "local_sgd": {"sync_every": 16, "outer": "average"},
-    "post_local_sgd": {"sync_every": 16, "outer": "average", "averaged_steps": 1000},
-    "diloco": {"sync_every": 30, "outer": "nesterov"},
-    "sparseloco": {
-        "sync_every": 30,
-        "outer": {"lr": 1.0},
-        "compressor": "sparseloco",
-        "residual_decay": 0.95,
-    },
-}
-"""Settings by the registered name of the strategy."""
 
 
 class LocalSGDMixin(UnwrappedMixin):
@@ -73,6 +62,7 @@ class LocalSGDMixin(UnwrappedMixin):
         delay: int = 0,
         alpha: float | None = None,
         evaluate: Literal["anchor", "mean"] = "anchor",
+        buffers: dict[str, Literal["mean", "rank0"]] | None = None,
         error_feedback: bool | None = None,
         warmup_rounds: int = 0,
         min_numel: int = 1024,
@@ -99,7 +89,7 @@ class LocalSGDMixin(UnwrappedMixin):
         self._averaged_steps = averaged_steps
         if evaluate not in ("anchor", "mean"):
             raise ValueError(f"evaluate={evaluate!r} must be 'anchor' or 'mean'")
-        self._evaluate = evaluate
+        self._evaluate, self._rules = evaluate, BufferRules({} if buffers is None else buffers)
         readers.whole("warmup_rounds", warmup_rounds)
         self._settings = Settings.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=warmup_rounds)
         check(self._settings)
@@ -117,8 +107,9 @@ class LocalSGDMixin(UnwrappedMixin):
         """Refuse what cannot work, and settings that differ over the ranks."""
         assert self.lightning_module is not None
         check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
-        described = repr((self._rounds, self._outer, self._averaged_steps, self._evaluate))
+        described = repr((self._rounds, self._outer, self._averaged_steps, self._evaluate, self._rules))
         check_alike("local steps", described, self.root_device)
+        self._rules.check(dict(self.lightning_module.named_buffers()))
         trained = len(checks.trained_parameters(self.lightning_module))
         if self._rounds.fragments > trained:
             raise ValueError(
@@ -129,16 +120,15 @@ class LocalSGDMixin(UnwrappedMixin):
         """Have the anchors where all ranks begin."""
         module, size = self.lightning_module, TorchCollective().size
         assert module is not None
-        apart = self._rounds.delay > 0
-        self._transports = [
-            TorchCollective().apart() if apart else TorchCollective() for _ in range(self._rounds.fragments)
-        ]
+        apart, count = self._rounds.delay > 0, self._rounds.fragments
+        self._transports = [TorchCollective().apart() if apart else TorchCollective() for _ in range(count)]
         parameters = checks.trained_parameters(module)
         world = World(TorchCollective(), self.root_device, Meter(self.root_device))
         settings = self._settings if size > 1 else alone(self._settings)
         settings = decide(settings.bound(kinds_of(module)), parameters, world)
-        self._forecast = forecast(settings, parameters, world)
-        self._local = LocalSteps(module, settings, self._rounds, self._outer, self._transports)
+        self._forecast = forecast(settings, parameters, world, self._rounds.sync_every)
+        self._local = LocalSteps(module, settings, self._rounds, self._outer, self._transports, self._rules)
+        self._recount = Recount(module, self._rules, wanted=not self._local.averages)
         self._local.on_left_out = lambda: forget_nonfinite(self.optimizers)
         self._said: Tensor | None = None
         self._joined = 0
@@ -158,7 +148,7 @@ class LocalSGDMixin(UnwrappedMixin):
         late = f", used {rounds.delay} steps later" if rounds.delay else ""
         rank_zero_info(
             f"lightning_compress: {first}{rounds.sync_every} local steps a round{parts}{late}; outer lr "
-            f"{self._outer.lr:g}, momentum {self._outer.momentum:g}; in a round: {sent}"
+            f"{self._outer.lr:g}, momentum {self._outer.momentum:g}; {sent}"
         )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -166,6 +156,11 @@ class LocalSGDMixin(UnwrappedMixin):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         self.local.epoch = self.lightning_module.current_epoch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's, and keep the batch for BatchNorm's statistics."""
+        self._recount.keep(args, kwargs)
+        return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; in the first ``averaged_steps`` with the mean of the ranks' gradients."""
@@ -194,6 +189,8 @@ class LocalSGDMixin(UnwrappedMixin):
         sent, dense = average_gradients(optimizer, TorchCollective())
         self.compression.meter.bytes_sent += sent
         self.compression.meter.bytes_dense += dense
+        if getattr(self.precision_plugin, "scaler", None) is None:  # which skips such steps by itself
+            self.local.skipped += leave_out_nonfinite(optimizer, self._settings.on_nonfinite, self.attempts)
 
     def after_attempt(self, step: int) -> None:
         """Do what is due in the round."""
@@ -226,11 +223,11 @@ class LocalSGDMixin(UnwrappedMixin):
         """Synchronise what was learned since the last round."""
         self.meeting.agree(END)
         local = self.attempts - self._averaged_steps
-        if local > 0:
-            self.local.finish(local)
-        else:
-            self.local.rebase()
+        self.local.finish(local) if local > 0 else self.local.rebase()
         self._put(self._followers())
+        counted = self._recounted({}) if local > 0 else {}
+        self._put(counted)
+        self.local.buffers.common |= counted  # of which a run that goes on from here begins
         if 0 < local < self._rounds.sync_every and self._evaluate == "anchor":
             rank_zero_warn(
                 f"the fit ended after {local} local steps, before a round of sync_every={self._rounds.sync_every}: "
@@ -241,11 +238,11 @@ class LocalSGDMixin(UnwrappedMixin):
     def _followers(self) -> dict[str, Tensor]:
         """Means of frozen parameters that differ by rank, as those that follow trained ones; a collective call."""
         assert self.lightning_module is not None
-        own, ranks = self.replica(), self._counted()
+        own, named = self.replica(), self.lightning_module.named_parameters()
         known = {name for each in self.local.fragments for name in each.anchors}
-        names = [name for name, each in self.lightning_module.named_parameters() if each.is_floating_point()]
-        frozen = {name: own[name] for name in names if name not in known}
-        return mean_of({name: frozen[name] for name in differing(frozen, ranks, self.root_device)}, ranks)
+        frozen = {name: own[name] for name, each in named if each.is_floating_point() and name not in known}
+        names = differing(frozen, self._counted(), self.root_device)
+        return mean_of({name: frozen[name] for name in names}, self._counted())
 
     def _counted(self) -> CountingCollective:
         return CountingCollective(TorchCollective(), self.compression.meter)
@@ -267,8 +264,10 @@ class LocalSGDMixin(UnwrappedMixin):
 
     def evaluated(self) -> Mapping[str, Tensor]:
         """The anchors, or the mean of the replicas as they are."""
-        if self.attempts < max(self._averaged_steps, 1):  # the same on all ranks
+        if not self.attempts:  # the same on all ranks
             return {}
+        if self.attempts < self._averaged_steps:  # but what follows it, and buffers
+            return {} if self.gives_up else self.local.mean_buffers(self.replica(), self._counted()) | self._followers()
         if self.gives_up:
             self.local.abandon()
         if (self._evaluate == "mean" or self._swa) and not self.gives_up:
@@ -281,17 +280,25 @@ class LocalSGDMixin(UnwrappedMixin):
         if not self.gives_up:
             found |= self._followers()
         own = self._named()
-        return {name: each.to(own[name].dtype) for name, each in found.items()}
+        found = {name: each.to(own[name].dtype) for name, each in found.items()}
+        return found if self.gives_up or self._swa else found | self._recounted(found)
+
+    def _recounted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """BatchNorm's statistics under these weights, where they are not those of the ranks' own models."""
+        return self._recount.count(weights, super().training_step, self._counted(), self.root_device)
 
     def own_state(self) -> dict[str, Any]:
         """Fragments, once all that travels is back."""
         if self.gives_up:
             self.local.abandon()
-        return self.local.state_dict()
+        state = self.local.state_dict()
+        state["common"]["counted"] = self._recount.last
+        return state
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Go on from them."""
         self.local.load_state_dict(state)
+        self._recount.last = dict(state["common"].get("counted", {}))
 
     @property
     def local(self) -> LocalSteps:
@@ -328,7 +335,7 @@ class LocalSGDMixin(UnwrappedMixin):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the presets, and the variants of each."""
-        register(strategy_registry, cls, "Local steps", PRESETS)
+        register(strategy_registry, cls, "Local steps", LOCAL_STEPS)
 
 
 _OURS = set(inspect.signature(LocalSGDMixin.__init__).parameters)
@@ -343,7 +350,7 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
     For links on which even a compressed message in every step is too slow. In a round each rank's replica of the model
     takes ``sync_every`` steps of its own optimizer; then ``anchor - replica``, what it has learned, is averaged like a
     gradient, an outer optimizer steps the anchors, which all ranks have in common, and replicas go on from there.
-    Buffers are averaged at each round's end. The states of inner optimizers stay each rank's own.
+    Buffers follow at each round's end. The states of inner optimizers stay each rank's own.
 
     Args:
         sync_every: local steps in a round; with several optimizers, those of the one that steps most. A cluster's
@@ -362,6 +369,8 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
         evaluate: what is evaluated and saved in checkpoints: "anchor", what the ranks had in common last, which costs
             some bytes a frozen tensor, to see that it is the same; or "mean", the mean of the replicas as they are,
             made once between two steps.
+        buffers: "mean" or "rank0" by shell-style pattern of buffer names, such as {"*.codebook": "mean"}; the first one
+            that matches counts. Others: BatchNorm's running statistics are averaged, the rest is rank 0's, as by DDP.
         error_feedback: as there, but None and "auto" do not look at the optimizer: on for biased methods, else off.
         warmup_rounds: rounds in float32 before compression begins.
         min_numel: see ``CompressedDDPStrategy``.

@@ -13,6 +13,19 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 """Suffixes of every name, and their arguments."""
 
+LOCAL_STEPS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"sync_every": 16, "outer": "average"},
+    "post_local_sgd": {"sync_every": 16, "outer": "average", "averaged_steps": 1000},
+    "diloco": {"sync_every": 30, "outer": "nesterov"},
+    "sparseloco": {
+        "sync_every": 30,
+        "outer": {"lr": 1.0},
+        "compressor": "sparseloco",
+        "residual_decay": 0.95,
+    },
+}
+"""Settings of local steps by the registered name of the strategy."""
+
 
 def register(
     registry: Any,

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
-from lightning_compress.strategies.local_sgd import PRESETS
+from lightning_compress.strategies.names import LOCAL_STEPS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from recipes.build import build, by_group, recipe_of, refuse_foreign_data
 from recipes.idle import Outlasted, refuse_idle
@@ -166,7 +166,7 @@ def test_defaults_are_those_of_python(path: Path) -> None:
     assert isinstance(shown, dict)
     cls = get_object(shown.pop("_target_"))
     defaults = {key: each.default for key, each in inspect.signature(cls).parameters.items()}
-    preset = PRESETS.get(path.stem, {})
+    preset = LOCAL_STEPS.get(path.stem, {})
     defaults |= preset
     ddp = {"start_method": "popen", "bucket_cap_mb": None}  # of what goes on to DistributedDataParallel
     ddp |= dict.fromkeys(("find_unused_parameters", "gradient_as_bucket_view", "static_graph"), False)

@@ -255,6 +255,31 @@ def test_a_fit_ends_on_one_model_and_all_was_sent(fragments, delay, alpha):
     assert all(not own.equal(was) for own, was in zip(ranks[0][0], start, strict=True))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_fit_that_ends_after_a_round_ends_on_the_mean_of_the_models(fragments, size):
+    """A whole outer step, which momentum makes, would go further than its one step has shown."""
+
+    def run(collective):
+        model, local = train(collective, Rounds(5, fragments), "nesterov", {"compressor": "none"}, 11)
+        own = [each.detach().clone() for each in model.parameters()]
+        momentum = [copy.deepcopy(each.state_dict()["common"]["outer"]) for each in local.fragments]
+        with torch.no_grad():
+            local.finish(11)
+        same = [each.state_dict()["common"]["outer"] for each in local.fragments]
+        assert all(
+            each["state"][0]["momentum_buffer"].equal(other["state"][0]["momentum_buffer"])
+            and each["param_groups"] == other["param_groups"]
+            for each, other in zip(same, momentum, strict=True)
+        )
+        return own, [each.detach() for each in model.parameters()]
+
+    ranks = run_threads(size, run)
+    for _, end in ranks:
+        for place, each in enumerate(end):
+            assert torch.allclose(each, torch.stack([own[place] for own, _ in ranks]).mean(0), atol=1e-6)
+
+
 def streamed(rounds, steps, size, average):
     """Streaming in one process: what is sent at one step is used ``delay`` later."""
     replicas = [make() for _ in range(size)]

@@ -1,17 +1,24 @@
 """Buffers of a model: which of them travel, and what comes of them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_compress.collectives import run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core.failures import ExchangeError
-from lightning_compress.local.statistics import Buffers
+from lightning_compress.local.outer import Outer
+from lightning_compress.local.statistics import BufferRules, Buffers
+from lightning_compress.local.steps import LocalSteps
+from lightning_compress.local.timetable import Rounds
+from lightning_compress.settings.settings import Settings
 
 
 class Masked(nn.Module):
-    """Two masks and a constant, which a mean of three would round; a mask and sums of each rank's own."""
+    """Two masks and a constant, which a mean of three would round; a mask, sums and a mean of each rank's own."""
 
     def __init__(self, rank=0):
         super().__init__()
@@ -20,11 +27,12 @@ class Masked(nn.Module):
         self.register_buffer("steps", torch.tensor(3))
         self.register_buffer("rows", torch.arange(40) % 3 == rank)
         self.register_buffer("seen", torch.full((5,), 1.0 + rank))
+        self.register_buffer("running_mean", torch.full((6,), 1.0 + rank))
 
 
-def averaged(collective, change=lambda buffers: None):
+def averaged(collective, change=lambda buffers: None, rules=None):
     model = Masked(collective.rank)
-    buffers = Buffers(lambda: dict(model.named_buffers()), collective)
+    buffers = Buffers(lambda: dict(model.named_buffers()), collective, rules or BufferRules())
     buffers.look()
     buffers.average()
     change(buffers)
@@ -36,10 +44,11 @@ def test_what_is_the_same_on_all_ranks_does_not_travel_and_stays():
     for model, buffers in run_threads(3, averaged):
         assert model.scale.equal(Masked().scale)
         assert model.causal.equal(Masked().causal)
-        assert model.rows.equal(torch.arange(40) % 3 < 3)
-        assert model.seen.tolist() == [2.0] * 5
+        assert model.rows.equal(torch.arange(40) % 3 == 0)
+        assert model.seen.tolist() == [1.0] * 5
+        assert model.running_mean.tolist() == [2.0] * 6
         assert all(buffers.common[name].equal(each) for name, each in model.named_buffers())
-        assert buffers.nbytes == sum(all_reduce_bytes(each, 3) for each in (16 * 5, 4 * 5, 40))
+        assert buffers.nbytes == sum(all_reduce_bytes(each, 3) for each in (16 * 6, 4 * 5, 4 * 7, 40))
 
 
 def test_averages_of_earlier_checkpoints_are_used():
@@ -67,6 +76,95 @@ def test_a_rank_that_is_gone_is_said():
         averaged(Gone())
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_pattern_that_matches_says_what_becomes_of_a_buffer(size):
+    rules = BufferRules({"running_*": "rank0", "se*": "mean", "*n": "rank0"})
+    for model, _ in run_threads(size, lambda ranks: averaged(ranks, rules=rules)):
+        assert model.running_mean.tolist() == [1.0] * 6
+        assert model.seen.tolist() == [(1 + size) / 2] * 5
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"*.queue": "max"}, r"buffers: '\*.queue' has 'max', and must have 'mean' or 'rank0'"),
+        ("mean", "buffers='mean' must be a mapping of patterns"),
+        ({"quee": "mean"}, "'quee' matches no floating-point buffer of the model, which has scale, seen, running_mean"),
+        ({"steps": "mean"}, "'steps' matches no floating-point buffer"),
+    ],
+)
+def test_rules_that_say_nothing_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        BufferRules(given).check(dict(Masked().named_buffers()))
+
+
+def test_one_rank_whose_statistics_are_not_finite_does_not_spoil_the_mean():
+    def rank(collective):
+        model = Masked(collective.rank)
+        if collective.rank == 1:
+            model.running_mean[2] = torch.nan
+        buffers = Buffers(lambda: dict(model.named_buffers()), collective, BufferRules())
+        buffers.look()
+        buffers.average()
+        buffers.use(0.0)
+        return model.running_mean.tolist()
+
+    assert run_threads(3, rank) == [[2.0] * 6] * 3  # of 1 and 3
+
+
+class Contrast(nn.Module):
+    """Layers with a spectral norm, as of a GAN's critic; and a queue of keys of length 1, as MoCo's."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [spectral_norm(nn.Linear(*sizes)) for sizes in ((8, 64), (64, 64), (64, 3))]
+        self.layers = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+        self.register_buffer("queue", nn.functional.normalize(torch.randn(32, 3)))
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        found = self.layers(inputs)
+        keys = nn.functional.normalize(found.detach())
+        self.queue[(self.place + torch.arange(len(keys))) % 32] = keys
+        self.place += len(keys)
+        return found
+
+
+@pytest.mark.parametrize("rounds", [Rounds(16), Rounds(16, delay=3, alpha=0.5)], ids=["at once", "late"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_normed_stays_so_in_the_model_that_all_have(size, rounds):
+    torch.manual_seed(2)
+    made = Contrast()
+
+    def rank(collective):
+        model, draw = copy.deepcopy(made), torch.Generator().manual_seed(collective.rank)
+        local = LocalSteps(model, Settings.of("none"), rounds, Outer(), [collective])
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        for step in range(1, 36):
+            inputs = torch.randn(8, 8, generator=draw)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), inputs[:, :3].argmax(1)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                local.after(step)
+        evaluated = copy.deepcopy(made)
+        evaluated.load_state_dict(local.anchors())
+        with torch.no_grad():
+            local.finish(35)
+        return evaluated, model
+
+    found = run_threads(size, rank)
+    for model in (each for pair in found for each in pair):
+        model.eval()
+        largest = [float(torch.linalg.matrix_norm(each.weight.detach(), 2)) for each in model.layers[::2]]
+        assert max(abs(each - 1) for each in largest) < 0.2  # without averages it is 0.1
+        assert model.queue.norm(dim=1).allclose(torch.ones(32), atol=1e-5)
+    for place in (0, 1):
+        first, *others = (dict(each[place].named_buffers()) for each in found)
+        assert all(each.equal(other[name]) for other in others for name, each in first.items())
+    assert found[0][1].place == 8 * 35  # rank 0 lost none while its own were on their way
+
+
 class _One:
     rank, size = 0, 1
 
@@ -91,7 +189,7 @@ def test_a_round_waits_for_an_accelerator_some_times_and_not_for_each_buffer(mon
 
         monkeypatch.setattr(torch.Tensor, name, counted)
     model = Masked()
-    buffers = Buffers(lambda: dict(model.named_buffers()), _One())
+    buffers = Buffers(lambda: dict(model.named_buffers()), _One(), BufferRules())
     buffers.look()
     assert not any(counts.values())
     buffers.average()
@@ -102,7 +200,7 @@ def test_a_round_waits_for_an_accelerator_some_times_and_not_for_each_buffer(mon
 
 def test_only_averages_that_are_not_finite_are_left_out():
     model = Masked()
-    buffers = Buffers(lambda: dict(model.named_buffers()), _One())
+    buffers = Buffers(lambda: dict(model.named_buffers()), _One(), BufferRules())
     model.scale.fill_(torch.inf)
     model.seen.fill_(5.0)
     buffers.look()

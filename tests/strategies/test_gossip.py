@@ -5,6 +5,7 @@ import re
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -286,8 +287,76 @@ def test_what_is_constant_stays(pools):
     least = torch.finfo(torch.float32).min
     for same, rest, distance in pools[3].run(_constants):
         assert same
-        assert rest == [[least] * 2, [-np.inf] * 2, [1.0] * 2]
+        assert rest == [[least] * 2, [-np.inf] * 2, [0.0] * 2]  # the last is rank 0's
         assert 0 < distance < 1
+
+
+class Queued(Constants):
+    """A queue of keys of length 1, where the next one goes, and a codebook that is to be averaged."""
+
+    def __init__(self, _):
+        super().__init__(_)
+        self.register_buffer("queue", torch.nn.functional.one_hot(torch.arange(8) % 4).float())
+        self.register_buffer("place", torch.tensor(0))
+        self.register_buffer("codebook", torch.zeros(3))
+
+    def on_train_batch_end(self, *_):
+        self.queue.copy_(self.queue.roll(dist.get_rank(), 1))
+        self.place += 1 + dist.get_rank()
+        self.codebook.fill_(dist.get_rank())
+
+
+def _queued():
+    _, model = fit(GossipStrategy(buffers={"code*": "mean"}), Queued)
+    norms = model.body[1].running_mean.tolist()
+    return model.queue.norm(dim=1).tolist(), model.place.item(), model.codebook.tolist(), norms
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_buffers_end_as_those_of_rank_0_but_for_norms_and_what_is_named(pools, size):
+    ranks = pools[size].run(_queued)
+    assert all(each == ranks[0] for each in ranks)
+    queue, place, codebook, _ = ranks[0]
+    assert queue == [1.0] * 8
+    assert place == 8
+    assert codebook == [(size - 1) / 2] * 3
+
+
+def _peak(work):
+    """Bytes that ``work`` needs while it runs, beyond what there was before."""
+
+    def read(what):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(what))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = read("VmRSS")
+    work()
+    return read("VmHWM") - before
+
+
+class Wide(Net):
+    """Of four million parameters in eight layers."""
+
+    def __init__(self, _):
+        super().__init__("sgd")
+        self.more = nn.Sequential(*(nn.Linear(720, 720) for _ in range(8)))
+
+    @torch.no_grad()
+    def on_train_start(self):
+        own, numel = self.trainer.strategy, parameters(self).numel()
+        self.needs = [_peak(own.average_model) / numel, _peak(lambda: setattr(self, "kept", own.evaluated())) / numel]
+        self.kept = None
+
+
+def _needs():
+    return fit(GossipStrategy(), Wide, max_epochs=1, limit_train_batches=1)[1].needs
+
+
+def test_means_are_made_block_by_block(pools):
+    """The end needs some blocks, an evaluation the mean, of 4 bytes a parameter."""
+    for needs in pools[2].run(_needs):
+        assert max(needs) < 10
 
 
 class Scaled(Net):

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_compress import CommunicationMonitor, LocalSGDStrategy
-from lightning_compress.strategies.local_sgd import PRESETS
+from lightning_compress.strategies.names import LOCAL_STEPS
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.strategies.test_unwrapped import (
@@ -47,8 +47,8 @@ from tests.strategies.test_unwrapped import (
 
 TOPK = {"name": "topk", "density": 0.1}
 KINDS = {
-    **{name: {**given, "sync_every": 3} for name, given in PRESETS.items()},
-    "post_local_sgd": {**PRESETS["post_local_sgd"], "sync_every": 3, "averaged_steps": 2},
+    **{name: {**given, "sync_every": 3} for name, given in LOCAL_STEPS.items()},
+    "post_local_sgd": {**LOCAL_STEPS["post_local_sgd"], "sync_every": 3, "averaged_steps": 2},
     "streaming": {"sync_every": 3, "fragments": 2, "delay": 2, "outer": "nesterov", "compressor": TOPK},
     "mean": {"sync_every": 3, "evaluate": "mean", "compressor": "onebit"},
 }
@@ -80,6 +80,20 @@ def test_ranks_evaluate_one_model_and_end_on_one(pools, kind):
     assert stats["steps"] == (2 if kind == "post_local_sgd" else 3)  # the last round is shorter
     assert stats["total_bytes_dense"] == pytest.approx(8 * 4 * end.size)
     assert stats["total_bytes_sent"] < 0.7 * stats["total_bytes_dense"]
+
+
+def _says():
+    own = LocalSGDStrategy(4, compressor={"name": "rotated", "bits": 8}, exchange="all_gather")
+    fit(own, limit_val_batches=0, max_epochs=1)
+    return own.comm_stats()["summary"], own._forecast.ratio, own.comm_stats()["ratio"]
+
+
+def test_bytes_are_told_by_round_and_by_step(pools):
+    for summary, foretold, ratio in pools[2].run(_says):
+        assert " x fewer bytes a round than float32, " in summary
+        assert summary.endswith(" x fewer than DDP in its 4 steps")
+        assert foretold == pytest.approx(ratio, rel=0.1)  # of all four steps, as in the summary
+        assert float(summary.split()[-9]) == pytest.approx(foretold, rel=0.05)
 
 
 def _averaged(steps):
@@ -222,7 +236,10 @@ def test_a_checkpoint_that_is_saved_after_the_fit_goes_on(pools, tmp_path):
 
 @pytest.mark.parametrize(("kind", "swa"), [("diloco", False), ("streaming", False), ("diloco", True)])
 def test_a_run_that_had_ended_ends_again_on_its_model(pools, tmp_path, kind, swa):
-    ranks = pools[2].run(fit_again, partial(strategy, kind), str(tmp_path), swa)
+    but = (
+        "running_" if kind == "streaming" else "nothing"
+    )  # counted when what travels is back, of batches that are gone
+    ranks = pools[2].run(fit_again, partial(strategy, kind), str(tmp_path), swa, but)
     for ended, again in ranks:
         np.testing.assert_allclose(again, ended, atol=1e-6 if swa else 0)
         assert np.array_equal(again, ranks[0][1])
@@ -288,6 +305,69 @@ def test_a_rank_that_overflows_goes_back_to_the_anchors_with_all(pools, kind):
         assert np.array_equal(ranks[0][0][5], ranks[0][0][2])
 
 
+class NanInput(Validated):
+    """One rank's batch is not finite in one step of those with averaged gradients, nor what its norms count then."""
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        if self.trainer.global_step == 3 and dist.get_rank() == 1:
+            images = images * float("nan")
+        return super().training_step((images, labels), batch_idx)
+
+    def on_validation_epoch_start(self):
+        self.normed = self.body[1].running_mean.numpy().copy()
+
+
+def _averages_nan(policy, folder):
+    watch, save = Watch(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    own = LocalSGDStrategy(3, averaged_steps=6, on_nonfinite=policy)
+    _, model = fit(own, make=NanInput, callbacks=[watch, save], limit_train_batches=4, max_epochs=3)
+    saved = torch.load(f"{folder}/epoch=0.ckpt", weights_only=True)["state_dict"]
+    first = saved["body.1.running_mean"].isfinite().all().item()
+    finite = all(each.isfinite().all().item() for each in model.state_dict().values())
+    return watch.trained, first, finite, model.normed, own.comm_stats()["nonfinite_steps"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_rank_that_is_not_finite_costs_all_one_step_with_averaged_gradients(pools, tmp_path, size):
+    ranks = pools[size].run(_averages_nan, "skip", str(tmp_path))
+    for trained, saved, finite, _, left_out in ranks:
+        assert np.array_equal(trained[3], trained[2])
+        assert not np.array_equal(trained[4], trained[3])
+        assert saved
+        assert finite
+        assert left_out == 1
+        assert all(np.array_equal(trained[step], ranks[0][0][step]) for step in range(6))
+
+
+def test_what_is_to_be_done_about_it_is_done(pools, tmp_path):
+    assert not any(finite for _, _, finite, *_ in pools[2].run(_averages_nan, "pass", str(tmp_path)))
+    with pytest.raises(Exception, match="step 3: the mean of the ranks' gradients is not finite; on_nonfinite='skip'"):
+        pools[2].run(_averages_nan, "raise", str(tmp_path))
+
+
+class SeesNorms(Validated):
+    def on_validation_epoch_start(self):
+        self.normed = self.body[1].running_mean.numpy().copy()
+
+
+def _in_common(folder):
+    look, save = Statistics(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    _, model = fit(LocalSGDStrategy(averaged_steps=100), make=SeesNorms, callbacks=[look, save], max_epochs=1)
+    saved = torch.load(f"{folder}/epoch=0.ckpt", weights_only=True)["state_dict"]
+    return look.seen[-1], model.normed, saved["body.1.running_mean"].numpy()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_while_gradients_are_averaged_what_is_evaluated_is_what_is_saved(pools, tmp_path, size):
+    ranks = pools[size].run(_in_common, str(tmp_path))
+    mean = np.mean([own for own, *_ in ranks], axis=0)
+    assert not np.allclose(ranks[0][0], mean)
+    for _, evaluated, saved in ranks:
+        np.testing.assert_allclose(evaluated, mean, rtol=1e-5)
+        assert np.array_equal(evaluated, saved)
+
+
 class Finite(Callback):
     """Whether this rank's model is, after each batch."""
 
@@ -347,16 +427,21 @@ class Registers(Validated):
         self.evaluated.append(self.seen.tolist())
 
 
-def _registers(evaluate):
-    _, model = fit(LocalSGDStrategy(3, evaluate=evaluate), make=Registers)
+def _registers(evaluate, buffers=None):
+    _, model = fit(LocalSGDStrategy(3, evaluate=evaluate, buffers=buffers), make=Registers)
     fresh = Registers("sgd")
     kept = [getattr(model, name).equal(getattr(fresh, name)) for name in ("rotations", "mask", "causal")]
     return kept, model.evaluated[-1], model.seen.tolist()
 
 
+@pytest.mark.parametrize(("evaluate", "seen"), [("anchor", 6.0), ("mean", 8.0)])
+def test_buffers_that_do_not_change_stay_and_new_ones_in_their_place_are_those_of_rank_0(pools, evaluate, seen):
+    assert pools[2].run(_registers, evaluate) == [([True] * 3, [seen] * 2, [8.0] * 2)] * 2
+
+
 @pytest.mark.parametrize(("evaluate", "seen"), [("anchor", 9.0), ("mean", 12.0)])
-def test_buffers_that_do_not_change_stay_and_new_ones_in_their_place_are_averaged(pools, evaluate, seen):
-    assert pools[2].run(_registers, evaluate) == [([True] * 3, [seen] * 2, [12.0] * 2)] * 2
+def test_buffers_that_a_user_names_are_averaged(pools, evaluate, seen):
+    assert pools[2].run(_registers, evaluate, {"se*": "mean"}) == [([True] * 3, [seen] * 2, [12.0] * 2)] * 2
 
 
 class Grows(Net):
@@ -631,6 +716,7 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path, kind):
         ({"warmup_rounds": 1.5}, "warmup_rounds=1.5"),
         ({"evaluate": "median"}, "evaluate='median'"),
         ({"outer": {"lr": -1}}, "outer.lr=-1"),
+        ({"buffers": {"*.queue": "max"}}, "'max', and must have 'mean' or 'rank0'"),
         ({"compressor": "signsgd"}, "SignSGD"),
         ({"compressor": "dgc"}, "DGC"),
         ({"compressor": "onebit_adam"}, "OneBitAdam"),
@@ -731,6 +817,7 @@ def streams():
 def _refused(what):
     options = {
         "fragments": lambda: fit(LocalSGDStrategy(sync_every=20, fragments=20)),
+        "buffers": lambda: fit(LocalSGDStrategy(buffers={"*.queue": "mean"})),
         "settings": lambda: fit(LocalSGDStrategy(sync_every=4 + dist.get_rank())),
         "outer": lambda: fit(LocalSGDStrategy(outer={"lr": 1.0 + dist.get_rank()})),
         "late": lambda: fit(LocalSGDStrategy(sync_every=3), make=LateOnOne),
@@ -752,6 +839,7 @@ def _refused(what):
     ("what", "said"),
     [
         ("fragments", "fragments=20 must be at most 10"),
+        ("buffers", "'*.queue' matches no floating-point buffer of the model, which has body.1.running_mean, body.1"),
         ("settings", "settings of local steps differ over the ranks"),
         ("outer", "settings of local steps differ over the ranks"),
         ("late", "begun to train different parameters"),
@@ -778,12 +866,12 @@ def test_one_rank_sends_nothing(pools):
     assert pools[1].run(_one_rank) == [(0, True)]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LOCAL_STEPS)
 @pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook"])
 def test_registered(name, variant):
     made = StrategyRegistry.get(name + variant)
     assert isinstance(made, LocalSGDStrategy)
-    assert made._rounds.sync_every == PRESETS[name]["sync_every"]
+    assert made._rounds.sync_every == LOCAL_STEPS[name]["sync_every"]
     assert pickle.loads(pickle.dumps(made))._settings == made._settings
 
 
