@@ -144,9 +144,7 @@ def _complex():
 
 def test_a_model_on_two_devices_is_refused_but_for_none():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
-    with pytest.raises(
-        ValueError, match=r"on cpu, meta: .* put it there, or use CompressedDDPStrategy\('none'\)"
-    ):
+    with pytest.raises(ValueError, match=r"on cpu, meta: .* put it there, or use CompressedDDPStrategy\('none'\)"):
         check_module(model, Settings.of("onebit"))
     check_module(model, Settings.of("none"))
 
