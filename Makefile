@@ -1,11 +1,12 @@
 # make demo: the recipes, dense and compressed, over slow links, in a table.   make test: lint, types and tests, one of
 # each kind of what takes long.   make thorough: all tests, an hour or more.   make results: the tables of the recipes
-# again, hours; with quick=true, minutes.
+# again, hours; with quick=true, minutes.   make lowest: what meets Lightning and the other packages, in .venv_lowest,
+# with the oldest versions that pyproject.toml promises; but torch, of which older builds for the CPU are not on PyPI.
 PYTHON ?= python3
 DATA ?= data
 BIN := .venv/bin
 
-.PHONY: install demo results test thorough lint types unit clean
+.PHONY: install demo results test thorough lowest lint types unit clean
 
 install: .venv/.installed
 
@@ -37,5 +38,13 @@ thorough: test
 	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and thorough"
 
+lowest:
+	test -x .venv_lowest/bin/python || $(PYTHON) -m venv .venv_lowest
+	grep -oE '"[A-Za-z0-9_-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=/==/; s/\[[a-z]*\]//' \
+		| grep -v -e '^torch=' -e '^setuptools=' > .venv_lowest/oldest.txt
+	grep '^torch=' constraints.txt >> .venv_lowest/oldest.txt
+	.venv_lowest/bin/python -m pip install --quiet --constraint .venv_lowest/oldest.txt --editable ".[dev]"
+	.venv_lowest/bin/python -m pytest -W default tests/strategies tests/conformance tests/callbacks tests/config tests/settings
+
 clean:
-	rm -rf .venv build dist *.egg-info outputs multirun
+	rm -rf .venv .venv_lowest build dist *.egg-info outputs multirun

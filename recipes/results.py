@@ -71,7 +71,7 @@ class Comparison:
     run: list[str]
     methods: dict[str, list[str]]
     seeds: list[int]
-    dense_seeds: list[int] = field(default_factory=list)
+    more_seeds: dict[str, list[int]] = field(default_factory=dict)
     note: str = ""
     data: list[str] = field(default_factory=list)
     needs: str = ""
@@ -80,17 +80,17 @@ class Comparison:
     def shortened(self) -> Comparison:
         """What stands for it with ``--quick``, where that has anything to show."""
         title, seeds = f"{self.title}: its quick form, which only shows that it runs", self.seeds[:1]
-        return replace(self, title=title, note="", run=self.quick, seeds=seeds, dense_seeds=[], data=[], needs="")
+        return replace(self, title=title, note="", run=self.quick, seeds=seeds, more_seeds={}, data=[], needs="")
 
     def runs(self, data: Path | None) -> list[Run]:
         """All trainings, seed by seed; ``data`` is the folder of the public data sets."""
         private = [each.format(data=data) for each in self.data]
-        dense = next(iter(self.methods))
+        further = sorted({seed for seeds in self.more_seeds.values() for seed in seeds})
         return [
             Run(self.name, method, settings, seed, [*SHARED, *self.run, *settings, f"seed={seed}"], private)
-            for seed in [*self.seeds, *self.dense_seeds]
+            for seed in [*self.seeds, *further]
             for method, settings in self.methods.items()
-            if seed in self.seeds or method == dense
+            if seed in self.seeds or seed in self.more_seeds.get(method, ())
         ]
 
 
@@ -121,7 +121,7 @@ def read_table(path: Path = TABLE) -> list[Comparison]:
         path: a YAML file like ``recipes/results.yaml``.
 
     Raises:
-        ValueError: a comparison has a key that is none, or lacks one.
+        ValueError: a comparison has an unknown key or lacks one, or seeds of an unknown method.
     """
     known = {each.name for each in fields(Comparison)} - {"name"}
     table = cast("dict[str, dict[str, Any]]", OmegaConf.to_container(OmegaConf.load(path)))
@@ -131,7 +131,10 @@ def read_table(path: Path = TABLE) -> list[Comparison]:
         if wrong or missing:
             said = [f"unknown {key}" for key in sorted(wrong)] + [f"no {key}" for key in sorted(missing)]
             raise ValueError(f"{path.name}, {name}: {', '.join(said)}; an entry has {', '.join(sorted(known))}")
-        found.append(Comparison(name=name, **entry))
+        found.append(made := Comparison(name=name, **entry))
+        if strange := set(made.more_seeds) - set(made.methods):
+            methods = ", ".join(made.methods)
+            raise ValueError(f"{path.name}, {name}: more_seeds of {', '.join(sorted(strange))}; its methods: {methods}")
     return found
 
 

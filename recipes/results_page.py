@@ -109,7 +109,7 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     said = [
         f"## {comparison.title}",
         comparison.note,
-        f"{_seeds(found)}; {some['ranks']} ranks; {some['steps']} steps; "
+        f"{_seeds(comparison, found)}; {some['ranks']} ranks; {some['steps']} steps; "
         f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
         f"{_versions(rows)}." + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
         f"The seeds of {found[0].label} differ by {spread}: differences of that order say nothing."
@@ -124,13 +124,16 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     return "\n\n".join(part for part in said if part) + "\n"
 
 
-def _seeds(found: list[Line]) -> str:
-    """Of the methods that are compared with the first one, and others of that one."""
-    first, *others = [[row["seed"] for row in line.rows] for line in found]
-    seeds = list(dict.fromkeys(seed for each in others or [first] for seed in each))
-    more = [seed for seed in first if seed not in seeds]
-    dense = f", and {', '.join(more)} of {found[0].label}" if more else ""
-    return f"Seed{'s' if seeds[1:] else ''} {', '.join(seeds)}{dense}"
+def _seeds(comparison: Comparison, found: list[Line]) -> str:
+    """Of all methods, and further ones of some."""
+    by_line = {line.label: [row["seed"] for row in line.rows] for line in found}
+    common = [seed for seed in map(str, comparison.seeds) if any(seed in each for each in by_line.values())]
+    more: dict[str, list[str]] = {}
+    for label, seeds in by_line.items():
+        if rest := ", ".join(seed for seed in seeds if seed not in common):
+            more.setdefault(rest, []).append(label)
+    further = "".join(f", and {seeds} of {' and '.join(labels)}" for seeds, labels in more.items())
+    return f"Seed{'s' if common[1:] else ''} {', '.join(common)}{further}"
 
 
 def _versions(rows: list[dict[str, str]]) -> str:

@@ -62,9 +62,12 @@ def cause(error: Exception) -> str:
         found = _MILLISECONDS.search(text)
         limit = f"{int(found[1] or found[2]) / 1000:g} s" if found else "the time limit"
         return (
-            f"a rank did not answer within {limit}: it hangs, waits for something else, or the network is gone "
-            "(the limit is the strategy's timeout=)"
+            f"a rank did not answer within {limit}: it hangs, waits for something else, has no batch left where this "
+            "one has (give all ranks the same number), or the network is gone (the limit is the strategy's timeout=)"
         )
     if _LOST.search(text):
-        return "a rank died or stopped with an error of its own; what it said last tells why"
-    return "the ranks did not do the same, or the network failed"
+        return (
+            "a rank died or stopped with an error of its own, and what it said last tells why; or it had no batch left "
+            "where this one has: give all ranks the same number"
+        )
+    return "the ranks did not do the same, as where one has no batch left and another has, or the network failed"

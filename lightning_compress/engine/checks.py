@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective
@@ -17,6 +18,7 @@ from lightning_compress.corrections import DGC
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
 
+_STOCK = "or use CompressedDDPStrategy('none') with its default settings, which is DistributedDataParallel itself"
 _OWN_HOOK = "it brings a communication hook of its own, and DistributedDataParallel takes one only"
 _REFUSED_DDP_ARGUMENTS = {
     "ddp_comm_hook": "compression is itself the communication hook; choose it with compressor=",
@@ -123,10 +125,11 @@ def check_module(module: nn.Module, settings: Settings) -> None:
     """Refuse modules whose gradients cannot be compressed as they reach the communication hook, and idle patterns.
 
     Raises:
-        ValueError: an embedding has sparse gradients, an optimizer runs inside backward, a parameter is complex, or
-            they are on several devices, which ``none`` leaves to DistributedDataParallel; or a pattern in ``exclude``
-            matches nothing.
+        ValueError: a module is lazy; an embedding has sparse gradients, an optimizer runs inside backward, a parameter
+            is complex, or they are on several devices, which ``none`` leaves to DistributedDataParallel; or a pattern
+            in ``exclude`` matches nothing.
     """
+    check_initialized(module)
     parameters = trained_parameters(module)
     if not settings.plain:
         _check_gradients(module, parameters)
@@ -138,12 +141,27 @@ def check_module(module: nn.Module, settings: Settings) -> None:
     settings.rules.bound(kinds_of(module)).check([name for name, _ in parameters])
 
 
+def check_initialized(module: nn.Module) -> None:
+    """Refuse lazy modules that have seen no batch.
+
+    Raises:
+        ValueError: there is one; it is named.
+    """
+    for name, child in module.named_modules():
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if any(is_lazy(each) for each in own):
+            raise ValueError(
+                f"{name or 'the module'} is a {type(child).__name__} whose parameters have no shape yet: run one batch "
+                "through the model before the fit"
+            )
+
+
 def _check_gradients(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse modules whose gradients do not reach the communication hook as dense real numbers of one device."""
     if len(devices := {str(parameter.device) for _, parameter in parameters}) > 1:
         raise ValueError(
             f"the model is on {', '.join(sorted(devices))}: what one process compresses has to be on one device; put "
-            "it there, or use compressor='none'"
+            f"it there, {_STOCK}"
         )
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
@@ -152,10 +170,13 @@ def _check_gradients(module: nn.Module, parameters: Sequence[tuple[str, nn.Param
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
                 f"{name} is stepped inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
-                "step the optimizer after backward, or use compressor='none'"
+                f"step the optimizer after backward, {_STOCK}"
             )
         if parameter.is_complex():
-            raise ValueError(f"{name} is {parameter.dtype}: only real gradients are compressed; use compressor='none'")
+            raise ValueError(
+                f"{name} is {parameter.dtype}, and must be real. Keep it as a real parameter of shape (..., 2) and use "
+                f"torch.view_as_complex in forward, {_STOCK}"
+            )
 
 
 def check_running(ddp: DistributedDataParallel) -> None:
@@ -250,5 +271,6 @@ def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: C
 
 
 def _parameters_digest(module: nn.Module) -> bytes:
-    parts = [(name, tuple(p.shape), str(p.dtype)) for name, p in trained_parameters(module)]
+    named = trained_parameters(module)
+    parts = [(name, None if is_lazy(each) else tuple(each.shape), str(each.dtype)) for name, each in named]
     return hashlib.sha256(repr(parts).encode()).digest()

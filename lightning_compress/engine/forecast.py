@@ -32,6 +32,10 @@ MOST = 1 << 28
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 """By name, in the model's order."""
 
+AUTO = "auto chose float32, because this link is as fast as the compressor"
+NONE = "compressor='none' sends gradients as they are"
+"""Why compression is off."""
+
 _OF_RESIDUAL = ("residual_decay", "residual_follows_lr", "residual_dtype")
 _OF_DRIFT = ("on_drift", "check_drift_every")
 _OF_COMPRESSION = ("warmup_steps", *_OF_RESIDUAL, "on_nonfinite", *_OF_DRIFT)
@@ -156,28 +160,27 @@ def forecast(settings: Settings, parameters: Parameters, world: World, steps: in
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
     if collective.size == 1:
-        idle = f"nothing comes of on_nonfinite={settings.on_nonfinite} on one rank"
+        idle = f"on_nonfinite={settings.on_nonfinite} has no effect on one rank"
         return _off("there is one rank", warning=idle if settings.on_nonfinite != "pass" else "")
     if settings.plain:
         if settings.chosen:
-            reason = "compressor='auto' expects too little of it on this link"
             idle = ", ".join(_set(settings, Settings.of("none"), _OF_DRIFT))
-            return _off(reason, why, idle and f"{reason}: nothing comes of {idle}, where it compresses nothing")
-        reason = "compressor='none' sends everything as it is"
+            return _off(AUTO, why, idle and f"{AUTO}: {idle} has no effect without compression")
         idle = ", ".join(_idle(settings))
-        return _off(reason, warning=f"{reason}, so that nothing comes of {idle}; leave it out" if idle else "")
+        return _off(NONE, warning=f"{NONE}, and {idle} has no effect; leave it out" if idle else "")
     plans = [(sections, _plan(settings, part, sections, world)) for part, sections in _sections(settings, parameters)]
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
         small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or all are excluded"
-        return _off("compressor='none' has nothing to compress" if isinstance(settings.method, Dense) else small, why)
+        chosen = AUTO if settings.chosen else NONE
+        return _off(chosen if isinstance(settings.method, Dense) else small, why)
     if all(plan.is_dense(each.span) for each, plan in coarse):
         return _off(f"exchange='auto' falls back to {coarse[0][1].description}", why)
     return _on(settings, [plan for _, plan in plans], parameters, collective.size, why, steps)
 
 
 def _off(reason: str, why: str = "", warning: str = "") -> Forecast:
-    return Forecast("none", "all_reduce", 1.0, f"compression is off, because {reason}", why, warning)
+    return Forecast("none", "all_reduce", 1.0, f"compression is off: {reason}", why, warning)
 
 
 def _idle(settings: Settings) -> Iterator[str]:
@@ -226,7 +229,7 @@ def _on(
         for each in settings.rules.idle([(name, tuple(each.shape)) for name, each in parameters])
     )
     if not settings.error_feedback and (idle := ", ".join(_set(settings, Settings.of("none"), _OF_RESIDUAL))):
-        warning += f"{name} keeps no residual here, so that nothing comes of {idle}; leave it out. "
+        warning += f"{name} keeps no residual here, so {idle} has no effect; leave it out. "
     if ratio < 1:
         warning += (
             f"{name} by {way} sends {sent:,} bytes a rank and {unit}, where float32 would send {dense:,}. What is "

@@ -28,6 +28,7 @@ from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
 from lightning_compress.settings.settings import Settings
+from lightning_compress.strategies.alike import batches_by_rank, check_batches
 from lightning_compress.strategies.interruptions import Interruptions
 from lightning_compress.strategies.names import VARIANTS, register
 from lightning_compress.strategies.resume import Resume
@@ -107,12 +108,19 @@ class CompressedDDPMixin(WaitingMixin):
             logger.log_hyperparams(theirs | made.hyperparameters())
 
     def on_train_start(self) -> None:
-        """Say what runs, once everything is restored."""
+        """Compare numbers of batches, which are known by now; say what runs, once everything is restored."""
         super().on_train_start()
+        assert self.lightning_module is not None
+        self._check_batches(self.lightning_module.trainer)
         if self._compression is not None:
             rank_zero_info(self._compression.forecast.line)
             if self._compression.forecast.warning:
                 rank_zero_warn(self._compression.forecast.warning)
+
+    def _check_batches(self, trainer: Any) -> None:
+        counts = batches_by_rank(trainer, TorchCollective(), self.root_device)
+        if trainer.max_steps < 0 or min(counts) < trainer.max_steps * _accumulation(trainer):  # else no epoch ends
+            check_batches(counts)
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None

@@ -16,6 +16,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
+from lightning_compress.engine.checks import check_initialized
 from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.base import Algorithm, Mixing
 from lightning_compress.gossip.moniqua import Moniqua
@@ -112,6 +113,7 @@ class GossipMixin(UnwrappedMixin):
         assert self.lightning_module is not None
         problem, made = "", None
         try:
+            check_initialized(self.lightning_module)
             asked, lazy = self._given_topology, None
             if isinstance(asked, Mapping):  # the algorithm has a say in it
                 lazy = asked.get("lazy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.core import failures
+from lightning_compress.strategies.alike import batches_by_rank, check_batches
 from lightning_compress.strategies.signals import Signals
 
 STEP, END, ELSEWHERE = range(3)
@@ -53,18 +53,9 @@ class Meeting:
         Raises:
             ValueError: they differ; on all ranks.
         """
-        known = self._trainer.num_training_batches
-        own = torch.tensor([-1 if math.isinf(known) else int(known)])
-        everyone = torch.empty(self.ranks.size, 1, dtype=own.dtype)
-        self.ranks.all_gather(own, everyone)
-        counts = everyone.flatten().tolist()
+        counts = batches_by_rank(self._trainer, self.ranks, torch.device("cpu"))
         self.unsized = -1 in counts or bool(self._trainer.reload_dataloaders_every_n_epochs)
-        if len(set(counts)) > 1:
-            said = ", ".join("unknown" if each < 0 else str(each) for each in counts)
-            raise ValueError(
-                f"the ranks have different numbers of training batches ({said}, by rank), and would wait for each "
-                "other for ever; give all the same (a DistributedSampler does), or set limit_train_batches"
-            )
+        check_batches(counts)
 
     def ask(self, where: int = STEP) -> Tensor:
         """What this rank has to say, int64 on the CPU: for ``heed``, after ``all_reduce_max`` over the ranks."""

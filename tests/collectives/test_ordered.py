@@ -6,7 +6,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_compress import CompressedDDPStrategy
+from lightning_compress.codecs import Dense
 from lightning_compress.collectives import OrderedCollective, TorchCollective, run_threads
+from lightning_compress.exchanges import AllReduce
+from lightning_compress.testing.means import mean_on
 from tests.helpers.training import fit, parameters
 from tests.strategies.test_resume import interrupted
 
@@ -26,6 +29,18 @@ def test_from_rank_0_on(size, dtype, shape):
     for each in numbers[1:]:
         expected += each
     assert all(torch.equal(got, expected) for got in run_threads(size, reduce))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_a_mean_is_the_sum_over_the_ranks_or_the_number_next_to_it(size):
+    """As law 4 of docs/architecture.md says: bit for bit where 1 / W is a number of float32."""
+    made = run_threads(size, lambda ranks: mean_on(OrderedCollective(ranks), Dense(), AllReduce()))
+    total = made[0].before.clone()
+    for each in made[1:]:
+        total += each.before
+    off = (made[0].mean.view(torch.int32) - (total / size).view(torch.int32)).abs().max()
+    assert off == (0 if size in (2, 4, 8) else 1)
+    assert all(each.mean.equal(made[0].mean) for each in made)
 
 
 def test_integers_are_left_alone():

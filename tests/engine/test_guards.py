@@ -14,7 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_compress import CompressedDDPStrategy, attach
+from lightning_compress.collectives import run_threads
+from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import Group
+from lightning_compress.settings.settings import Settings
 from tests.engine.test_modes import TwoOptimizers, residuals
 from tests.helpers.training import Net, digits, parameters, quiet_trainer
 
@@ -191,6 +194,21 @@ def test_drift_is_an_error_on_all_ranks(pools, size, what, gradients):
         assert f"their averaged gradients {gradients};" in said
         assert "head.2.weight" in said
         assert f"of rank {size - 1} differ from rank 0's" in said
+
+
+@pytest.mark.parametrize("places", [(0, 1), (3, 70_000), (70_000, 140_000)], ids=str)
+def test_elements_in_another_order_are_drift(places):
+    """Of a parameter that is summed up in several pieces."""
+
+    def rank(ranks):
+        weight = torch.arange(150_000.0)
+        if ranks.rank == 1:
+            weight[[*places]] = weight[[*reversed(places)]]
+        guard = DriftGuard([("weight", weight)], list, ranks, Settings.of("topk", check_drift_every=1))
+        with pytest.raises(RuntimeError, match="weight of rank 1 differ from rank 0's"):
+            guard.look(1)
+
+    run_threads(2, rank)
 
 
 def _resync():

@@ -37,7 +37,7 @@ second:
   run: [trainer.max_epochs=3]
   quick: [trainer.max_epochs=1]
   seeds: [0]
-  dense_seeds: [2]
+  more_seeds: {dense: [2]}
   methods:
     dense: [compressor=none]
 """
@@ -59,9 +59,8 @@ def test_every_run_composes(comparison: Comparison) -> None:
         assert not CompressedDDPStrategy(
             build(method.compressor), schedule=method.strategy.schedule
         )._settings.schedule.courses
-    assert len({run.command for run in comparison.runs(None)}) == len(comparison.seeds) * len(comparison.methods) + len(
-        comparison.dense_seeds
-    )
+    more = sum(map(len, comparison.more_seeds.values()))
+    assert len({run.command for run in comparison.runs(None)}) == len(comparison.seeds) * len(comparison.methods) + more
 
 
 def test_there_are_enough_methods_for_each_recipe() -> None:
@@ -134,6 +133,7 @@ def test_page(tmp_path: Path, trained: Pretended, monkeypatch: pytest.MonkeyPatc
     assert "| dense | 90.00, 91.00 | 90.50 | +0.00 | 2.5000 | +0.0 % | 5,000 | 1.0 x | 8 |" in page
     assert "| topk 1 % | 89.00, 90.00 | 89.50 | -1.00 | 3.5000 | +41.7 % | 100 | 50.0 x | 8 |" in page
     assert "Seeds 0, 1; 2 ranks; 9 steps; the higher the better. 2026-01-02; torch 2." in page
+    assert "Seed 0, and 2 of dense; 2 ranks" in page
     assert "    python -m recipes.train trainer=cpu_2proc trainer.max_epochs=9 compressor=none\n" in page
     others = (
         "for the other rows, in place of the compressor:\n\n- topk 1 %: `compressor=topk compressor.density=0.01`\n\n|"
@@ -208,6 +208,9 @@ def test_wrong_names(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureF
     (tmp_path / "table.yaml").write_text(SMALL.replace("  run:", "  fast:"))
     assert main(["--out", str(tmp_path / "out")]) == 1
     assert "table.yaml, first: unknown fast, no run" in capsys.readouterr().err
+    (tmp_path / "table.yaml").write_text(SMALL.replace("{dense: [2]}", "{topk: [2]}"))
+    assert main(["--out", str(tmp_path / "out")]) == 1
+    assert "table.yaml, second: more_seeds of topk; its methods: dense" in capsys.readouterr().err
     (tmp_path / "table.yaml").write_text(SMALL.replace("compressor.density", "compressor.nosuch"))
     with pytest.raises(Exception, match="nosuch"):
         main(["--out", str(tmp_path / "out"), "--data", str(tmp_path)])

@@ -138,8 +138,8 @@ def test_nothing_is_measured_where_that_was_forbidden(monkeypatch):
         ({"name": "topk", "density": 0.01}, 2, "topk (density 0.01) by all_gather, "),
         ("bf16", 4, "bf16 by all_reduce, 2 x fewer bytes"),
         ("onebit", 4, "onebit (block 1024) by two_shot, "),
-        ("none", 4, "compression is off, because compressor='none' sends everything as it is"),
-        ("topk", 1, "compression is off, because there is one rank"),
+        ("none", 4, "compression is off: compressor='none' sends gradients as they are"),
+        ("topk", 1, "compression is off: there is one rank"),
         ("powersgd", 2, "powersgd (rank 2) by exchanges of its own, "),
         ("dgc", 2, "dgc (density 0.001) by all_gather, "),
         ({"name": "topk", "density": 0.9}, 2, "topk (density 0.9) by all_gather, 1.8 x as many bytes as float32"),
@@ -159,7 +159,20 @@ def test_summary(compressor, ranks, summary):
 def test_one_rank_says_that_it_looks_at_nothing():
     settings = Settings.of("rotated", on_nonfinite="raise")
     said = forecast(settings, named(), World(LocalCollective(), CPU, Meter(CPU))).warning
-    assert said == "nothing comes of on_nonfinite=raise on one rank"
+    assert said == "on_nonfinite=raise has no effect on one rank"
+
+
+@pytest.mark.parametrize("more", [{}, {"on_nonfinite": "skip"}, {"deterministic": True}], ids=str)
+def test_auto_says_that_it_chose_float32(more):
+    """Also where a hook averages it, and not DistributedDataParallel."""
+    given = Settings.of("auto", Auto(link=FAST), **more)
+
+    def rank(ranks):
+        world = World(ranks, CPU, Meter(CPU))
+        return forecast(decide(given, named(), world), named(), world).summary
+
+    said = "compression is off: auto chose float32, because this link is as fast as the compressor"
+    assert run_threads(2, rank) == [said] * 2
 
 
 def test_why_it_is_off():
@@ -202,14 +215,14 @@ def test_what_comes_to_nothing_without_a_compressor_is_said():
         return run_threads(2, rank)[0]
 
     said = warned(compressor="none", **IDLE)
-    assert "sends everything as it is, so that nothing comes of exchange=TwoShot" in said
+    assert "sends gradients as they are, and exchange=TwoShot" in said
     assert all(f" {name}=" in said for name in IDLE)
     assert warned(compressor="none", error_feedback=False, seed=3) == ""
     for more in ({"deterministic": True}, {"on_nonfinite": "skip"}):  # then the hook is there
-        assert "nothing comes of" not in warned(compressor="none", **IDLE, **more)
+        assert "no effect" not in warned(compressor="none", **IDLE, **more)
     assert warned(compressor="auto", exchange=Auto(link=FAST), exclude=["a.*"]) == ""  # which chose none
     said = warned(compressor="auto", exchange=Auto(link=FAST), on_drift="resync", check_drift_every=7)
-    assert "nothing comes of on_drift=resync, check_drift_every=7" in said
+    assert "on_drift=resync, check_drift_every=7 has no effect" in said
 
 
 def test_settings_of_a_residual_that_is_not_kept_are_said():
@@ -219,7 +232,7 @@ def test_settings_of_a_residual_that_is_not_kept_are_said():
 
     for given in ({"compressor": "rotated"}, {"compressor": "onebit", "error_feedback": False}):
         said = warned(**given, residual_decay=0.5, residual_dtype="bfloat16")
-        assert "nothing comes of residual_decay=0.5, residual_dtype=torch.bfloat16; leave it out" in said
+        assert "residual_decay=0.5, residual_dtype=torch.bfloat16 has no effect; leave it out" in said
     assert warned(compressor="onebit", residual_decay=0.5) == ""
 
 
@@ -316,7 +329,7 @@ def test_float32_is_left_to_ddp(pools, size):
         active, hooks, ratio, refused, summary = found["fast"]
         assert (active, hooks, ratio) == (False, 0, 1.0)
         assert "compressor='auto', which chose float32 here and leaves" in refused
-        assert summary == "compression is off, because compressor='auto' expects too little of it on this link"
+        assert summary == "compression is off: auto chose float32, because this link is as fast as the compressor"
 
 
 def _resumed(first, second, host=None):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import CompressedDDPStrategy, Moniqua, attach
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua, attach
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.cast import Narrow
 from lightning_compress.corrections import Corrected
@@ -139,12 +139,12 @@ class ComplexNet(Net):
 
 
 def _complex():
-    return _refusal({"compressor": "bf16"}, make=ComplexNet)
+    return _refusal({"compressor": "none", "deterministic": True}, make=ComplexNet)
 
 
 def test_a_model_on_two_devices_is_refused_but_for_none():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
-    with pytest.raises(ValueError, match=r"the model is on cpu, meta: .* put it there, or use compressor='none'"):
+    with pytest.raises(ValueError, match=r"on cpu, meta: .* put it there, or use CompressedDDPStrategy\('none'\)"):
         check_module(model, Settings.of("onebit"))
     check_module(model, Settings.of("none"))
 
@@ -158,12 +158,40 @@ def test_a_model_on_two_devices_is_refused_but_for_none():
         (_pattern, "exclude='nosuch.*' matches no parameter"),
         (_sparse, "words has sparse gradients; build it with sparse=False"),
         (_stepped, "stepped inside backward"),
-        (_complex, "phase is torch.complex64"),
+        (
+            _complex,
+            "torch.view_as_complex in forward, or use CompressedDDPStrategy('none') with",
+        ),
     ],
 )
 def test_refused_before_training_on_every_rank(pools, job, message):
     for answer in pools[3].run(job):
         assert message in answer
+
+
+class LazyNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.head[0] = nn.LazyLinear(64)
+
+
+def _lazy():
+    said = []
+    for strategy in (
+        CompressedDDPStrategy("none"),
+        CompressedDDPStrategy("topk"),
+        LocalSGDStrategy(2),
+        GossipStrategy(),
+    ):
+        with pytest.raises(ValueError, match="no shape") as caught:
+            fit(strategy, 2, LazyNet)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_lazy_module_is_named(pools):
+    words = "head.0 is a LazyLinear whose parameters have no shape yet: run one batch through the model before the fit"
+    assert pools[2].run(_lazy) == [[words] * 4] * 2
 
 
 def _join():

@@ -1,13 +1,17 @@
 """The strategy in real Gloo processes, on real images."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
 
 from lightning_compress import CompressedDDPStrategy
 from tests.cases import CASES
-from tests.helpers.training import Net, fit, parameters, train
+from tests.helpers.training import Net, digits, fit, parameters, quiet_trainer, train
 
 
 def _stock(steps, **strategy):
@@ -63,6 +67,30 @@ def test_every_method_trains_and_ranks_stay_identical(pools, case, size):
     assert stats["ratio"] > (
         1.9 if case.name not in ("none", "rows") else 0.99
     )  # whose gradients here have no empty row
+
+
+def _uneven(compressor, **options):
+    """Six batches on rank 0, and three more on each further rank."""
+    trainer = quiet_trainer(CompressedDDPStrategy(compressor), use_distributed_sampler=False, **options)
+    data = DataLoader(digits(count=16 * (6 + 3 * dist.get_rank())), 16)
+    try:
+        trainer.fit(Net(), data)
+    except ValueError as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(("compressor", "size"), [("onebit", 2), ("none", 2), ("onebit", 3)])
+def test_different_numbers_of_batches_are_refused_by_that_name(pools, compressor, size):
+    for options in ({"max_epochs": 1}, {"max_steps": 7}, {"max_steps": 4, "accumulate_grad_batches": 2}):
+        for said in pools[size].run(partial(_uneven, compressor, **options)):
+            assert "different numbers of training batches (6, 9" in said, options
+            assert "or set limit_train_batches" in said
+
+
+def test_a_run_that_ends_within_the_first_epoch_needs_no_equal_numbers_of_batches(pools):
+    for options, steps in (({"max_steps": 6}, 6), ({"max_steps": 3, "accumulate_grad_batches": 2}, 3)):
+        assert pools[2].run(partial(_uneven, "onebit", **options)) == [steps] * 2
 
 
 def _trace(accumulate):
