@@ -282,7 +282,7 @@ def check_contractive(name: str, compressor: object) -> None:
     if not isinstance(compressor, Codec) or not (compressor.contractive or compressor.sum_dtype is not None):
         raise ValueError(
             f"algorithm {name} needs a contractive codec, and {compressor} is none: its error may be larger than what "
-            "it is given. Take topk, efsign, onebit, range_float, fft, fp16 or none; or algorithm dcd, which takes "
+            "it is given. Take efsign, onebit, topk, range_float, fft, fp16 or none; or algorithm dcd, which takes "
             "unbiased ones"
         )
 

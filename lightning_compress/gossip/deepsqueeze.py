@@ -23,8 +23,8 @@ class DeepSqueeze(Algorithm):
     model: at few bits eta must be small. Kept is the error: 4 bytes a parameter.
 
     Args:
-        eta: how far to move towards the neighbours, in (0, 1]; see ``Choco.gamma``. None: 0.15 of the largest step, so
-            that noise is about as large as the distance of the ranks, and at most 0.1.
+        eta: how far to move towards the neighbours, in (0, 1]; see ``Choco.gamma``. None: a tenth of the largest step,
+            at which noise is about as large as the distance of the ranks, and at most 0.1.
 
     Raises:
         ValueError: eta is out of range.
@@ -46,7 +46,7 @@ class DeepSqueeze(Algorithm):
 
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
         """See ``Algorithm.begin``."""
-        eta = fit_step("deepsqueeze: eta", self.eta, 0.1, 0.15, start, neighbours, compressor, layout)
+        eta = fit_step("deepsqueeze: eta", self.eta, 0.1, 0.1, start, neighbours, compressor, layout)
         return _Mixing(start, neighbours, compressor, layout, seed, eta)
 
 

@@ -347,7 +347,8 @@ class GossipStrategy(GossipMixin, DDPStrategy):
 
     Every rank trains a model of its own; after each ``sync_every`` optimizer steps it is averaged with those of its
     neighbours in the topology. The states of the optimizers stay local. BatchNorm's statistics are those of each rank,
-    and averaged apart for evaluation. The fit ends on the exact mean of all models, on all ranks.
+    and averaged apart for evaluation. The fit ends on the exact mean of all models, on all ranks. A rank whose model is
+    not finite before a round goes back to that of the last round, and takes the mean from there.
 
     Args:
         algorithm: "dpsgd"; "d2", for ranks with different data; with compressors: "choco", "dcd", "ecd",
@@ -356,9 +357,9 @@ class GossipStrategy(GossipMixin, DDPStrategy):
             ranks), a matrix as nested lists, or the path of one in a text or .npy file; symmetric, with rows and
             columns that sum to 1. ``{"name": ..., "lazy": True}`` leaves half of the weight where it is, which "d2"
             does by itself where it must.
-        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings; for "choco" and "deepsqueeze" a
-            contractive codec (topk, efsign, onebit, ...), for "dcd" and "ecd" an unbiased one (qsgd, rotated, ...).
-            "auto": float32, signs, and 8 bits.
+        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings ("d2": 4 or 8 bits); for "choco" and
+            "deepsqueeze" a contractive codec (efsign, onebit, topk, ...), for "dcd" and "ecd" an unbiased one (qsgd,
+            rotated, ...). "auto": float32, signs, and 8 bits.
         sync_every: optimizer steps between two rounds, 1 or more.
         evaluate: validation, tests and checkpoints have the "mean" of all models, which is computed when it is asked
             for; or each rank its own, "local", and checkpoints rank 0's.

@@ -402,6 +402,7 @@ BAD = [
     ({"algorithm": "choco", "compressor": QSGD()}, "choco needs a contractive codec"),
     ({"algorithm": "deepsqueeze", "compressor": "moniqua"}, "deepsqueeze needs a contractive codec"),
     ({"compressor": {"name": "moniqua", "bits": 1, "rounding": "stochastic"}}, "delta=0.5"),
+    ({"algorithm": "d2", "compressor": {"name": "moniqua", "bits": 2}}, "d2 would diverge with moniqua at bits=2"),
     ({"compressor": {"name": "moniqua", "theta": 0}}, "above 0, not 0"),
     ({"sync_every": 0}, "sync_every=0 must be an integer, 1 or more"),
     ({"meet_every": 1.5}, "meet_every=1.5"),
@@ -420,7 +421,7 @@ def test_refused_at_construction(settings, message):
         GossipStrategy(**settings)
 
 
-@pytest.mark.parametrize("compressor", ["auto", None, "none", "moniqua", {"name": "moniqua", "bits": 1}, Moniqua(2)])
+@pytest.mark.parametrize("compressor", ["auto", None, "none", "moniqua", {"name": "moniqua", "bits": 4}, Moniqua(8)])
 def test_averaging_takes(compressor):
     GossipStrategy("d2", compressor=compressor)
 
