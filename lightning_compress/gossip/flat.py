@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.base import LARGEST
 
 STATISTICS = ("running_mean", "running_var")
@@ -18,17 +19,17 @@ class Flat:
     """A rank's parameters as a vector, which between two rounds holds the model that the last one left.
 
     Args:
-        names: of the parameters, in order.
-        numel: how many numbers they have.
+        layout: of whole parameters, in order.
         device: where they are.
 
     Attributes:
         vector: float32 ``[numel]``.
     """
 
-    def __init__(self, names: Sequence[str], numel: int, device: torch.device) -> None:
-        self._names = names
-        self.vector = torch.zeros(numel, device=device)
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._names = layout.names
+        self.vector = torch.zeros(layout.numel, device=device)
+        self._views = [self.vector[each.offset : each.end].view(each.shape) for each in layout.segments]
         self._statistics: dict[str, Tensor] = {}
 
     def keep(self, named: Mapping[str, Tensor]) -> None:
@@ -38,13 +39,13 @@ class Flat:
 
     def gather(self, named: Mapping[str, Tensor]) -> None:
         """Copy from the parameters."""
-        for part, parameter in self._parts(named):
-            part.copy_(parameter)
+        if self._views:
+            torch._foreach_copy_(self._views, self._parameters(named))
 
     def scatter(self, named: Mapping[str, Tensor]) -> None:
         """Copy to the parameters."""
-        for part, parameter in self._parts(named):
-            parameter.copy_(part)
+        if self._views:
+            torch._foreach_copy_(self._parameters(named), self._views)
 
     def heal(self, named: Mapping[str, Tensor]) -> bool:
         """Go back to the last round's parameters, or to statistics of norms, where the present ones are not finite.
@@ -59,18 +60,13 @@ class Flat:
         for name, each in counted.items():
             kept = self._statistics[name]
             kept.copy_(each) if healthy else each.copy_(kept)
-        if _finite(named[name].detach() for name in self._names):
+        if _finite(self._parameters(named)):
             return not healthy
         self.scatter(named)
         return True
 
-    def _parts(self, named: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        start = 0
-        for name in self._names:
-            parameter = named[name].detach()
-            stop = start + parameter.numel()
-            yield self.vector[start:stop].view(parameter.shape), parameter
-            start = stop
+    def _parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        return [named[name].detach() for name in self._names]
 
 
 def _finite(tensors: Iterable[Tensor]) -> bool:

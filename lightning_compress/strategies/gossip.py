@@ -167,7 +167,7 @@ class GossipMixin(UnwrappedMixin):
         self._ranks = TorchCollective().apart()
         self._counted = CountingCollective(self._ranks, meter)
         self._neighbours = Neighbours(self._counted, self.topology)
-        self._flat = Flat(self._names, layout.numel, device)
+        self._flat = Flat(layout, device)
         self._layout = layout
         self.begin_after(0)
         self._by_rank, self._left_out, self._consensus = [0] * self.world_size, [0] * self.world_size, 0.0
