@@ -44,7 +44,7 @@ def compressed(algorithm, compressor, graph):
                 models.append(vector.clone())
         return torch.stack(models), mixing.steps
 
-    ranks = run_threads(graph.size, rank)
+    ranks = run_threads(graph.size, rank, timeout=600.0)
     step = max(ranks[0][1].values(), default=getattr(compressor, "share", 1.0))
     return distances(torch.stack([models for models, _ in ranks])), step
 
@@ -96,12 +96,13 @@ REFUSED = [
 ]
 
 
+@pytest.mark.timeout(1800)  # DCT's takes long
 @pytest.mark.parametrize(
     ("name", "compressor", "size"),
     [
         pytest.param(name, each, size, marks=() if size == 4 and (name, each) in CHEAP else pytest.mark.thorough)
         for name, each in PAIRS
-        for size in (4, 8)
+        for size in ((4, 8) if (name, each) in CHEAP else (4,))
     ],
     ids=str,
 )
