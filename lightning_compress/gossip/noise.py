@@ -18,7 +18,7 @@ SAMPLE, LEAST = 1 << 20, 1 << 12
 """Parameters to measure ``carried`` on: about as many of all, and not fewer of a tensor, since codecs send a share."""
 WINDOWS = (8, 16, 32, 64, 128, 256, 512)
 """Rounds that are measured together; the next window follows where messages carry less than one window's share."""
-LITTLE = 0.0005
+LITTLE = 0.002
 """Share of what waits below which ranks would not agree: an absolute threshold that does not suit the model, say."""
 HOPELESS = 4.0
 """Times the largest stable step is refused; less is a warning, since models whose steps are sparse bear more."""

@@ -92,7 +92,7 @@ CHEAP = [
 REFUSED = [
     *((name, each) for name in ("dcd", "ecd") for each in (Wangni(), QSGD(2))),
     *(("ecd", each) for each in (TernGrad(), Rotated(2))),
-    *((name, Threshold()) for name in ("choco", "deepsqueeze")),  # more than its capacity is above the threshold
+    *((name, each) for name in ("choco", "deepsqueeze") for each in (Threshold(), Threshold(0.01, 0.01, capacity=1.0))),
 ]
 
 
