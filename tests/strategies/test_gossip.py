@@ -363,6 +363,10 @@ REFUSED = {
         "the settings of gossip differ over the ranks",
     ),
     "atomo": (lambda: fit(GossipStrategy("dcd", compressor="atomo")), "would diverge with ATOMO(rank=3)"),
+    "gamma": (
+        lambda: fit(GossipStrategy({"name": "choco", "gamma": 0.4}, compressor={"name": "randomk", "density": 0.01})),
+        "choco: gamma=0.4 would diverge with RandomK",
+    ),
     "grows": (lambda: fit(GossipStrategy(), Grows), "cannot be averaged: 'cache' is torch.float32 of shape ("),
     "unfrozen": (lambda: fit(GossipStrategy(), Frozen), "was frozen when the fit began"),
     "swaps": (
