@@ -63,7 +63,8 @@ class CommunicationMonitor(MonitorMixin, Callback):
     nothing.
 
     With ``GossipStrategy`` there are also ``bytes_to_<rank>``, what this rank has sent to each neighbour;
-    ``bytes_of_<rank>``, what each rank had sent when all met last; ``rounds``; ``consensus_distance``, the root mean
+    ``bytes_of_<rank>``, what each rank had sent when all met last; ``rounds``; ``nonfinite_rounds``, in which a rank
+    went back to its last model; ``gamma`` or ``eta``, the step in use; ``consensus_distance``, the root mean
     square distance of the ranks' models from their mean, over the mean's norm, when it was formed last; and with
     Moniqua ``theta``, ``hash_failures`` (chunks that neighbours did not recover), ``hash_bytes`` and ``resent_bytes``.
 

@@ -12,6 +12,7 @@ the next local step starts from.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.noise import noise_of
 from lightning_compress.gossip.topology import Topology
 
 GRID = 2.0**-24
@@ -36,12 +38,14 @@ class Mixing(ABC):
     Attributes:
         vectors: float32 ``[numel]`` each, what is kept of this rank's own between rounds, by name.
         numbers: likewise, numbers; ``round`` counts the rounds so far.
+        steps: how far to move towards the neighbours, by the setting's name, where the algorithm has one.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
         self.neighbours = neighbours
         self.vectors: dict[str, Tensor] = {}
         self.numbers: dict[str, float] = {"round": 0.0}
+        self.steps: dict[str, float] = {}
 
     @property
     def round(self) -> int:
@@ -64,7 +68,7 @@ class Mixing(ABC):
 
     def figures(self) -> dict[str, float]:
         """What else there is to tell, by name."""
-        return {}
+        return dict(self.steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is kept; refers to its memory."""
@@ -141,7 +145,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Any, layout: Layout, seed: int) -> Mixing:
-        """Make ready.
+        """Make ready; a collective call.
 
         Args:
             start: float32 ``[numel]``: the parameters before the first step, the same on all ranks.
@@ -149,6 +153,9 @@ class Algorithm(ABC):
             compressor: one that ``check_compressor`` accepts.
             layout: what the vector is made of.
             seed: of all randomness, the same on all ranks.
+
+        Raises:
+            ValueError: with this codec and topology the algorithm would diverge; on all ranks.
         """
 
 
@@ -227,11 +234,13 @@ class Replicating(Algorithm):
 
     Attributes:
         mixing: class of it.
+        most: variance of messages, relative to their square, that it bears at most on any graph.
     """
 
     fixed: ClassVar[bool] = True
     memory: ClassVar[int] = 8
     mixing: ClassVar[type[Replicas]]
+    most: ClassVar[float] = math.inf
 
     def check_compressor(self, compressor: object) -> None:
         """Unbiased ones."""
@@ -239,13 +248,13 @@ class Replicating(Algorithm):
 
     def check_noise(self, compressor: Codec, layout: Layout, topology: Topology) -> None:
         """See ``Algorithm.check_noise``."""
-        noise, most = noise_of(compressor, layout), topology.bearable
+        noise, most = noise_of(compressor, layout), min(topology.bearable, self.most)
         if noise >= most:
             raise ValueError(
                 f"algorithm {self.name} would diverge with {compressor}: on a model of these shapes the variance of "
-                f"its messages is {noise:.3g} times their square, and replicas on topology {topology.name} of "
-                f"{topology.size} ranks bear less than {most:.3g}. Take qsgd with 4 bits or more, rotated, natural or "
-                "none; or algorithm choco or deepsqueeze, which take contractive codecs"
+                f"its messages is {noise:.3g} times their square, and it bears less than {most:.3g} on topology "
+                f"{topology.name} of {topology.size} ranks. Take qsgd or rotated with 4 bits or more, natural or none; "
+                "or algorithm choco or deepsqueeze, which take contractive codecs"
             )
 
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
@@ -257,20 +266,6 @@ def unbiased(codec: Codec) -> bool:
     """Whether what is decoded is on average what was encoded."""
     exact = codec.casts and codec.sum_dtype == torch.float32
     return exact or not (codec.contractive or codec.sum_dtype is not None)
-
-
-def noise_of(codec: Codec, layout: Layout) -> float:
-    """The squared error of a message, as a share of what it stands for: measured on normal numbers, as noise is."""
-    vector = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    plan, before = codec.plan(layout, vector.device), _square(vector)
-    plan.share(0)
-    plan.encode(vector, torch.zeros(plan.message_size, dtype=torch.uint8), mix(0, 1))
-    return _square(vector) / before if before else 0.0
-
-
-def _square(vector: Tensor) -> float:
-    """Of the norm, in float64; a model in float64, and its squares, would be many times the model."""
-    return sum(float(each.double().square_().sum()) for each in vector.split(1 << 18))
 
 
 def check_unbiased(name: str, compressor: object) -> None:
@@ -287,12 +282,16 @@ def check_contractive(name: str, compressor: object) -> None:
     if not isinstance(compressor, Codec) or not (compressor.contractive or compressor.sum_dtype is not None):
         raise ValueError(
             f"algorithm {name} needs a contractive codec, and {compressor} is none: its error may be larger than what "
-            "it is given. Take topk, efsign, onebit, range_float, fft, fp16 or none; or algorithm dcd, which takes "
+            "it is given. Take efsign, onebit, topk, range_float, fft, fp16 or none; or algorithm dcd, which takes "
             "unbiased ones"
         )
 
 
 def check_share(name: str, value: object) -> None:
-    """Refuse what is no step size of a mean."""
+    """Refuse what is no step size of a mean, nor None."""
+    if value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ValueError(f"{name}={value!r} must be above 0, and at most 1: how far to move towards the neighbours")
+        raise ValueError(
+            f"{name}={value!r} must be above 0, and at most 1, or null for what suits the codec: how far to move"
+        )

@@ -11,6 +11,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.base import Algorithm, Mixing, Replicas, check_contractive, check_share
 from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.noise import fit_step
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Choco(Algorithm):
     ``sum_j W_ij (known_j - known_i)``: 8 bytes a parameter.
 
     Args:
-        gamma: how far to move, in (0, 1]. The coarser the codec, the smaller: 0.4 to 0.5 for signs; too large diverges.
+        gamma: how far to move towards the neighbours, in (0, 1]. Too large diverges: see ``noise.largest_step``, which
+            follows from the codec, measured when a fit begins, and the topology. None: 0.6 of that, and at most 0.4.
+            Four times as much is refused; between, there is a warning.
 
     Raises:
         ValueError: gamma is out of range.
@@ -34,7 +37,7 @@ class Choco(Algorithm):
     name: ClassVar[str] = "choco"
     fixed: ClassVar[bool] = True
     memory: ClassVar[int] = 8
-    gamma: float = 0.4
+    gamma: float | None = None
 
     def __post_init__(self) -> None:
         check_share("choco: gamma", self.gamma)
@@ -45,7 +48,8 @@ class Choco(Algorithm):
 
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
         """See ``Algorithm.begin``."""
-        return _Mixing(start, neighbours, compressor, layout, seed, self.gamma)
+        gamma = fit_step("choco: gamma", self.gamma, 0.4, 0.6, start, neighbours, compressor, layout)
+        return _Mixing(start, neighbours, compressor, layout, seed, gamma)
 
 
 class _Mixing(Replicas):
@@ -55,8 +59,8 @@ class _Mixing(Replicas):
         self, start: Tensor, neighbours: Neighbours, codec: Codec, layout: Layout, seed: int, gamma: float
     ) -> None:
         super().__init__(start, neighbours, codec, layout, seed)
-        self._gamma = gamma
+        self.steps["gamma"] = gamma
 
     def run(self, vector: Tensor, rate: float) -> None:
         self.exchange(vector - self.vectors["known"])
-        vector.add_(self.vectors["apart"], alpha=self._gamma)
+        vector.add_(self.vectors["apart"], alpha=self.steps["gamma"])

@@ -16,6 +16,10 @@ from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import TOLERANCE, Topology
 
+LEAST_BITS = 4
+"""Of Moniqua. A round puts ``(1 - l)^2`` squared cells of noise into the mode ``l`` of the lazy graph, and D2 amplifies
+it by ``1 / (1 - l)^2``. Slack cancels out, and noise alone keeps ranks about a cell apart: 2/3 of theta at 2 bits."""
+
 
 @dataclass(frozen=True)
 class D2(Algorithm):
@@ -35,8 +39,13 @@ class D2(Algorithm):
     memory: ClassVar[int] = 4
 
     def check_compressor(self, compressor: object) -> None:
-        """Exact means, or Moniqua."""
+        """Exact means, or Moniqua with ``LEAST_BITS`` or more."""
         check_averaging(self.name, compressor)
+        if isinstance(compressor, Moniqua) and compressor.bits < LEAST_BITS:
+            raise ValueError(
+                f"algorithm d2 would diverge with moniqua at bits={compressor.bits}: it needs {LEAST_BITS} bits or "
+                "more at any slack, since it amplifies the noise of rounding. Take bits=4 or 8, or algorithm dpsgd"
+            )
 
     def fit_topology(self, topology: Topology, lazy: bool | None) -> Topology:
         """All eigenvalues must be above -1/3, which the ring by thirds of an even number of ranks just misses."""

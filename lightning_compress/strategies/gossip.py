@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_compress.codecs import Method
@@ -19,10 +20,12 @@ from lightning_compress.core.meter import Meter
 from lightning_compress.engine.checks import check_initialized
 from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.base import Algorithm, Mixing
+from lightning_compress.gossip.flat import Flat
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
+from lightning_compress.local.inner import forget_nonfinite
 from lightning_compress.local.means import means_of, squares
 from lightning_compress.local.statistics import BufferRules
 from lightning_compress.strategies import sidecar
@@ -33,6 +36,10 @@ from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.unwrapped import UnwrappedMixin
 
 Evaluate = Literal["mean", "local"]
+NONFINITE = (
+    "its model was not finite. It went back to its model of the last round, and takes its neighbours' mean from there; "
+    "check its inputs and the learning rate. comm/nonfinite_rounds counts such rounds"
+)
 
 
 class Traffic(NamedTuple):
@@ -157,8 +164,8 @@ class GossipMixin(UnwrappedMixin):
         self._names = self._mixed(trainer)
         shapes = dict(self.lightning_module.named_parameters())
         layout = Layout.of((name, tuple(shapes[name].shape)) for name in self._names)
-        mixed = set(self._names)  # what a module adds later, as caches are, stays each rank's own
-        self._others = [name for name in self.replica() if name not in mixed]
+        self._mixes = frozenset(self._names)  # what a module adds later, as caches are, stays each rank's own
+        self._others = [name for name in self.replica() if name not in self._mixes]
         self._algorithm.check_noise(self._compressor, layout, self.topology)
         device = self.root_device
         meter = Meter(device)
@@ -166,32 +173,30 @@ class GossipMixin(UnwrappedMixin):
         self._ranks = TorchCollective().apart()
         self._counted = CountingCollective(self._ranks, meter)
         self._neighbours = Neighbours(self._counted, self.topology)
-        self._vector = torch.zeros(layout.numel, device=device)
+        self._flat = Flat(layout, device)
         self._layout = layout
         self.begin_after(0)
-        self._by_rank, self._consensus = [0] * self.world_size, 0.0
+        self._by_rank, self._left_out, self._consensus = [0] * self.world_size, [0] * self.world_size, 0.0
         keeps = f"keeps {self._algorithm.memory} bytes a parameter between rounds"
-        rank_zero_info(f"{self._title}, {keeps}; {self.topology.describe()}")
+        steps = "".join(f"{name} {value:.3g}, " for name, value in self._mixing.steps.items())
+        rank_zero_info(f"{self._title}, {steps}{keeps}; {self.topology.describe()}")
 
     def begin_after(self, step: int) -> None:
         """What is known of the others is the model that all have."""
-        self._gather(self._vector)
+        self._flat.keep(self.replica())
         self._mixing: Mixing = self._algorithm.begin(
-            self._vector, self._neighbours, self._compressor, self._layout, self._seed
+            self._flat.vector, self._neighbours, self._compressor, self._layout, self._seed
         )
 
-    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The vector's part of each parameter, with the parameter."""
-        named, start = self.replica(), 0
-        for name in self._names:
-            stop = start + named[name].numel()
-            yield self._vector[start:stop].view(named[name].shape), named[name]
-            start = stop
-
-    def _gather(self, vector: Tensor) -> None:
-        with torch.no_grad():
-            for part, parameter in self._parts():
-                part.copy_(parameter)
+    def _heal(self, named: Mapping[str, Tensor]) -> None:
+        """Go back to the model of the last round where this rank's is not finite; its neighbours then heal it."""
+        if self.world_size == 1 or not self._flat.heal(named):
+            return
+        forget_nonfinite(self.optimizers)
+        rank = self.global_rank
+        self._left_out[rank] += 1
+        if self._left_out[rank] == 1:
+            warnings.warn(f"rank {rank}, step {self.attempts}: {NONFINITE}", stacklevel=2)
 
     def after_attempt(self, step: int) -> None:
         """Average with neighbours, every so many steps; meet all others, every so many."""
@@ -202,24 +207,25 @@ class GossipMixin(UnwrappedMixin):
                 self.meeting.agree()  # before any of them waits for a neighbour that is done
             with failures.explained(f"step {step}: averaging with neighbours", self.global_rank):
                 self._mix()
-        meter.bytes_dense += all_reduce_bytes(4 * len(self._vector), self.world_size)
+        meter.bytes_dense += all_reduce_bytes(4 * len(self._flat.vector), self.world_size)
         meter.end_step()
         if step % self._meet_every == 0:
             self._meet_all()
 
     def _mix(self) -> None:
-        if any(each.requires_grad and name not in self._names for name, each in self._module_parameters()):
+        if any(each.requires_grad and name not in self._mixes for name, each in self._module_parameters()):
             raise ValueError(
                 "a parameter that was frozen when the fit began is trained now, and is not averaged; train it from the "
                 "start, or unfreeze it by a callback derived from BaseFinetuning"
             )
         rates = [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
-        number = self._mixing.round
-        self._gather(self._vector)
-        self._mixing.mix(self._vector, max(rates, default=0.0))
-        for part, parameter in self._parts():
-            parameter.copy_(part)
+        number, named = self._mixing.round, self.replica()
+        self._heal(named)
+        self._flat.gather(named)
+        self._mixing.mix(self._flat.vector, max(rates, default=0.0))
+        self._flat.scatter(named)
         if self._averages_states:
+            forget_nonfinite(self.optimizers)
             average_states(self.optimizers, self._neighbours, number)
 
     def _module_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -229,12 +235,16 @@ class GossipMixin(UnwrappedMixin):
     def _meet_all(self) -> None:
         """Signals and batches, and what each rank has sent."""
         asked = self.meeting.ask()
-        sent = torch.zeros(self.world_size, dtype=torch.int64)
-        sent[self.global_rank] = self._neighbours.bytes_sent
-        said = torch.cat([asked, sent])
+        own = torch.zeros(2, self.world_size, dtype=torch.int64)
+        own[:, self.global_rank] = torch.tensor([self._neighbours.bytes_sent, self._left_out[self.global_rank]])
+        said = torch.cat([asked, own.flatten()])
         with failures.explained(f"meeting the others after {self.attempts} steps", self.global_rank):
             self.meeting.ranks.all_reduce_max(said)
-        self._by_rank = said[len(asked) :].tolist()
+        before = self._left_out
+        self._by_rank, self._left_out = said[len(asked) :].view(2, -1).tolist()
+        for rank, count in enumerate(self._left_out):
+            if count and not before[rank]:
+                rank_zero_warn(f"rank {rank}, {count} of {self._mixing.round} rounds so far: {NONFINITE}")
         self.meeting.heed(said[: len(asked)])
 
     def evaluated(self) -> Mapping[str, Tensor]:
@@ -243,7 +253,8 @@ class GossipMixin(UnwrappedMixin):
 
     def _means(self) -> Iterator[tuple[str, Tensor]]:
         """Means, and rank 0's of other buffers, by name; a collective call for each block that is asked for."""
-        named, mixed = self.replica(), set(self._names)
+        named, mixed = self.replica(), self._mixes
+        self._heal(named)
         frozen = {name for name, each in self._module_parameters() if each.is_floating_point()} - mixed
         others = self._differing(named)
         averaged = [name for name in others if name in frozen or self._rules.averages(name, named[name])]
@@ -302,6 +313,7 @@ class GossipMixin(UnwrappedMixin):
     def load_own_state(self, state: sidecar.Tree) -> None:
         """Of the algorithm."""
         self._mixing.load_state_dict(state["mixing"])
+        self._flat.keep(self.replica())
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of the last step and in total, see ``CommunicationMonitor``; ``summary``: what runs, in a line."""
@@ -313,6 +325,7 @@ class GossipMixin(UnwrappedMixin):
             **links,
             **ranks,
             "rounds": float(self._mixing.round),
+            "nonfinite_rounds": float(sum(self._left_out)),
             "consensus_distance": self._consensus,
             **self._mixing.figures(),
             "summary": f"{self._title}: {self.topology.describe()}",
@@ -342,7 +355,8 @@ class GossipStrategy(GossipMixin, DDPStrategy):
     Every rank trains a model of its own; after each ``sync_every`` optimizer steps it is averaged with those of its
     neighbours in the topology. The states of the optimizers stay local. Buffers are those of each rank; for evaluation
     BatchNorm's statistics are averaged, and others are rank 0's. The fit ends on the exact mean of all models, on all
-    ranks.
+    ranks. A rank whose model is not finite before a round goes back to that of the last round, and takes the mean from
+    there.
 
     Args:
         algorithm: "dpsgd"; "d2", for ranks with different data; with compressors: "choco", "dcd", "ecd",
@@ -351,9 +365,9 @@ class GossipStrategy(GossipMixin, DDPStrategy):
             ranks), a matrix as nested lists, or the path of one in a text or .npy file; symmetric, with rows and
             columns that sum to 1. ``{"name": ..., "lazy": True}`` leaves half of the weight where it is, which "d2"
             does by itself where it must.
-        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings; for "choco" and "deepsqueeze" a
-            contractive codec (topk, efsign, onebit, ...), for "dcd" and "ecd" an unbiased one (qsgd, rotated, ...).
-            "auto": float32, signs, and 8 bits.
+        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings ("d2": 4 or 8 bits); for "choco" and
+            "deepsqueeze" a contractive codec (efsign, onebit, topk, ...), for "dcd" and "ecd" an unbiased one (qsgd,
+            rotated, ...). "auto": float32, signs, and 8 bits.
         sync_every: optimizer steps between two rounds, 1 or more.
         evaluate: validation, tests and checkpoints have the "mean" of all models, which is computed when it is asked
             for; or each rank its own, "local", and checkpoints rank 0's.

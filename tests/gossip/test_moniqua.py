@@ -159,9 +159,8 @@ def test_fine_codes_train_as_exact_ones(algorithm):
     assert np.abs(coded.mean(1) - exact.mean(1))[-1].max() < 0.01
 
 
-@pytest.mark.parametrize("algorithm", ["dpsgd", "d2"])
 @pytest.mark.parametrize("theta", [0.05, {"rate": 3.0}])
-@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize(("algorithm", "bits"), [("dpsgd", 1), ("dpsgd", 4), ("d2", 4)])
 def test_where_theta_is_too_small_the_mean_still_holds(bits, theta, algorithm):
     """Edges that fail are mixed exactly, both ways; theta grows for all, at the same round."""
     size, problem, rounds = 4, Problem(4), 3 * AGREE

@@ -432,6 +432,10 @@ REFUSED = {
         "the settings of gossip differ over the ranks",
     ),
     "atomo": (lambda: fit(GossipStrategy("dcd", compressor="atomo")), "would diverge with ATOMO(rank=3)"),
+    "gamma": (
+        lambda: fit(GossipStrategy({"name": "choco", "gamma": 0.4}, compressor={"name": "randomk", "density": 0.01})),
+        "choco: gamma=0.4 would diverge with RandomK",
+    ),
     "grows": (lambda: fit(GossipStrategy(), Grows), "cannot be averaged: 'cache' is torch.float32 of shape ("),
     "unfrozen": (lambda: fit(GossipStrategy(), Frozen), "was frozen when the fit began"),
     "swaps": (
@@ -471,6 +475,7 @@ BAD = [
     ({"algorithm": "choco", "compressor": QSGD()}, "choco needs a contractive codec"),
     ({"algorithm": "deepsqueeze", "compressor": "moniqua"}, "deepsqueeze needs a contractive codec"),
     ({"compressor": {"name": "moniqua", "bits": 1, "rounding": "stochastic"}}, "delta=0.5"),
+    ({"algorithm": "d2", "compressor": {"name": "moniqua", "bits": 2}}, "d2 would diverge with moniqua at bits=2"),
     ({"compressor": {"name": "moniqua", "theta": 0}}, "above 0, not 0"),
     ({"sync_every": 0}, "sync_every=0 must be an integer, 1 or more"),
     ({"meet_every": 1.5}, "meet_every=1.5"),
@@ -489,7 +494,7 @@ def test_refused_at_construction(settings, message):
         GossipStrategy(**settings)
 
 
-@pytest.mark.parametrize("compressor", ["auto", None, "none", "moniqua", {"name": "moniqua", "bits": 1}, Moniqua(2)])
+@pytest.mark.parametrize("compressor", ["auto", None, "none", "moniqua", {"name": "moniqua", "bits": 4}, Moniqua(8)])
 def test_averaging_takes(compressor):
     GossipStrategy("d2", compressor=compressor)
 
