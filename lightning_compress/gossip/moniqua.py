@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from lightning_compress.gossip.lattice import ROUNDINGS, Rounding, relative_error
-from lightning_compress.gossip.theta import Theta, read_theta
+from lightning_compress.gossip.theta import Estimated, Theta, read_theta
 
 WIDTHS = (1, 2, 4, 8)
-SLACK = {1: 0.1, 2: 0.3, 4: 1.0, 8: 1.0}
+SLACK = {1: 0.15, 2: 0.4, 4: 1.0, 8: 1.0}
 """How far to move by default, by bits."""
+DITHERED = 2
+"""Bits up to which rounding is dithered by default."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,19 @@ class Moniqua:
 
     name: ClassVar[str] = "moniqua"
     bits: int = 8
-    rounding: Rounding = "nearest"
+    rounding: Rounding | None = None
     slack: float | None = None
     theta: Any = "estimated"
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"moniqua: rounding={self.rounding!r} must be one of {', '.join(ROUNDINGS)}")
+        if self.way not in ROUNDINGS:
+            raise ValueError(f"moniqua: rounding={self.rounding!r} must be one of {', '.join(ROUNDINGS)}, or null")
         if isinstance(self.bits, bool) or self.bits not in WIDTHS:
             raise ValueError(f"moniqua: bits={self.bits!r} must be one of {', '.join(map(str, WIDTHS))}")
         if self.delta >= 0.5:
             raise ValueError(
-                f"moniqua: bits={self.bits} with rounding={self.rounding!r} has delta={self.delta:g}, and it must be "
+                f"moniqua: bits={self.bits} with rounding={self.way!r} has delta={self.delta:g}, and it must be "
                 "below 1/2; take rounding='nearest' or 'dither', or 2 bits"
             )
         if self.slack is not None and (
@@ -68,12 +72,21 @@ class Moniqua:
             raise ValueError(f"moniqua: slack={self.slack!r} must be in (0, 1], or null for what suits the bits")
         if not isinstance(self.verify, bool):
             raise ValueError(f"moniqua: verify={self.verify!r} must be true or false")
-        self.bound()
+        if isinstance(self.bound(), Estimated) and not self.verify:
+            raise ValueError(
+                "moniqua: theta='estimated' follows what the hashes tell, and verify=False sends none; give theta as a "
+                "number, or verify=True"
+            )
+
+    @property
+    def way(self) -> Rounding:
+        """The rounding."""
+        return self.rounding or ("dither" if self.bits <= DITHERED else "nearest")
 
     @property
     def delta(self) -> float:
         """The largest error of a code, as a share of the interval."""
-        return relative_error(self.bits, self.rounding)
+        return relative_error(self.bits, self.way)
 
     @property
     def share(self) -> float:
@@ -84,6 +97,6 @@ class Moniqua:
         """Theta, read."""
         return read_theta(self.theta)
 
-    def step(self, theta: float) -> float:
+    def step(self, theta: Tensor) -> Tensor:
         """The width of a cell: there are ``2^bits`` of them in the interval B."""
-        return float(2 * theta / (1 - 2 * self.delta) / 2**self.bits)
+        return 2 * theta / (1 - 2 * self.delta) / 2**self.bits
