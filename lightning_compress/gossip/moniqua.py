@@ -29,18 +29,22 @@ class Moniqua:
     Args:
         bits: of a parameter: 1, 2, 4 or 8.
         rounding: "nearest", to the middles of cells; "dither", the same with random cells that all ranks have in
-            common, right on average; "stochastic", up or down at random, likewise, which takes at least 2 bits.
-        slack: how far to move towards the neighbours, in (0, 1]: the mixing matrix is ``slack W + (1 - slack) I``. Few
-            bits need less than 1, or noise grows faster than agreement. None: 1 for 8 and 4 bits, 0.3 for 2, 0.1 for 1.
+            common, right on average; "stochastic", up or down at random, likewise, which takes at least 2 bits. None:
+            "dither" for 1 and 2 bits, "nearest" for 4 and 8.
+        slack: how far to move towards the neighbours by codes, in (0, 1]: the mixing matrix is ``slack W + (1 - slack)
+            I``. Few bits need less than 1, or noise grows faster than agreement. What is sent as float32 has no noise,
+            and is averaged in full. None: 1 for 8 and 4 bits, 0.4 for 2, 0.15 for 1.
         theta: by how much parameters of neighbours differ at most: a number; ``{"rounds": {0: 2.0, 1000: 0.5}}``;
             ``{"rate": 20.0}``, times the learning rate, which must then be the same on all ranks (where it is 0, times
             the last one above 0, before which float32 is sent); or "estimated", or ``{"estimated": margin, "every":
-            rounds}``: margin times the largest difference of any neighbours, measured in rounds 0, 1, 2, 4, ... and
-            every so-many, which send float32.
-        verify: send a hash of 8 bytes for 65,536 parameters, and mix only what both neighbours recovered; what they did
-            not goes as float32, in both directions, and theta grows for all within 8 rounds, and shrinks again by a
-            tenth in every 8 in which nothing failed. Costs a message of a byte for each hash and waiting for it.
-            Without it a difference above theta spoils both models by a whole interval, and nobody learns of it.
+            rounds}``: for each block of 4,096 parameters, a tensor's last one shorter, margin times the largest
+            difference that was seen. It is measured in the first round, which sends float32, and then follows what
+            the hashes tell.
+        verify: send a hash of 8 bytes for each block, and mix only what both neighbours recovered. What they did not
+            goes as float32, in both directions. Theta of that block grows for all at the next comparison, in the first
+            rounds and every 4th, and shrinks by a tenth when none failed. A theta that was given does not shrink below
+            its value. Costs a message of a byte for each hash and waiting for it. Without it a difference above theta
+            spoils both models by a whole interval, and nobody learns of it; theta must then be given.
 
     Raises:
         ValueError: a value is out of range, or bits and rounding give delta >= 1/2.
@@ -99,4 +103,4 @@ class Moniqua:
 
     def step(self, theta: Tensor) -> Tensor:
         """The width of a cell: there are ``2^bits`` of them in the interval B."""
-        return 2 * theta / (1 - 2 * self.delta) / 2**self.bits
+        return theta * (2 / (1 - 2 * self.delta) / 2**self.bits)

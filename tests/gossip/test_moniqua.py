@@ -273,12 +273,12 @@ def test_what_is_sent_whole_is_averaged_in_full(bits):
     np.testing.assert_allclose(models_of(coded), exact, atol=1e-6)
 
 
-class Scaled(Problem):
-    """Tensors whose ranks differ by 1, 0.01 and nothing; with noise, for as long as it is not zero."""
+class Noisy(Problem):
+    """The same minimum on all ranks, and noise of a scale for each tensor."""
 
-    def __init__(self, layout, size=8):
+    def __init__(self, layout, scales=(1.0,), size=8):
         super().__init__(size, numel=layout.numel)
-        tensors = zip(layout.segments, SCALES, strict=True)
+        tensors = zip(layout.segments, scales, strict=True)
         self.scale = np.concatenate([np.full(each.numel, scale) for each, scale in tensors])
         self.noise = [np.random.default_rng(rank) for rank in range(size)]
         self.centres = np.zeros_like(self.centres)
@@ -286,6 +286,18 @@ class Scaled(Problem):
     def gradient(self, rank, model):
         noise = self.noise[rank].standard_normal(len(model)) * self.scale
         return (0.1 * model + noise).astype(np.float32)
+
+
+@pytest.mark.parametrize(("bits", "times"), [(1, 6.0), (2, 3.0), (4, 1.2)])
+def test_noise_keeps_ranks_within_some_times_the_distance_of_exact_means(bits, times):
+    """Of a code's noise, theta over the usual difference decides: theta must follow, and slack fit it."""
+    layout = Layout.of([("weight", (500,))])
+
+    def apart(compressor):
+        models = models_of(run("dpsgd", compressor, 8, rounds=400, rate=0.05, problem=Noisy(layout), layout=layout))
+        return np.sqrt(np.square(models - models.mean(1, keepdims=True))[200:].mean())
+
+    assert apart({"name": "moniqua", "bits": bits}) < times * apart(None)
 
 
 SCALES = (1.0, 0.01, 0.0)
@@ -298,7 +310,7 @@ def test_theta_is_of_each_tensor_and_follows_the_differences(bits, topology):
     """Also where rounds have other edges; little is sent again, though the learning rate falls to a tenth."""
     rate, rounds = lambda number: 0.1 if number < 100 else 0.01, 200
     moniqua = {"name": "moniqua", "bits": bits}
-    ranks = run("dpsgd", moniqua, 8, topology, rounds, rate, Scaled(THREE), layout=THREE)
+    ranks = run("dpsgd", moniqua, 8, topology, rounds, rate, Noisy(THREE, SCALES), layout=THREE)
     owner = [next(k for k, each in enumerate(THREE.segments) if place.start < each.end) for place in cut(THREE)]
     growths = [each.mixing.vectors["growth"].numpy() for each in ranks]
     assert all(np.array_equal(each, growths[0]) for each in growths)
