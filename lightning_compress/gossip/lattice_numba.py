@@ -51,10 +51,10 @@ def _word(cell, place):
 def encode(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
     """Write codes and hashes; ``rounding`` is an index of ``ROUNDINGS``, and without draws it is 0."""
     packed[:] = 0
-    mask, start = (np.int64(1) << bits) - 1, 0
+    mask, start = (np.int64(1) << bits) - 1, np.uint64(0)
     for block in range(len(sizes)):
         total, inverse = np.uint64(0), 1 / steps[block]
-        for index in range(start, start + sizes[block]):
+        for index in range(start, np.uint64(start + sizes[block])):
             scaled = _scale(x[index], inverse)
             cell = np.int64(math.floor(scaled + _draw(draws, index)))
             place = index * bits
@@ -62,31 +62,31 @@ def encode(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
             total += _word(cell, first + index)
             if not abs(scaled) < BOUND:
                 total += np.uint64(1)
-        start += sizes[block]
+        start += np.uint64(sizes[block])
         hashes[block] = np.int64(total)
 
 
 @kernel
 def hash_cells(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
     """The hashes of the cells that codes stand for, seen from x."""
-    start = 0
+    start = np.uint64(0)
     for block in range(len(sizes)):
         total, inverse = np.uint64(0), 1 / steps[block]
-        for index in range(start, start + sizes[block]):
+        for index in range(start, np.uint64(start + sizes[block])):
             least = _least(_scale(x[index], inverse), _draw(draws, index), rounding, bits)
             total += _word(_cell(packed, index, least, bits), first + index)
-        start += sizes[block]
+        start += np.uint64(sizes[block])
         hashes[block] = np.int64(total)
 
 
 @kernel
 def move(x, sizes, steps, rounding, draws, bits, codes, weights, extra, moved):
     """Move x, and ``moved``, by the weighted differences of cells and by ``extra``, where these have any length."""
-    start = 0
+    start = np.uint64(0)
     for block in range(len(sizes)):
         step = steps[block]
         inverse = 1 / step
-        for index in range(start, start + sizes[block]):
+        for index in range(start, np.uint64(start + sizes[block])):
             scaled, shift = _scale(x[index], inverse), _draw(draws, index)
             own = np.int64(math.floor(scaled + shift))
             least = _least(scaled, shift, rounding, bits)
@@ -97,4 +97,4 @@ def move(x, sizes, steps, rounding, draws, bits, codes, weights, extra, moved):
             x[index] = np.float32(np.float64(x[index]) + change)
             if len(moved):
                 moved[index] = np.float32(np.float64(moved[index]) + change)
-        start += sizes[block]
+        start += np.uint64(sizes[block])
