@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -113,11 +113,11 @@ class Messages:
             by_block[row, [block for whose, block in exact if whose == peer]] = 0.0
         for chunk, inside, blocks, draws in self._all():
             own, extra = vector[chunk], None
-            for (peer, block), whole in exact.items():
-                if inside.start <= block < inside.stop:
+            for block, peer in product(range(inside.start, inside.stop), theirs):
+                if (peer, block) in exact:
                     extra = torch.zeros(len(own), dtype=torch.float64, device=own.device) if extra is None else extra
                     place = self.blocks[block]
-                    difference = whole.double() - vector[place].double()
+                    difference = exact[peer, block].double() - vector[place].double()
                     extra[place.start - chunk.start : place.stop - chunk.start] += weights[peer] * difference
             packed = [self._codes(each, chunk) for each in theirs.values()]
             sums = None if moved is None else moved[chunk]
