@@ -129,7 +129,7 @@ class Lattice:
             moved: float32 ``[n]``, to which the same is added, or None.
         """
         if self._fast:
-            rows = np.stack([each.numpy() for each in packed])
+            rows = np.stack([each.numpy() for each in packed]) if packed else np.zeros((0, 1), np.uint8)
             more = np.zeros(0) if extra is None else extra.numpy()
             sums = np.zeros(0, np.float32) if moved is None else moved.numpy()
             self._fast.move(*self._given(x, blocks, draws), rows, weights.numpy(), more, sums)

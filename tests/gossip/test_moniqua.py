@@ -343,6 +343,17 @@ def test_each_edge_of_a_changing_graph_is_measured(size):
     assert run_threads(size, rank) == [(pytest.approx(3.0 * size / 2), 0.0)] * size
 
 
+@pytest.mark.parametrize("bits", [1, 8])
+def test_a_rank_without_neighbours_in_a_round_waits_for_nobody(bits):
+    """Pairs of three ranks in turn; the mean of the models is that of exact means."""
+    pairs = [[[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], [[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]]]
+    problem = Problem(3)
+    problem.curvatures[:] = 1.0
+    coded = models_of(run("dpsgd", {"name": "moniqua", "bits": bits}, 3, pairs, problem=problem))
+    exact = models_of(run("dpsgd", None, 3, pairs, problem=problem))
+    np.testing.assert_allclose(coded.mean(1), exact.mean(1), atol=1e-5)
+
+
 def test_few_bits_are_dithered_unless_told_otherwise():
     assert [Moniqua(bits).way for bits in (1, 2, 4, 8)] == ["dither", "dither", "nearest", "nearest"]
     assert Moniqua(1, "nearest").way == "nearest"
