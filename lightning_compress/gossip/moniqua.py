@@ -103,4 +103,4 @@ class Moniqua:
 
     def step(self, theta: Tensor) -> Tensor:
         """The width of a cell: there are ``2^bits`` of them in the interval B."""
-        return theta * (2 / (1 - 2 * self.delta) / 2**self.bits)
+        return theta * float(2 / (1 - 2 * self.delta) / 2**self.bits)
