@@ -8,8 +8,8 @@ ALL_REDUCE = "all-reduce"
 Settings = dict[str, Any]
 
 
-def _moniqua(bits: int, **more: Any) -> Settings:
-    return {"algorithm": "dpsgd", "compressor": {"name": "moniqua", "bits": bits, "rounding": "dither", **more}}
+def _moniqua(bits: int, every: int = 1) -> Settings:
+    return {"algorithm": "dpsgd", "compressor": {"name": "moniqua", "bits": bits}, "every": every}
 
 
 METHODS: dict[str, Settings] = {
@@ -17,6 +17,8 @@ METHODS: dict[str, Settings] = {
     "D-PSGD": {"algorithm": "dpsgd"},
     "Moniqua, 8 bits": _moniqua(8),
     "Moniqua, 4 bits": _moniqua(4),
+    "Moniqua, 4 bits, every 2nd step": _moniqua(4, every=2),
+    "Moniqua, 4 bits, every 4th step": _moniqua(4, every=4),
     "Moniqua, 2 bits": _moniqua(2),
     "Moniqua, 1 bit": _moniqua(1),
     "CHOCO, 1 bit": {"algorithm": {"name": "choco", "gamma": 0.4}, "compressor": "efsign"},

@@ -78,8 +78,9 @@ def _rank(
         if mixing is None:
             sent += _average_gradients(parameters, collective)
             optimizer.step()
-        else:
-            optimizer.step()
+            continue
+        optimizer.step()
+        if step % METHODS[method].get("every", 1) == 0:
             torch.cat([each.detach().view(-1) for each in parameters], out=vector)
             mixing.mix(vector, float(optimizer.param_groups[0]["lr"]))
             nn.utils.vector_to_parameters(vector.clone(), parameters)

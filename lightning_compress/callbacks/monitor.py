@@ -66,7 +66,7 @@ class CommunicationMonitor(MonitorMixin, Callback):
     ``bytes_of_<rank>``, what each rank had sent when all met last; ``rounds``; ``nonfinite_rounds``, in which a rank
     went back to its last model; ``gamma`` or ``eta``, the step in use; ``consensus_distance``, the root mean
     square distance of the ranks' models from their mean, over the mean's norm, when it was formed last; and with
-    Moniqua ``theta``, ``hash_failures`` (chunks that neighbours did not recover), ``hash_bytes`` and ``resent_bytes``.
+    Moniqua ``theta``, ``hash_failures`` (blocks that neighbours did not recover), ``hash_bytes`` and ``resent_bytes``.
 
     Args:
         prefix: of the metrics' names.

@@ -17,9 +17,11 @@ class Averaging(ABC):
 
     Attributes:
         numbers: what there is to keep between rounds, by name, and how it begins.
+        vectors: likewise, tensors; changed in place.
     """
 
     numbers: Mapping[str, float]
+    vectors: Mapping[str, Tensor]
 
     @abstractmethod
     def average(self, vector: Tensor, numbers: dict[str, float], rate: float, moved: Tensor | None = None) -> None:
@@ -41,7 +43,7 @@ class Exact(Averaging):
     """Whole vectors, as float32."""
 
     def __init__(self, neighbours: Neighbours) -> None:
-        self.numbers = {}
+        self.numbers, self.vectors = {}, {}
         self._neighbours = neighbours
 
     def average(self, vector: Tensor, numbers: dict[str, float], rate: float, moved: Tensor | None = None) -> None:

@@ -63,7 +63,7 @@ class D2(Algorithm):
         self, start: Tensor, neighbours: Neighbours, compressor: Moniqua | None, layout: Layout, seed: int
     ) -> Mixing:
         """See ``Algorithm.begin``."""
-        return _Mixing(start, neighbours, averaging(compressor, neighbours, seed))
+        return _Mixing(start, neighbours, averaging(compressor, neighbours, layout, start.device, seed))
 
 
 class _Mixing(Mixing):
@@ -71,6 +71,7 @@ class _Mixing(Mixing):
         super().__init__(neighbours)
         self._averaging = averaging
         self.numbers |= averaging.numbers
+        self.vectors |= averaging.vectors
         self.vectors["moved"] = torch.zeros_like(start)
 
     def run(self, vector: Tensor, rate: float) -> None:

@@ -36,7 +36,7 @@ class DPSGD(Algorithm):
         self, start: Tensor, neighbours: Neighbours, compressor: Moniqua | None, layout: Layout, seed: int
     ) -> Mixing:
         """See ``Algorithm.begin``."""
-        return _Mixing(neighbours, averaging(compressor, neighbours, seed))
+        return _Mixing(neighbours, averaging(compressor, neighbours, layout, start.device, seed))
 
 
 class _Mixing(Mixing):
@@ -44,6 +44,7 @@ class _Mixing(Mixing):
         super().__init__(neighbours)
         self._averaging = averaging
         self.numbers |= averaging.numbers
+        self.vectors |= averaging.vectors
 
     def run(self, vector: Tensor, rate: float) -> None:
         self._averaging.average(vector, self.numbers, rate)

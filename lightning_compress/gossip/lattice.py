@@ -2,8 +2,9 @@
 
 Cells have the width ``step``; ``n = floor(x / step + u)`` is the cell of x and ``(n + o) * step`` what it stands for. A
 code is ``n mod 2^bits``. A receiver that is less than theta away takes, of all cells with that code, the one nearest to
-its own number: that is n again, exactly, and so is the difference of any two cells, an integer. Everything here is in
-float64 and int64, a piece of a vector at a time; ``lattice_numba.py`` does it in one pass.
+its own number: that is n again, exactly, and so is the difference of any two cells, an integer. Each block of a vector
+has a step and a hash of its own. Everything here is in float64 and int64, some blocks at a time; ``lattice_numba.py``
+does it in one pass.
 
     rounding     u        o        largest error, in steps
     nearest      0        1/2      1/2
@@ -15,7 +16,7 @@ The random u of an element is the same on all ranks, so that near models are rou
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,28 @@ def relative_error(bits: int, rounding: str) -> float:
     return 2.0**-bits if rounding == "stochastic" else 2.0 ** -(bits + 1)
 
 
+class Blocks(NamedTuple):
+    """Consecutive parts of a vector.
+
+    Attributes:
+        sizes: int64 ``[blocks]``: elements of each.
+        steps: float64 ``[blocks]``: width of a cell.
+    """
+
+    sizes: Tensor
+    steps: Tensor
+
+    def spread(self, values: Tensor) -> Tensor:
+        """A block's value for each of its elements."""
+        return torch.repeat_interleave(values, self.sizes)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Of the elements of each block; int64, which may wrap around."""
+        stops = self.sizes.cumsum(0)
+        total = torch.cat([values.new_zeros(1), values.cumsum(0)])
+        return total[stops] - total[stops - self.sizes]
+
+
 class Lattice:
     """The arithmetic for one width of codes.
 
@@ -51,44 +74,46 @@ class Lattice:
         self.bits, self._rounding = bits, rounding
         self._fast = kernels.backend(__name__, device, "numba")
 
-    def encode(self, x: Tensor, step: float, draws: Tensor | None, first: int, packed: Tensor) -> int | Tensor:
+    def encode(self, x: Tensor, blocks: Blocks, draws: Tensor | None, first: int, packed: Tensor) -> Tensor:
         """Write codes.
 
         Args:
             x: float32 ``[n]``, contiguous.
-            step: width of a cell.
+            blocks: of x.
             draws: int16 ``[n]``, random bits that all ranks have in common; None for nearest.
             first: index of ``x[0]`` in the whole vector.
             packed: uint8 ``[ceil(n bits / 8)]``, wholly overwritten, the first code lowest in each byte.
 
         Returns:
-            The hash of the cells and their places, an int64; on an accelerator a tensor, which is not waited for. Of
-            cells further out than ``BOUND`` it is wrong, so that they go whole: all of them look alike.
+            int64 ``[blocks]``: the hash of the cells and their places. Of cells further out than ``BOUND`` it is wrong,
+            so that they go whole: all of them look alike.
         """
         if self._fast:
-            given = x.numpy(), 1 / step, ROUNDINGS.index(self._rounding), _array(draws), first, self.bits
-            return int(self._fast.encode(*given, packed.numpy()))
-        scaled = _scaled(x, step)
+            hashes = np.zeros(len(blocks.sizes), np.int64)
+            self._fast.encode(*self._given(x, blocks, draws), first, packed.numpy(), hashes)
+            return torch.from_numpy(hashes)
+        scaled = _scaled(x, blocks)
         cells = torch.floor(scaled + self._shift(draws)).long()
         codes = torch.zeros(-(-len(x) // 8) * 8, dtype=torch.uint8, device=x.device)
         codes[: len(x)] = cells & (2**self.bits - 1)
         pack_plane(codes, 0, self.bits, packed)
-        return _hash(cells, first) + (scaled.abs() >= BOUND).sum()
+        return blocks.sums(_words(cells, first) + (scaled.abs() >= BOUND))
 
-    def hash(self, x: Tensor, step: float, draws: Tensor | None, first: int, packed: Tensor) -> int | Tensor:
-        """The hash of the cells that a neighbour's codes stand for, seen from x; see ``encode``."""
+    def hash(self, x: Tensor, blocks: Blocks, draws: Tensor | None, first: int, packed: Tensor) -> Tensor:
+        """The hashes of the cells that a neighbour's codes stand for, seen from x; see ``encode``."""
         if self._fast:
-            given = x.numpy(), 1 / step, ROUNDINGS.index(self._rounding), _array(draws), first, self.bits
-            return int(self._fast.hash_cells(*given, packed.numpy()))
-        return _hash(self.recover(_scaled(x, step), draws, packed), first)
+            hashes = np.zeros(len(blocks.sizes), np.int64)
+            self._fast.hash_cells(*self._given(x, blocks, draws), first, packed.numpy(), hashes)
+            return torch.from_numpy(hashes)
+        return blocks.sums(_words(self.recover(_scaled(x, blocks), draws, packed), first))
 
     def move(
         self,
         x: Tensor,
-        step: float,
+        blocks: Blocks,
         draws: Tensor | None,
         packed: list[Tensor],
-        weights: list[float],
+        weights: Tensor,
         extra: Tensor | None,
         moved: Tensor | None = None,
     ) -> None:
@@ -96,10 +121,10 @@ class Lattice:
 
         Args:
             x: see there.
-            step: see there.
+            blocks: see there.
             draws: see there.
             packed: a neighbour's codes each.
-            weights: of the neighbours.
+            weights: float64 ``[neighbours, blocks]``.
             extra: float64 ``[n]``, or None.
             moved: float32 ``[n]``, to which the same is added, or None.
         """
@@ -107,15 +132,16 @@ class Lattice:
             rows = np.stack([each.numpy() for each in packed]) if packed else np.zeros((0, 1), np.uint8)
             more = np.zeros(0) if extra is None else extra.numpy()
             sums = np.zeros(0, np.float32) if moved is None else moved.numpy()
-            given = x.numpy(), step, ROUNDINGS.index(self._rounding), _array(draws), self.bits
-            self._fast.move(*given, rows, np.array(weights, np.float64), more, sums)
+            self._fast.move(*self._given(x, blocks, draws), rows, weights.numpy(), more, sums)
             return
-        scaled = _scaled(x, step)
+        scaled = _scaled(x, blocks)
         own = torch.floor(scaled + self._shift(draws)).long()
         total = torch.zeros_like(scaled)
         for codes, weight in zip(packed, weights, strict=True):
-            total += weight * (self.recover(scaled, draws, codes) - own).double()
-        change = step * total if extra is None else step * total + extra
+            total += blocks.spread(weight) * (self.recover(scaled, draws, codes) - own).double()
+        change = blocks.spread(blocks.steps) * total
+        if extra is not None:
+            change += extra
         x.copy_(x.double() + change)
         if moved is not None:
             moved.copy_(moved.double() + change)
@@ -134,6 +160,10 @@ class Lattice:
         cells: Tensor = least + ((codes[: len(scaled)] - least) & (2**self.bits - 1))
         return cells
 
+    def _given(self, x: Tensor, blocks: Blocks, draws: Tensor | None) -> tuple[Any, ...]:
+        rounding = ROUNDINGS.index(self._rounding)
+        return x.numpy(), blocks.sizes.numpy(), blocks.steps.numpy(), rounding, _array(draws), self.bits
+
     def _shift(self, draws: Tensor | None) -> Tensor | float:
         return 0.0 if draws is None else (draws.double() + 32768.5) / 65536
 
@@ -143,18 +173,18 @@ class Lattice:
         return 0.5 - self._shift(draws)
 
 
-def _scaled(x: Tensor, step: float) -> Tensor:
-    scaled = x.double() * (1 / step)
+def _scaled(x: Tensor, blocks: Blocks) -> Tensor:
+    scaled = x.double() * blocks.spread(1 / blocks.steps)
     return torch.nan_to_num(scaled, nan=BOUND).clamp_(-BOUND, BOUND)
 
 
-def _hash(cells: Tensor, first: int) -> Tensor:
+def _words(cells: Tensor, first: int) -> Tensor:
     places = torch.arange(first, first + len(cells), device=cells.device)
     words = cells * _signed(FACTORS[0]) + places * _signed(FACTORS[1])
     words ^= (words >> 32) & 0xFFFFFFFF
     words *= _signed(FACTORS[2])
     words ^= (words >> 29) & (2**35 - 1)
-    return words.sum()
+    return words
 
 
 def _signed(value: int) -> int:

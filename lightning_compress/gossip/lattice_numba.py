@@ -48,44 +48,53 @@ def _word(cell, place):
 
 
 @kernel
-def encode(x, inverse, rounding, draws, first, bits, packed):
-    """Write codes, return the hash; ``rounding`` is an index of ``ROUNDINGS``, and without draws it is 0."""
-    total = np.uint64(0)
+def encode(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
+    """Write codes and hashes; ``rounding`` is an index of ``ROUNDINGS``, and without draws it is 0."""
     packed[:] = 0
-    mask = (np.int64(1) << bits) - 1
-    for index in range(len(x)):
-        scaled = _scale(x[index], inverse)
-        cell = np.int64(math.floor(scaled + _draw(draws, index)))
-        place = index * bits
-        packed[place >> 3] |= np.uint8((cell & mask) << (place & 7))
-        total += _word(cell, first + index)
-        if not abs(scaled) < BOUND:
-            total += np.uint64(1)
-    return np.int64(total)
+    mask, start = (np.int64(1) << bits) - 1, np.uint64(0)
+    for block in range(len(sizes)):
+        total, inverse = np.uint64(0), 1 / steps[block]
+        for index in range(start, np.uint64(start + sizes[block])):
+            scaled = _scale(x[index], inverse)
+            cell = np.int64(math.floor(scaled + _draw(draws, index)))
+            place = index * bits
+            packed[place >> 3] |= np.uint8((cell & mask) << (place & 7))
+            total += _word(cell, first + index)
+            if not abs(scaled) < BOUND:
+                total += np.uint64(1)
+        start += np.uint64(sizes[block])
+        hashes[block] = np.int64(total)
 
 
 @kernel
-def hash_cells(x, inverse, rounding, draws, first, bits, packed):
-    """The hash of the cells that codes stand for, seen from x."""
-    total = np.uint64(0)
-    for index in range(len(x)):
-        least = _least(_scale(x[index], inverse), _draw(draws, index), rounding, bits)
-        total += _word(_cell(packed, index, least, bits), first + index)
-    return np.int64(total)
+def hash_cells(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
+    """The hashes of the cells that codes stand for, seen from x."""
+    start = np.uint64(0)
+    for block in range(len(sizes)):
+        total, inverse = np.uint64(0), 1 / steps[block]
+        for index in range(start, np.uint64(start + sizes[block])):
+            least = _least(_scale(x[index], inverse), _draw(draws, index), rounding, bits)
+            total += _word(_cell(packed, index, least, bits), first + index)
+        start += np.uint64(sizes[block])
+        hashes[block] = np.int64(total)
 
 
 @kernel
-def move(x, step, rounding, draws, bits, codes, weights, extra, moved):
+def move(x, sizes, steps, rounding, draws, bits, codes, weights, extra, moved):
     """Move x, and ``moved``, by the weighted differences of cells and by ``extra``, where these have any length."""
-    inverse = 1 / step
-    for index in range(len(x)):
-        scaled, shift = _scale(x[index], inverse), _draw(draws, index)
-        own = np.int64(math.floor(scaled + shift))
-        least = _least(scaled, shift, rounding, bits)
-        total = 0.0
-        for number in range(len(weights)):
-            total += weights[number] * np.float64(_cell(codes[number], index, least, bits) - own)
-        change = step * total if len(extra) == 0 else step * total + extra[index]
-        x[index] = np.float32(np.float64(x[index]) + change)
-        if len(moved):
-            moved[index] = np.float32(np.float64(moved[index]) + change)
+    start = np.uint64(0)
+    for block in range(len(sizes)):
+        step = steps[block]
+        inverse = 1 / step
+        for index in range(start, np.uint64(start + sizes[block])):
+            scaled, shift = _scale(x[index], inverse), _draw(draws, index)
+            own = np.int64(math.floor(scaled + shift))
+            least = _least(scaled, shift, rounding, bits)
+            total = 0.0
+            for number in range(len(weights)):
+                total += weights[number, block] * np.float64(_cell(codes[number], index, least, bits) - own)
+            change = step * total if len(extra) == 0 else step * total + extra[index]
+            x[index] = np.float32(np.float64(x[index]) + change)
+            if len(moved):
+                moved[index] = np.float32(np.float64(moved[index]) + change)
+        start += np.uint64(sizes[block])

@@ -53,21 +53,18 @@ class ByRate(Theta):
 
 @dataclass(frozen=True)
 class Estimated(Theta):
-    """Measured: so many times the largest difference of any two neighbours.
+    """By block: ``margin`` times the largest difference of any two neighbours that was seen.
 
-    Measured in rounds 0, 1, 2, 4, 8, ... and every so-many, in which whole float32 vectors are averaged.
+    Measured in the first round of each matrix of a topology, in which whole float32 vectors are averaged. Then it
+    follows the hashes: ranks compare what failed in the first rounds and every ``every``.
     """
 
-    margin: float = 2.0
-    every: int = 128
+    margin: float = 1.25
+    every: int = 4
 
     def at(self, number: int, rate: float) -> float:
         """See ``Theta.at``."""
         return 0.0
-
-    def measures(self, number: int) -> bool:
-        """Whether it is measured in this round."""
-        return number % self.every == 0 or (number < self.every and not number & (number - 1))
 
 
 def read_theta(given: object) -> Theta:
@@ -92,7 +89,7 @@ def read_theta(given: object) -> Theta:
         if {"estimated"} <= given.keys() <= {"estimated", "every"}:
             margin, every = _positive("the margin", given["estimated"]), given.get("every", Estimated.every)
             if margin <= 1:
-                raise ValueError(f"theta: the margin {margin:g} must be above 1, since models drift on; try 2")
+                raise ValueError(f"theta: the margin {margin:g} must be above 1, since models drift on; try 1.25")
             if isinstance(every, bool) or not isinstance(every, int) or every < 1:
                 raise ValueError(f"theta: every={every!r} must be a number of rounds, 1 or more")
             return Estimated(margin, every)
@@ -100,7 +97,7 @@ def read_theta(given: object) -> Theta:
         return Constant(_positive("it", given))
     raise ValueError(
         f"theta={given!r}: give a bound above 0, {{'rounds': {{0: 2.0, 1000: 0.5}}}}, {{'rate': 20.0}}, "
-        "'estimated', or {'estimated': 2.0, 'every': 128}"
+        "'estimated', or {'estimated': 1.25, 'every': 4}"
     )
 
 

@@ -116,7 +116,7 @@ def _gossips(bits):
     for _ in range(REPEATS):
         mixing.mix(vector, 0.1)
     dist.barrier()
-    hashes = 9 * -(-numel // 65536)
+    hashes = 9 * -(-numel // 4096)
     formula = REPEATS * 2 * (numel * bits // 8 + hashes)
     return _loopback_bytes() - before, formula, neighbours.bytes_sent - counted
 

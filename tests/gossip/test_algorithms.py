@@ -24,6 +24,7 @@ MONIQUA = {"name": "moniqua", "bits": 8, "theta": 3.0}
 METHODS = [
     ("dpsgd", None),
     ("dpsgd", MONIQUA),
+    ("dpsgd", {"name": "moniqua", "bits": 1}),
     ("d2", None),
     ("d2", MONIQUA),
     ("choco", TopK(0.3)),

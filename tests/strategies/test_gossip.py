@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_compress import CommunicationMonitor, GossipStrategy, Moniqua
 from lightning_compress.codecs import QSGD, TopK
+from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.arguments import ALGORITHMS
 from lightning_compress.gossip.choco import Choco
+from lightning_compress.gossip.messages import cut
 from lightning_compress.gossip.states import _states
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
@@ -203,15 +205,15 @@ def _counts(settings):
 
     chosen = GossipStrategy(meet_every=2, **settings)
     _, model = fit_digits(chosen, 6, callbacks=[CommunicationMonitor()], loggers=Logger(), log_every_n_steps=2)
-    numel = sum(each.numel() for each in model.parameters())
-    return numel, chosen.comm_stats(), [each for each in logged if "comm/rounds" in each]
+    layout = Layout.of([(name, tuple(each.shape)) for name, each in model.named_parameters()])
+    return layout, chosen.comm_stats(), [each for each in logged if "comm/rounds" in each]
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_bytes_by_link_and_rank(pools, size):
     ranks = pools[size].run(_counts, {"compressor": {"name": "moniqua", "bits": 4, "theta": 1.0}})
-    for rank, (numel, stats, logged) in enumerate(ranks):
-        codes, hashes = -(-numel // 2), -(-numel // 65536)
+    for rank, (layout, stats, logged) in enumerate(ranks):
+        codes, hashes = -(-layout.numel // 2), len(cut(layout))
         each = codes + -codes % 16 + 9 * hashes
         for peer in range(size):
             expected = 6 * each if (peer - rank) % size in (1, size - 1) else None
