@@ -81,11 +81,11 @@ def takes(algorithm, compressor):
 CANDIDATES = [
     *(make() for make in CODECS.values()),
     *(TopK(0.1), RandomK(0.1), Threshold(0.01, 0.01, capacity=1.0), QSGD(8), QSGD(2), Rotated(8), Rotated(2)),
-    *(Moniqua(1, "dither"), Moniqua(2, "dither"), Moniqua(4), Moniqua(8)),
+    *(Moniqua(1), Moniqua(2), Moniqua(4), Moniqua(8)),
 ]
 PAIRS = [(name, each) for name in ALGORITHMS for each in CANDIDATES if takes(build_algorithm(name), each)]
 CHEAP = [
-    *(("dpsgd", Moniqua(1, "dither")), ("d2", Moniqua(4)), ("choco", TopK())),
+    *(("dpsgd", Moniqua(1)), ("d2", Moniqua(4)), ("choco", TopK())),
     *(("deepsqueeze", TopK()), ("dcd", Rotated()), ("ecd", Rotated())),
 ]
 
