@@ -81,7 +81,7 @@ def takes(algorithm, compressor):
 CANDIDATES = [
     *(make() for make in CODECS.values()),
     *(TopK(0.1), RandomK(0.1), Threshold(0.01, 0.01, capacity=1.0), QSGD(8), QSGD(2), Rotated(8), Rotated(2)),
-    *(Moniqua(1), Moniqua(2), Moniqua(4), Moniqua(8)),
+    *(Moniqua(1), Moniqua(2), Moniqua(1, "nearest"), Moniqua(2, "nearest"), Moniqua(4), Moniqua(8)),
 ]
 PAIRS = [(name, each) for name in ALGORITHMS for each in CANDIDATES if takes(build_algorithm(name), each)]
 CHEAP = [
