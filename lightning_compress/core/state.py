@@ -142,7 +142,7 @@ class State:
             if rejected:
                 self.discard(self.layout.names if names is None else names)
             return
-        whole = names is None or len(names) == len(self.layout.segments)
+        whole = names is None or set(names).issuperset(self.layout.names)
         for place in [slice(None)] if names is None or whole else self._places(names):
             pending, committed = self.pending[place], self.committed[place]
             if fused:
@@ -170,6 +170,7 @@ class State:
         if self._initial is not None:
             for segment in self.layout.segments:
                 self.committed[place_of(segment)] = self._initial(segment).to(self.committed.device)
+        self.pending.copy_(self.committed)
 
     def adopt(self, other: State, names: Collection[str]) -> None:
         """Copy the named parameters' numbers from a group with another layout."""

@@ -13,11 +13,16 @@ again, from the state with which the step began: as if all passes but the last h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+_PATIENCE = 100
+"""Steps of a single pass after which several are not expected any more."""
 
 Kept = Mapping[str, bool | Tensor]
 """By parameter, whether what earlier passes of its step made counts; on an accelerator it may be a bool scalar."""
@@ -31,38 +36,44 @@ class Passes:
             passes made always counts.
         sums: keep the sum of each parameter's gradients, in their own dtype, for methods whose output is no mean;
             without it these refuse a second pass.
+        owned: returns the parameters that the optimizers have, once all are known; else None.
 
     Attributes:
         number: how many passes came before this one, since an optimizer stepped last.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], sums: bool = True) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        sums: bool = True,
+        owned: Callable[[], Collection[str] | None] = lambda: None,
+    ) -> None:
         self._tensors = {name: weakref.ref(parameter) for name, parameter in parameters}
-        self._sums = sums
-        self._means, self._several = True, False
+        self._sums, self._owned = sums, owned
+        self._patience = 1  # steps for which it is noted where outputs are 0, which tells them from zeroed ones
+        self._no_means: set[str] = set()  # what was made of them last may not be added to
         self._averaged: set[str] = set()  # in this pass
         self._open: set[str] = set()  # in a step that is under way
         self._looked: dict[str, bool | Tensor] = {}  # see ``Kept``; of those that accumulated since they were averaged
         self._zero: dict[str, Tensor] = {}  # whether all that was made is 0, as where few elements are sent
         self._totals: dict[str, Tensor] = {}
-        self._hooks: dict[str, RemovableHandle] = {}
+        self._hooks: dict[str, tuple[RemovableHandle, object]] = {}  # and the node that it is of
         self.number = 0
-
-    def expect_no_means(self) -> None:
-        """What is made is no mean of gradients from now on."""
-        self._means = False
 
     def watch(self) -> None:
         """A backward pass may begin: see what is in ``grad`` before it accumulates, where a step is under way."""
         if not self._open:
-            self.close()
+            self._unhook()
         for name in self._open - self._hooks.keys():
             if (parameter := self._parameter(name)) is not None:
-                self._several = True
-                self._hooks[name] = parameter.register_hook(partial(self._look, name))
+                self._patience = _PATIENCE
+                with torch.enable_grad():  # a hook of the tensor would be called by torch.autograd.grad, too
+                    node: Any = parameter.view_as(parameter).grad_fn
+                accumulates = node.next_functions[0][0]
+                self._hooks[name] = accumulates.register_prehook(partial(self._look, name)), accumulates
 
-    def _look(self, name: str, gradient: Tensor) -> None:
-        """Called before ``gradient`` is accumulated."""
+    def _look(self, name: str, _: object) -> None:
+        """Called before a gradient is accumulated."""
         parameter = self._parameter(name)
         if parameter is None or name not in self._open:
             return
@@ -70,7 +81,7 @@ class Passes:
             self._looked[name] = parameter.grad is not None and self._looked[name]
             return
         self._looked[name] = self._holds(name)
-        if not self._means:
+        if name in self._no_means:
             parameter.grad = None
 
     def _holds(self, name: str) -> bool | Tensor:
@@ -112,9 +123,23 @@ class Passes:
         missing = [name for name in names if name in self._open and name not in self._looked]
         kept = {name: self._holds(name) for name in missing}
         kept |= {name: self._looked.pop(name) for name in names if name in self._looked}
+        for each in kept.values():
+            if isinstance(each, Tensor):  # made on the stream of backward
+                each.record_stream(torch.cuda.current_stream(each.device))
         self._averaged.update(names)
         self._open.update(names)
         return kept, frozenset(name for name in missing if name in self._hooks and kept[name] is not False)
+
+    def adds_up(self, names: Sequence[str], averages: bool) -> bool:
+        """Note whether a mean is made of these; returns whether that is to be of the sum over the passes of a step."""
+        before = not self._no_means.isdisjoint(names)
+        if averages:
+            self._no_means.difference_update(names)
+            return before
+        for name in set(names) - self._no_means:
+            self._totals.pop(name, None)
+        self._no_means.update(names)
+        return True
 
     def add_up(self, names: Sequence[str], gradients: Sequence[Tensor], kept: Kept, left_out: Collection[str]) -> None:
         """Make each gradient, of what one pass brought, the sum over the passes of its step, in place.
@@ -129,7 +154,9 @@ class Passes:
             RuntimeError: earlier passes count, whose sum is not kept.
         """
         if not self._sums:
-            if late := [name for name, counts in kept.items() if counts is not False]:
+            owned = self._owned()
+            held = [name for name, counts in kept.items() if counts is not False]
+            if late := [name for name in held if owned is None or name in owned]:
                 raise RuntimeError(
                     f"{late[0]} got a second gradient before its optimizer stepped, and its first one is still in "
                     "grad: the compressor's output is no mean of gradients, to which another one could be added. Use "
@@ -149,16 +176,34 @@ class Passes:
                     total.add_(gradient)
                 gradient.copy_(total)
 
-    def made(self, names: Sequence[str], outputs: Sequence[Tensor]) -> None:
-        """Averaging made these of them."""
-        if self._several or (self._sums and not self._means):
-            self._zero.update((name, ~output.any()) for name, output in zip(names, outputs, strict=True))
+    def made(self, names: Sequence[str], outputs: Sequence[Tensor], left_out: Collection[str]) -> None:
+        """Averaging made these of them.
 
-    def end(self, names: Collection[str]) -> None:
-        """The optimizer of these parameters stepped."""
-        self._open.difference_update(names)
-        for name in self._looked.keys() & set(names):
+        Args:
+            names: of the parameters.
+            outputs: of each.
+            left_out: from ``arrive``; where no rank has a gradient, ``grad`` stays, and has to be what was made last.
+        """
+        for name, output in zip(names, outputs, strict=True):
+            if self._patience:
+                self._zero[name] = ~output.any()
+            kept = self._parameter(name) if name in left_out and name in self._no_means else None
+            if kept is not None and kept.grad is not None and kept.grad.data_ptr() != output.data_ptr():
+                kept.grad.copy_(output)
+
+    def end(self, names: set[str]) -> set[str]:
+        """The optimizer of these parameters stepped; returns them, and those that no optimizer will step."""
+        self._open -= names
+        if self._open and (owned := self._owned()) is not None:
+            names = names | self._open.difference(owned)
+            self._open -= names
+        if not self._open and self._patience:
+            self._patience -= 1
+            if not self._patience:
+                self._zero.clear()
+        for name in self._looked.keys() & names:
             del self._looked[name]
+        return names
 
     def begin_step(self) -> None:
         """An optimizer stepped: passes are counted anew."""
@@ -171,8 +216,13 @@ class Passes:
         self._open.clear()
         self._looked.clear()
 
-    def close(self) -> None:
-        """Stop looking."""
-        for hook in self._hooks.values():
+    def _unhook(self) -> None:
+        for hook, _ in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+
+    def close(self) -> None:
+        """Stop looking, and give memory back."""
+        self._unhook()
+        self._totals.clear()
+        self._zero.clear()

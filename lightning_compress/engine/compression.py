@@ -92,7 +92,7 @@ class Compression:
         self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
         self._workspace = Workspace()  # other models of the process average at the same time
         self._finite = FiniteGuard(self.device, settings)
-        self._passes = Passes(parameters, accumulates)
+        self._passes = Passes(parameters, accumulates, self._optimizers.all_owned)
         self._last_state: snapshot.Snapshot | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
@@ -101,8 +101,6 @@ class Compression:
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
         self._drift = DriftGuard(parameters, same, self._collective, settings)
-        if not settings.averages:
-            self._passes.expect_no_means()
         watch(self)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -125,15 +123,15 @@ class Compression:
     def _average(self, group: Group, gradients: Sequence[Tensor]) -> None:
         kept, left_out = self._passes.arrive(group.given)
         group.forget(kept)
-        turn = self._passes.number
-        if not group.averages:  # the method gets all gradients of this step, in the state with which it began
+        turn, missing = self._passes.number, left_out
+        if self._passes.adds_up(group.given, group.averages):  # of all gradients of this step, from where it began
             self._passes.add_up(group.given, gradients, kept, left_out)
-            turn, left_out = 0, frozenset()
+            turn, missing = 0, frozenset()
             for state in group.states.values():
                 state.roll_back()
         with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
-            flag = group.reduce(gradients, self.step, self._scale(), turn, left_out)
-        self._passes.made(group.given, gradients)
+            flag = group.reduce(gradients, self.step, self._scale(), turn, missing)
+        self._passes.made(group.given, gradients, left_out)
         self._finite.add(flag, group.names)
         self._drift.note(self.step, group.given, gradients)
 
@@ -236,6 +234,7 @@ class Compression:
 
     def stepped_by(self, optimizers: Sequence[Optimizer]) -> None:
         """These are the model's optimizers, on which ``error_feedback="auto"`` depends; before the first step."""
+        self._optimizers.complete = bool(optimizers)
         if len(self.groups) or not self.active:
             return
         self.settings = self.next_settings = self.settings.stepped_by(kind_of(optimizers))
@@ -275,13 +274,12 @@ class Compression:
         if not (names := self._optimizers.owned(optimizer)) or self._finite.refused:
             return
         rejected = self._finite.rejected(optimizer, names)
-        follows = self.settings.residual_follows_lr
+        follows, ended = self.settings.residual_follows_lr, self._passes.end(names)
         moved = names - self._optimizers.stepped(optimizer) if follows else names
         for group in self.groups:
             for state in group.states.values():
                 state.commit(rejected, moved if state is group.residual else names)
-                state.discard(names)  # of those that did not move
-        self._passes.end(names)
+                state.discard(ended)  # of those that did not move
         if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
             self._stepped = True
             self._passes.begin_step()
@@ -333,8 +331,6 @@ class Compression:
                 "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
             )
         self.next_settings = self.next_settings.retuned(compressor, changes)
-        if not self.next_settings.averages:
-            self._passes.expect_no_means()
 
     def follow(self, before: Compression) -> None:
         """Go on from where another one of this run is, with what it was retuned to, and without any residual."""

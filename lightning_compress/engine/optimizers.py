@@ -48,6 +48,7 @@ class Optimizers:
 
     Attributes:
         rates: at which each parameter was stepped last, by name.
+        complete: all were seen.
     """
 
     def __init__(self, names: Mapping[int, str], frozen: Mapping[int, str]) -> None:
@@ -56,12 +57,17 @@ class Optimizers:
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._told: set[str] = set()
         self.rates: dict[str, float] = {}
+        self.complete = False
         self._last: dict[str, int] = {}
 
     def owned(self, optimizer: Optimizer) -> set[str]:
         """Names of the parameters that the optimizer steps."""
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return {name for parameter, name in self._names.items() if parameter in owned}
+
+    def all_owned(self) -> set[str] | None:
+        """Names of the parameters that any of them steps; None as long as there may be others."""
+        return {name for each in self._seen for name in self.owned(each)} if self.complete else None
 
     def see(self, optimizer: Optimizer) -> None:
         """Remember it, if it steps any of the model's parameters.

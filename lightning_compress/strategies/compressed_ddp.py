@@ -188,6 +188,12 @@ class CompressedDDPMixin(WaitingMixin):
         if self._interruptions is not None:
             self._interruptions.finish()
 
+    def pre_backward(self, closure_loss: Any) -> None:
+        """Look at the gradients of earlier backwards: in manual optimization there may be several to a forward."""
+        if self._compression is not None:
+            self._compression.before_backward()
+        super().pre_backward(closure_loss)
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; any object with the methods of an optimizer may do that."""
         if isinstance(optimizer, Optimizer):

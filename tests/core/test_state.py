@@ -36,6 +36,17 @@ def test_a_rejected_commit_and_a_roll_back_change_nothing(residual):
     assert residual.committed.tolist() == list(range(12))
 
 
+def test_what_is_discarded_leaves_the_others_pending(residual):
+    residual.discard({"b", "other"})
+    assert residual.touched == {"a", "c"}
+    assert residual.base().tolist() == [100, 101, 102, 3, 4, 5, 6, 107, 108, 109, 110, 111]
+    residual.decay(0.5)
+    assert residual.base().tolist() == [100, 101, 102, 1.5, 2, 2.5, 3, 107, 108, 109, 110, 111]
+    residual.scale({"a": 3.0})
+    assert residual.base().tolist()[:3] == [100, 103, 106]
+    assert residual.committed.tolist()[:4] == [0, 3, 6, 3]
+
+
 def test_each_optimizer_commits_its_own(residual):
     residual.commit(SOUND, {"b"})
     assert residual.committed.tolist() == [0, 1, 2, 103, 104, 105, 106, 7, 8, 9, 10, 11]

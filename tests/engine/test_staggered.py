@@ -1,11 +1,14 @@
 """Optimizers that step at different times: what one of them waits for is neither lost nor applied twice."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress import CompressedDDPStrategy
+from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import Codec, TopK
 from lightning_compress.collectives import run_threads
 from lightning_compress.corrections import DGC
@@ -268,3 +271,150 @@ def test_an_optimizer_that_is_not_torchs_counts_steps(pools, bad):
         assert stats["steps"] == expected["steps"] == 12 - (bad is not None)
         assert stats["residual_norm"] == expected["residual_norm"] > 0
         assert stats["nonfinite_steps"] == expected["nonfinite_steps"] == (bad is not None)
+
+
+class SeveralBackwards(pl.LightningModule):
+    """Two backwards in each step, of which Lightning prepares DistributedDataParallel for one forward alone."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.automatic_optimization = False
+        self.kind = kind
+        self.first, self.second = nn.Parameter(torch.zeros(61, 67)), nn.Parameter(torch.zeros(53, 47))
+        self.brought = [torch.zeros_like(each) for each in self.parameters()]
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([each], 1.0) for each in self.parameters()]
+
+    def backwards(self, number, counts):
+        generator = torch.Generator().manual_seed(100 * number + self.global_rank)
+        gradients = [torch.randn(each.shape, generator=generator) for each in self.parameters()]
+        for place in counts:
+            self.brought[place] += gradients[place]
+        self.manual_backward(sum((each * own).sum() for each, own in zip(self.parameters(), gradients, strict=True)))
+
+    def training_step(self, batch, batch_idx):
+        optimizers, number = self.optimizers(), 2 * batch_idx
+        if self.kind == "adversarial":  # each loss reaches both, and is for one
+            for place, each in enumerate(optimizers):
+                each.zero_grad()
+                self.backwards(number + place, [place])
+                each.step()
+            return
+        self.backwards(number, [0, 1] if self.kind == "added" else [])
+        for each in optimizers if self.kind == "sharpness" else ():
+            each.zero_grad()
+        self.backwards(number + 1, [0, 1])
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+def _several(kind, compressor):
+    strategy = CompressedDDPStrategy(compressor, min_numel=1)
+    kept = {}
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            for group in strategy.compression.groups:
+                for segment in group.residual.layout.segments:
+                    kept[segment.name] = group.residual.committed[segment.offset : segment.end].clone()
+
+    _, model = fit(strategy, 100, lambda: SeveralBackwards(kind), [Look()], limit_train_batches=8, max_epochs=1)
+    return list(zip((each.detach() for each in model.parameters()), model.brought, kept.values(), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "size"), by_turns(["adversarial", "sharpness", "added"], (2, 3), 1))
+def test_several_backwards_in_a_training_step(pools, kind, size):
+    for compressor in ({"name": "topk", "density": 0.05}, {"name": "dgc", "density": 0.05, "momentum": 0.0}):
+        ranks = pools[size].run(_several, kind, compressor)
+        for part in zip(*ranks, strict=True):
+            applied = -size * part[0][0]
+            brought, kept = sum(mine for _, mine, _ in part), sum(rest for *_, rest in part).view_as(applied)
+            assert float((applied + kept - brought).norm() / brought.norm()) < 1e-5
+
+
+class HeadAlone(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), 0.05)
+
+
+def _head_alone(compressor):
+    strategy = CompressedDDPStrategy(compressor, min_numel=1)
+    fit(strategy, 5, HeadAlone, limit_train_batches=5)
+    compression = strategy.compression
+    return compression.step, len(compression._passes._hooks), compression._passes._patience
+
+
+@pytest.mark.parametrize("compressor", ["topk", {"name": "dgc", "momentum": 0.0}])
+def test_parameters_that_no_optimizer_has_wait_for_none(pools, compressor):
+    assert pools[2].run(_head_alone, compressor) == [(5, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_vote_may_be_followed_by_a_mean(size):
+    def rank(ranks):
+        run = Run(ranks, Settings.of(SignSGD("tally"), min_numel=1, check_drift_every=0), False)
+        run.compression.active = True
+        run.train(EVERY)
+        run.compression.retune({"name": "topk", "density": 1.0})
+        for each, brought in zip(run.model.parameters(), run.brought, strict=True):
+            each.data.zero_()
+            brought.zero_()
+        return run.train(2 * EVERY)
+
+    assert max(unaccounted(run_threads(size, rank))) < 1e-5
+
+
+def test_a_gradient_that_is_only_asked_for_stays():
+    """As by a gradient penalty, or where norms are logged."""
+
+    def rank(ranks):
+        run = Run(ranks, Settings.of(SignSGD("tally"), min_numel=1, check_drift_every=0), False)
+        for number in range(EVERY):
+            run.backward(number)
+            before = run.model.slow.grad.clone()
+            run.compression.before_backward()
+            torch.autograd.grad(run.model.slow.square().sum(), [run.model.slow])
+            assert run.model.slow.grad.equal(before)
+
+    run_threads(2, rank)
+
+
+class Rare(Parts):
+    def forward(self, gradients, used):
+        parameters = list(self.parameters())
+        return sum((parameters[each] * gradients[each]).sum() for each in used)
+
+
+def _rare(compressor):
+    """A clipped method, which makes no mean; its limit is never reached, so that nothing else is lost."""
+    ddp, rank = DistributedDataParallel(Rare(), find_unused_parameters=True), dist.get_rank()
+    compression = attach(ddp, compressor, error_feedback=True, local_clip_norm=1e9, min_numel=1)
+    optimizer, owed = torch.optim.SGD(ddp.parameters(), 1.0), [torch.zeros_like(each) for each in ddp.parameters()]
+    for number in range(2 * EVERY):
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        gradients = [torch.randn(each.shape, generator=generator) for each in ddp.parameters()]
+        used = [0, 1, 2] if number % EVERY == 0 else [0, 1]
+        ddp(gradients, used).backward()
+        for each in used:
+            owed[each] += gradients[each]
+        if number % EVERY == EVERY - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    for group in compression.groups:
+        for segment in group.residual.layout.segments:
+            place = ["slow", "fast", "rare"].index(segment.name.removeprefix("module."))
+            owed[place] -= group.residual.committed[segment.offset : segment.end].view_as(owed[place])
+    shares = []
+    for each, missing in zip(ddp.parameters(), owed, strict=True):
+        dist.all_reduce(missing)
+        applied = dist.get_world_size() * each.detach()
+        shares.append(float((missing + applied).norm() / applied.norm()))
+    compression.close()
+    return max(shares)
+
+
+@pytest.mark.parametrize("compressor", [{"name": "randomk", "density": 0.05}, "qsgd"], ids=["randomk", "qsgd"])
+def test_the_last_pass_may_leave_a_parameter_out_on_all_ranks(pools, compressor):
+    assert max(pools[2].run(_rare, compressor)) < 1e-5

@@ -220,7 +220,7 @@ def test_noise_that_replicas_cannot_bear_is_refused_and_other_noise_dies_out(cod
     models = models_of(run("dcd", codec, 4, rounds=40))
     apart = np.abs(models - models.mean(1, keepdims=True)).max((1, 2))
     assert (apart[-1] > 3) == refused
-    for name, most in (("dcd", graph.bearable), ("ecd", 0.1)):
+    for name, most in (("dcd", graph.bearable), ("ecd", 0.01)):
         with (
             pytest.raises(ValueError, match=f"would diverge with .* bears less than {most:.3g} ")
             if noise_of(codec, LAYOUT) >= most

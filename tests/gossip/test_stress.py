@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.codecs import CODECS, QSGD, Dense, EFSign, RandomK, Rotated, TernGrad, Threshold, TopK, Wangni
+from lightning_compress.codecs import (
+    CODECS,
+    QSGD,
+    Dense,
+    EFSign,
+    Natural,
+    RandomK,
+    Rotated,
+    TernGrad,
+    Threshold,
+    TopK,
+    Wangni,
+)
 from lightning_compress.collectives import run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
@@ -86,12 +98,12 @@ CANDIDATES = [
 PAIRS = [(name, each) for name in ALGORITHMS for each in CANDIDATES if takes(build_algorithm(name), each)]
 CHEAP = [
     *(("dpsgd", Moniqua(1)), ("d2", Moniqua(4)), ("choco", TopK())),
-    *(("deepsqueeze", TopK()), ("dcd", Rotated()), ("ecd", Rotated())),
+    *(("deepsqueeze", TopK()), ("dcd", Rotated()), ("ecd", Rotated(8))),
 ]
 
 REFUSED = [
     *((name, each) for name in ("dcd", "ecd") for each in (Wangni(), QSGD(2))),
-    *(("ecd", each) for each in (TernGrad(), Rotated(2))),
+    *(("ecd", each) for each in (TernGrad(), Natural(), QSGD(), Rotated(), Rotated(2))),
     *((name, each) for name in ("choco", "deepsqueeze") for each in (Threshold(), Threshold(0.01, 0.01, capacity=1.0))),
 ]
 
