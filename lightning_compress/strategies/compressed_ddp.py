@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -157,7 +156,8 @@ class CompressedDDPMixin(WaitingMixin):
         assert isinstance(self.model, DistributedDataParallel)
         assert self.lightning_module is not None
         module = self.lightning_module
-        own = any(is_overridden(name, module) for name in ("optimizer_step", "optimizer_zero_grad"))
+        loop = [getattr(module, name).__module__ for name in ("optimizer_step", "optimizer_zero_grad")]
+        own = not all(each.startswith(("lightning.pytorch.", "pytorch_lightning.")) for each in loop)
         several = own or not module.automatic_optimization  # else Lightning makes every average for one step
         self._compression = compress(self.model, self._settings, self._loss_scale, self._kept, accumulates=several)
 
