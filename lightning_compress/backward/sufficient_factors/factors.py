@@ -183,7 +183,8 @@ class Factors:
             layer.stash.clear()
 
     def _begin_pass(self, task: int) -> None:
-        if self._task is not None:  # the one before raised
+        if self._task is not None:  # the one before raised, and what it sent may still be under way
+            self._background.wait()
             self.forget()
         self._task, self._next, self._problem = task, 0, None
         self._arrivals = []
