@@ -105,8 +105,7 @@ class Passes:
 
     def goes_on(self, names: Iterable[str]) -> bool:
         """Whether what earlier passes made of any of these parameters counts."""
-        found = [self._looked[name] if name in self._looked else self._holds(name) for name in names]
-        return any(bool(each) for each in found)
+        return any(bool(self._looked[name] if name in self._looked else self._holds(name)) for name in names)
 
     def next(self, goes_on: bool) -> None:
         """Another pass begins, and no optimizer stepped since the last one."""
@@ -154,8 +153,8 @@ class Passes:
             RuntimeError: earlier passes count, whose sum is not kept.
         """
         if not self._sums:
-            owned = self._owned()
             held = [name for name, counts in kept.items() if counts is not False]
+            owned = self._owned() if held else None
             if late := [name for name in held if owned is None or name in owned]:
                 raise RuntimeError(
                     f"{late[0]} got a second gradient before its optimizer stepped, and its first one is still in "
@@ -184,6 +183,8 @@ class Passes:
             outputs: of each.
             left_out: from ``arrive``; where no rank has a gradient, ``grad`` stays, and has to be what was made last.
         """
+        if not self._patience and not left_out:
+            return
         for name, output in zip(names, outputs, strict=True):
             if self._patience:
                 self._zero[name] = ~output.any()

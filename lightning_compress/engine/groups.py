@@ -13,6 +13,7 @@ from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.core import snapshot
 from lightning_compress.core.buffers import release
+from lightning_compress.core.squares import squares
 from lightning_compress.core.state import State
 from lightning_compress.engine.group import GRADIENT, LOCO, MEAN, Group
 from lightning_compress.settings.settings import Settings
@@ -182,7 +183,7 @@ class Groups:
 
     def residual_norm(self) -> float:
         """Of all residuals and LoCo's errors together, committed; waits for the device."""
-        norms = [float(residual.committed.norm(dtype=torch.float64)) for residual in self.residuals()]
+        norms = [float(squares(residual.committed).sqrt()) for residual in self.residuals()]
         return hypot(*norms, *(float(group.errors.norm()) for group in self._groups if group.errors))
 
     def clear(self) -> None:

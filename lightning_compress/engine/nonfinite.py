@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_compress.engine.optimizers import skip_step
 from lightning_compress.settings.settings import Settings
 
 
@@ -77,6 +78,4 @@ class FiniteGuard:
             return
         if self._policy == "raise":
             raise FloatingPointError(f"{problem}; on_nonfinite='skip' leaves such steps out")
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None  # every optimizer skips such a parameter and its state
+        skip_step(optimizer)

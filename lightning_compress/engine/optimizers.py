@@ -153,6 +153,13 @@ class Optimizers:
         return {self._names[parameter]: rate for parameter, rate in pairs if parameter in self._names}
 
 
+def skip_step(optimizer: Optimizer) -> None:
+    """Take the gradients away: every optimizer leaves parameters without one alone, and their state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 

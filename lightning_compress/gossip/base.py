@@ -253,7 +253,7 @@ class Replicating(Algorithm):
             raise ValueError(
                 f"algorithm {self.name} would diverge with {compressor}: on a model of these shapes the variance of "
                 f"its messages is {noise:.3g} times their square, and it bears less than {most:.3g} on topology "
-                f"{topology.name} of {topology.size} ranks. Take qsgd or rotated with 4 bits or more, natural or none; "
+                f"{topology.name} of {topology.size} ranks. Take qsgd or rotated with 8 bits, or none; "
                 "or algorithm choco or deepsqueeze, which take contractive codecs"
             )
 

@@ -11,9 +11,6 @@ from torch import Tensor
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.base import LARGEST
 
-STATISTICS = ("running_mean", "running_var")
-"""What norms count, by the ends of names: a batch that is not finite spoils it for good."""
-
 
 class Flat:
     """A rank's parameters as a vector, which between two rounds holds the model that the last one left.
@@ -21,21 +18,23 @@ class Flat:
     Args:
         layout: of whole parameters, in order.
         device: where they are.
+        statistics: ends of the names of what norms count: a batch that is not finite spoils it for good.
 
     Attributes:
         vector: float32 ``[numel]``.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, statistics: tuple[str, ...]) -> None:
         self._names = layout.names
         self.vector = torch.zeros(layout.numel, device=device)
         self._views = [self.vector[each.offset : each.end].view(each.shape) for each in layout.segments]
+        self._ends = statistics
         self._statistics: dict[str, Tensor] = {}
 
     def keep(self, named: Mapping[str, Tensor]) -> None:
         """Note a model, to go back to it; ``named``: parameters and buffers."""
         self.gather(named)
-        self._statistics = {name: each.clone() for name, each in named.items() if name.endswith(STATISTICS)}
+        self._statistics = {name: each.clone() for name, each in named.items() if name.endswith(self._ends)}
 
     def gather(self, named: Mapping[str, Tensor]) -> None:
         """Copy from the parameters."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.random import mix
+from lightning_compress.core.squares import squares
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import TOLERANCE, Topology
 
@@ -27,10 +28,10 @@ HOPELESS = 4.0
 def noise_of(codec: Codec, layout: Layout) -> float:
     """Return the squared error of a message, as a share of what it stands for, on normal numbers."""
     vector = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    plan, before = codec.plan(layout, vector.device), _square(vector)
+    plan, before = codec.plan(layout, vector.device), float(squares(vector))
     plan.share(0)
     plan.encode(vector, torch.zeros(plan.message_size, dtype=torch.uint8), mix(0, 1))
-    return _square(vector) / before if before else 0.0
+    return float(squares(vector)) / before if before else 0.0
 
 
 @lru_cache(maxsize=16)
@@ -49,10 +50,10 @@ def carried(codec: Codec, layout: Layout) -> float:
         before = left = 0.0
         for _ in range(window):
             waiting += torch.randn(layout.numel, generator=generator)
-            before += _square(waiting)
+            before += float(squares(waiting))
             plan.share(mix(0, number))
             plan.encode(waiting, message, mix(0, number, 1))
-            left += _square(waiting)
+            left += float(squares(waiting))
             number += 1
         share = max(0.0, 1 - left / before)
         if window * share >= 1:  # by now a number was sent about once
@@ -124,8 +125,3 @@ def _sample(layout: Layout) -> Layout:
         start, count = parts[-1].end if parts else 0, min(each.numel, most)
         parts.append(Segment(each.name, each.shape, start, each.start, each.start + count))
     return Layout(tuple(parts))
-
-
-def _square(vector: Tensor) -> float:
-    """Of the norm, in float64; a model in float64, and its squares, would be many times the model."""
-    return sum(float(each.double().square_().sum()) for each in vector.split(1 << 18))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures
+from lightning_compress.engine.optimizers import skip_step
 
 
 def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int]:
@@ -71,8 +72,7 @@ def leave_out_nonfinite(optimizer: Optimizer, policy: str, step: int) -> bool:
         raise FloatingPointError(
             f"step {step}: the mean of the ranks' gradients is not finite; on_nonfinite='skip' leaves such steps out"
         )
-    for each in parameters:
-        each.grad = None  # every optimizer skips such a parameter and its state
+    skip_step(optimizer)
     return True
 
 

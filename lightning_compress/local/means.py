@@ -52,10 +52,3 @@ def means_of(named: Mapping[str, Tensor], ranks: Collective) -> Iterator[tuple[s
             block = {}
         block[name] = tensor
     yield from mean_of(block, ranks).items()
-
-
-def squares(tensor: Tensor, other: Tensor | None = None) -> Tensor:
-    """The sum of squares of a tensor, or of what it differs by from another one, in float64, block by block."""
-    parts = tensor.reshape(-1).split(_BLOCK)
-    others = [0.0] * len(parts) if other is None else other.reshape(-1).split(_BLOCK)
-    return torch.stack([(each - less).double().square().sum() for each, less in zip(parts, others, strict=True)]).sum()

@@ -17,6 +17,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import failures
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.meter import Meter
+from lightning_compress.core.squares import squares
 from lightning_compress.engine.checks import check_initialized
 from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.base import Algorithm, Mixing
@@ -26,8 +27,8 @@ from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
 from lightning_compress.local.inner import forget_nonfinite
-from lightning_compress.local.means import means_of, squares
-from lightning_compress.local.statistics import BufferRules
+from lightning_compress.local.means import means_of
+from lightning_compress.local.statistics import STATISTICS, BufferRules
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.alike import check_alike, same
 from lightning_compress.strategies.meeting import END
@@ -173,7 +174,7 @@ class GossipMixin(UnwrappedMixin):
         self._ranks = TorchCollective().apart()
         self._counted = CountingCollective(self._ranks, meter)
         self._neighbours = Neighbours(self._counted, self.topology)
-        self._flat = Flat(layout, device)
+        self._flat = Flat(layout, device, STATISTICS)
         self._layout = layout
         self.begin_after(0)
         self._by_rank, self._left_out, self._consensus = [0] * self.world_size, [0] * self.world_size, 0.0
