@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import CODECS, Codec, TopK
-from lightning_compress.codecs.base import Plan
+from lightning_compress.codecs.base import FusedPlan, Plan, Summands
+from lightning_compress.collectives import LocalCollective, World
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
+from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import CORRECTED, Corrected
+from lightning_compress.testing.alone import encode
 
 Case = Codec | Corrected
 
@@ -23,7 +27,7 @@ def plan_of(case: Case, layout: Layout, device: torch.device) -> Plan:
     return CorrectedPlan(case, layout, device) if isinstance(case, Corrected) else case.plan(layout, device)
 
 
-class CorrectedPlan(Plan):
+class CorrectedPlan(FusedPlan):
     """A correction around its codec: encoding includes what it does before and after."""
 
     def __init__(self, corrected: Corrected, layout: Layout, device: torch.device) -> None:
@@ -33,30 +37,25 @@ class CorrectedPlan(Plan):
             name: State(each.layout, device, each.initial, each.holder)
             for name, each in correction.state(layout, whole).items()
         }
-        self._whole, self._states = whole, states
-        self._correction = correction.plan(layout, whole, 2, device, states)
+        self._states = states
+        world = World(LocalCollective(), device, Meter(device))
+        self._correction = correction.plan(layout, whole, world, states, None)
         self._plan = corrected.codec.plan(layout, device)
-        self._mean, self._step = torch.zeros(layout.numel, device=device), 1 << 20
+        self._memory = torch.zeros(2, layout.numel, device=device)
         self.message_size = self._plan.message_size
 
     def share(self, key: int) -> None:
         """See the base class."""
         self._plan.share(key)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class; the vector is corrected first."""
-        self._correction.before(vector, self._whole, self._step)
-        self._plan.encode(vector, message, key)
-        self._finish(vector)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class; the gradient is corrected first, in place."""
-        self._correction.before(gradient, self._whole, self._step)
-        self._plan.encode_sum(gradient, residual, vector, message, key)
-        self._finish(vector)
-
-    def _finish(self, vector: Tensor) -> None:
-        self._correction.after(self._mean, vector, self._whole, self._step)
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """See the base class; the vector, or the gradient of the two that are added up, is corrected first."""
+        given = Vector([vector if summands is None else summands[0]], lambda _: self._memory[0], 1 << 20)
+        given.gradient, given.means = given.pieces[0], [self._memory[1]]
+        self._correction.before(given)
+        encode(self._plan, vector, message, key, keep, summands)
+        given.sent = vector
+        self._correction.after(given)
         for state in self._states.values():
             state.committed, state.pending = state.pending, state.committed
 

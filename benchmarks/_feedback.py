@@ -13,8 +13,8 @@ from benchmarks._codecs import CASES
 from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
+from lightning_compress.core.vector import Vector, kernel_of
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
-from lightning_compress.engine.gradients import add_gradients
 
 CPU, SOUND, NAMES = torch.device("cpu"), torch.tensor(False), ["weight"]
 ENCODED = {name: case for name, case in CASES.items() if isinstance(case, Codec) and case.sum_dtype is None}
@@ -28,24 +28,25 @@ def steps_of(codec: Codec, gradient: Tensor) -> dict[str, Step]:
     layout = Layout.of([(NAMES[0], (len(gradient),))])
     plan = codec.plan(layout, CPU)
     message = torch.zeros(plan.message_size, dtype=torch.uint8)
-    residual, vector = State(layout, CPU), torch.empty_like(gradient)
+    residual, memory = State(layout, CPU), torch.empty_like(gradient)
     declared = LoCo.state(layout.segments)
     errors = State(declared.layout, CPU, dtype=declared.dtype)
-    loco = LoCoPlan(LoCo(), layout, errors)
+    loco = LoCoPlan(LoCo(), layout, errors, alone=True)
 
     def encode(numbers: Tensor, step: int) -> None:
         plan.share(step)
         plan.encode(numbers, message, step)
 
     def classical(step: int) -> None:
-        add_gradients([gradient], residual, 1.0)
+        Vector([gradient], lambda _: memory, fast=kernel_of(CPU)).add(residual.committed, residual.pending)
         encode(residual.pending, step)
         _commit(residual)
 
     def averaged(step: int) -> None:
-        assert loco.feed([gradient], vector, (), step)
-        encode(vector, step)
-        loco.keep(vector, (), step)
+        vector = Vector([gradient], lambda _: memory, step)
+        loco.before(vector)
+        encode(vector.made(), step)
+        loco.after(vector)
         _commit(errors)
 
     return {"residual": classical, "loco": averaged}

@@ -42,14 +42,15 @@ SWEEP: dict[str, list[dict[str, Any]]] = {
 }
 """By the name of a method, or by a name for a family of its settings, which then say whose they are. Of codecs that are
 not here, the defaults are tried; what is no codec is passed over."""
-LEFT_OUT = {"none", "threshold", "rows"}  # which must know how large gradients are, or which of their rows are zero
+LEFT_OUT = {"none", "threshold", "rows", "qsgd_elias"}
+"""What must know how large gradients are, or which of their rows are zero; and another name for what is there."""
 
 
 def sweep() -> dict[str, list[dict[str, Any]]]:
     """What ``compare`` takes for each family, from the fewest to the most bits."""
     families = {label: [{"name": label} | each for each in settings] for label, settings in SWEEP.items()}
     tried = {settings["name"] for family in families.values() for settings in family} | LEFT_OUT
-    families |= {name: [{"name": name}] for name in CODECS if name not in tried}
+    families |= {name: [{"name": name}] for name in CODECS.complete() if name not in tried}
     return {label: family for label, family in families.items() if family[0]["name"] in CODECS}
 
 

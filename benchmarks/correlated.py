@@ -19,10 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_compress.codecs import QSGD, Codec, Natural, Rotated, TernGrad
+from lightning_compress.codecs import QSGD, Codec, Rotated
 from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.natural import Natural
+from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import AllGather, Auto, Exchange
 from lightning_compress.exchanges.message import Section
 

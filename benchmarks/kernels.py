@@ -23,8 +23,10 @@ from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.base import aligned
 from lightning_compress.core import blocks, state
+from lightning_compress.core import vector as vectors
 from lightning_compress.core.layout import Layout
-from lightning_compress.engine import gradients, unused
+from lightning_compress.engine import unused
+from lightning_compress.testing.alone import encode
 
 _MINUS_TWO = "0fC0000000"
 LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]
@@ -95,15 +97,15 @@ def _launch(name: str, layout: Layout) -> None:
     vector = torch.zeros(layout.numel)
     messages = torch.zeros(2, aligned(plan.message_size), dtype=torch.uint8)[:, : plan.message_size]
     plan.share(1)
-    plan.encode_sum(vector, vector, vector.clone(), messages[0], 1)
-    plan.send(vector.clone(), messages[0], 1)
+    encode(plan, vector.clone(), messages[0], 1, summands=(vector, vector))
+    encode(plan, vector.clone(), messages[0], 1, keep=False)
     for accumulate in (False, True):
         plan.decode(messages, vector, 0.5, accumulate)
 
 
 def _launch_group(layout: Layout) -> None:
     vector, scalar = torch.zeros(layout.numel), torch.zeros(())
-    made = (kernels.backend(each.__name__, vector.device, "triton") for each in (gradients, state, unused, blocks))
+    made = (kernels.backend(each.__name__, vector.device, "triton") for each in (vectors, state, unused, blocks))
     of_gradients, of_state, of_unused, of_blocks = (each for each in made if each)
     of_gradients.clean(vector, 1.0, scalar)
     of_state.replace(scalar > 0, vector, vector)

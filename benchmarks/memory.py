@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=positives, default=[2, 8, 64], help="by commas (2,8,64)")
     parser.add_argument("--width", type=positive, default=1024, help="of the layers; each rank has a model of its own")
-    known = [each for each in COMPRESSORS if each not in ("auto", "none")]
+    known = [each for each in COMPRESSORS.offered if each not in ("auto", "none")]
     parser.add_argument("--compressors", default=",".join(known), help="names, separated by commas")
     parser.add_argument("--json", type=file_to_write, help="write the figures here")
     arguments = parser.parse_args()

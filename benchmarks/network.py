@@ -208,7 +208,6 @@ def chosen_methods(arguments: argparse.Namespace) -> list[str]:
     Raises:
         ValueError: one of them is none, or none of the task's.
     """
-    taking = arguments.record or arguments.validate
     sets = arguments.set.split(",") if arguments.set else []
     if unknown := [each for each in sets if each not in (*SETS, "local")]:
         raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}, local")
@@ -220,20 +219,28 @@ def chosen_methods(arguments: argparse.Namespace) -> list[str]:
     elif arguments.replay:
         chosen = list(arguments.recorded["traces"])
     else:
+        taking = arguments.record or arguments.validate
         chosen = REPLAYED if taking else list(OURS) if arguments.trainer else [*PYTORCH, *OURS, *FACTORS]
     for name in chosen:
         make(name)
-        if arguments.trainer and settings(name) is None:
-            raise ValueError(f"{name} is none of CompressedDDPStrategy's; with --trainer, these are: {', '.join(OURS)}")
-        if taking and settings(name) is None and name not in DENSE:
-            raise ValueError(
-                f"{name} cannot be recorded; of those that are none of attach's, these can: {', '.join(DENSE)}"
-            )
-        if arguments.replay and name not in arguments.recorded["traces"]:
-            raise ValueError(
-                f"{name} was not recorded in {arguments.replay}: {', '.join(arguments.recorded['traces'])}"
-            )
+        check_method(name, arguments)
     return chosen
+
+
+def check_method(name: str, arguments: argparse.Namespace) -> None:
+    """Refuse a method that is none of the task's.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if arguments.trainer and settings(name) is None:
+        raise ValueError(f"{name} is none of CompressedDDPStrategy's; with --trainer, these are: {', '.join(OURS)}")
+    if (arguments.record or arguments.validate) and settings(name) is None and name not in DENSE:
+        raise ValueError(
+            f"{name} cannot be recorded; of those that are none of attach's, these can: {', '.join(DENSE)}"
+        )
+    if arguments.replay and name not in arguments.recorded["traces"]:
+        raise ValueError(f"{name} was not recorded in {arguments.replay}: {', '.join(arguments.recorded['traces'])}")
 
 
 def names(given: str) -> list[str]:

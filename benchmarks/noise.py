@@ -15,11 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_compress.codecs import CODECS, DCT, FFT, QSGD, Codec, Natural, Rotated, TernGrad
+from lightning_compress.codecs import CODECS, FFT, QSGD, Codec, Rotated
 from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.dct import DCT
+from lightning_compress.contrib.codecs.natural import Natural
+from lightning_compress.contrib.codecs.terngrad import TernGrad
+from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
-from lightning_compress.exchanges import AllGather, Binomial, Exchange, ExchangePlan, TwoShot
+from lightning_compress.exchanges import AllGather, Exchange, ExchangePlan, TwoShot
 from lightning_compress.exchanges.message import Section
 
 CPU = torch.device("cpu")
@@ -39,7 +43,8 @@ UNBIASED: dict[str, Codec] = {
 }
 UNBIASED |= {  # those that have no settings above, with their defaults
     name: codec
-    for name, codec in ((name, kind()) for name, kind in CODECS.items() if kind not in map(type, UNBIASED.values()))
+    for name, codec in ((name, kind()) for name, kind in CODECS.complete().items())
+    if type(codec) not in map(type, UNBIASED.values())
     if codec.repeatable and not (codec.contractive or codec.sum_dtype)
 }
 SPECTRAL: dict[str, Codec] = {"fft": FFT(), "dct": DCT()}

@@ -45,7 +45,8 @@ from benchmarks._optimizers import training
 from benchmarks._optimizers.stages import STAGES
 from benchmarks._teacher import MLP, Teacher
 from lightning_compress import attach
-from lightning_compress.exchanges import AllGather, Auto, Binomial, Exchange, TwoShot
+from lightning_compress.contrib.exchanges.binomial import Binomial
+from lightning_compress.exchanges import AllGather, Auto, Exchange, TwoShot
 from lightning_compress.settings.settings import Settings
 
 METHODS: dict[str, dict[str, Any]] = {

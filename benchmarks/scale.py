@@ -27,8 +27,8 @@ from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import Call, Cluster, SimulatedCollective, longer
 from lightning_compress.codecs import FP16, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import CountingCollective, World
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import (
     AllGather,
     AllReduce,

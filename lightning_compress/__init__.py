@@ -19,10 +19,10 @@ from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
     from lightning_compress.callbacks.meprop import MeProp
-    from lightning_compress.callbacks.mesimp import MeSimp
     from lightning_compress.callbacks.monitor import CommunicationMonitor
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
+    from lightning_compress.contrib.mesimp import MeSimp
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
     from lightning_compress.strategies.gossip import GossipStrategy
     from lightning_compress.strategies.local_sgd import LocalSGDStrategy
@@ -33,7 +33,7 @@ _LIGHTNING = {
     "GossipStrategy": "strategies.gossip",
     "LocalSGDStrategy": "strategies.local_sgd",
     "MeProp": "callbacks.meprop",
-    "MeSimp": "callbacks.mesimp",
+    "MeSimp": "contrib.mesimp",
     "SufficientFactors": "callbacks.sufficient_factors",
     "ThetaRecovery": "callbacks.theta_recovery",
 }

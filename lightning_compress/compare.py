@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import CODECS, Codec, Dense, OneBit, Plan
+from lightning_compress.collectives.counting import least_ms
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.corrections import CORRECTED, Corrected
+from lightning_compress.core.registry import name_of
+from lightning_compress.corrections import Corrected
 from lightning_compress.settings import readers
-from lightning_compress.settings.arguments import CompressorLike, build_compressor
+from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike, build_compressor
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import Rules
 
@@ -188,7 +190,7 @@ def compare(
     readers.whole("min_numel", min_numel)
     readers.whole("seed", seed)
     steps = read(gradients)
-    codecs = [_codec(each) for each in (CODECS if compressors is None else _listed(compressors))]
+    codecs = [_codec(each) for each in (CODECS.complete() if compressors is None else _listed(compressors))]
     if not codecs:
         raise ValueError("compressors=[] names none; leave it out to compare all of them")
     rules = Rules(OneBit(), min_numel, ())
@@ -249,25 +251,10 @@ def _encode(plan: Plan, vector: Tensor, message: Tensor, key: int) -> None:
 
 def _times(plan: Plan, gradient: Tensor, message: Tensor, key: int) -> tuple[float, float]:
     """Least milliseconds of encoding and of decoding."""
-    vector, out = torch.empty_like(gradient), torch.zeros_like(gradient)
-    encoding, decoding = [], []
-    for _ in range(REPEATS):
-        vector.copy_(gradient)
-        encoding.append(_clock(gradient.device, lambda: _encode(plan, vector, message[0], key)))
-        decoding.append(_clock(gradient.device, lambda: plan.decode(message[:, : plan.used], out, 1.0, True)))
-    return min(encoding), min(decoding)
-
-
-def _clock(device: torch.device, work: Callable[[], None]) -> float:
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return 1e3 * (time.perf_counter() - start)
+    vector, out, device = torch.empty_like(gradient), torch.zeros_like(gradient), gradient.device
+    again = partial(vector.copy_, gradient)
+    encoding = least_ms(device, REPEATS, lambda: _encode(plan, vector, message[0], key), again)
+    return encoding, least_ms(device, REPEATS, lambda: plan.decode(message[:, : plan.used], out, 1.0, True), again)
 
 
 def _codec(compressor: CompressorLike) -> tuple[str, Codec]:
@@ -297,8 +284,7 @@ def _label(codec: Codec) -> str:
 
 
 def _name(given: Codec | Corrected) -> str:
-    names = {kind: name for name, kind in [*CODECS.items(), *CORRECTED.items()]}
-    return names.get(type(given), type(given).__name__)
+    return name_of(type(given), COMPRESSORS) or type(given).__name__
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_compress.callbacks.meprop import MePropMixin
-from lightning_compress.callbacks.mesimp import MeSimpMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
@@ -35,16 +36,19 @@ class MeProp(MePropMixin, Callback):
     """See ``lightning_compress.MeProp``."""
 
 
-class MeSimp(MeSimpMixin, Callback):
-    """See ``lightning_compress.MeSimp``."""
-
-
 class SufficientFactors(SufficientFactorsMixin, Callback):
     """See ``lightning_compress.SufficientFactors``."""
 
 
 class ThetaRecovery(RecoveryMixin, Callback):
     """See ``lightning_compress.ThetaRecovery``."""
+
+
+def __getattr__(name: str) -> object:
+    """Import what stands in contrib on first use, as the package itself does."""
+    if name != "MeSimp":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("lightning_compress.contrib.pytorch_lightning"), name)
 
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)

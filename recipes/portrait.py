@@ -14,10 +14,9 @@ from torch import Tensor
 from lightning_compress import GossipStrategy, compare
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import World
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.collectives.local import LocalCollective
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
 from lightning_compress.reducers import Reducer
 from recipes.tracking import WandbLogger

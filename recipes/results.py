@@ -270,6 +270,21 @@ def train_all(todo: list[Run], out: Path) -> list[str]:
     return failed
 
 
+def check_arguments(given: argparse.Namespace) -> None:
+    """Refuse what does not go together, and a folder that is not there.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if given.page and given.time:
+        raise ValueError("--page runs nothing, and --time times steps; give one of them")
+    if given.data and not given.data.is_dir():
+        raise ValueError(
+            f"--data {given.data}: there is no such folder; it holds the public data sets, "
+            f"{', '.join(sorted({each.needs for each in read_table() if each.needs}))}"
+        )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run what is missing, then write the tables and plots; 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -287,13 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = given.out or ROOT / ("outputs/results" if given.quick else "docs/results")
     data = given.data.resolve() if given.data else None
     try:
-        if given.page and given.time:
-            raise ValueError("--page runs nothing, and --time times steps; give one of them")
-        if data and not data.is_dir():
-            raise ValueError(
-                f"--data {given.data}: there is no such folder; it holds the public data sets, "
-                f"{', '.join(sorted({each.needs for each in read_table() if each.needs}))}"
-            )
+        check_arguments(given)
         writable(out)
         with FileLock(out / ".lock", timeout=0):
             table = [each.shortened() for each in read_table() if each.quick] if given.quick else read_table()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_compress.backward.pruning import shrink
+from lightning_compress.contrib.pruning import shrink
 from recipes.draws import own_seed
 from recipes.schedule import Schedule, lr_factor
 

@@ -1,84 +1,33 @@
 """The table of cases: one row per method; every law runs over every row."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lightning_compress.codecs import (
-    ATOMO,
     BF16,
-    DCT,
     FFT,
     FP16,
     QSGD,
-    Adaptive,
     Codec,
     Dense,
     EFSign,
-    Natural,
     OneBit,
     RandomK,
     RangeFloat,
     Rotated,
     Rows,
     SparseLoCo,
-    TernGrad,
-    Threshold,
     TopK,
-    Wangni,
 )
 from lightning_compress.core.layout import Layout, Segment
-from lightning_compress.reducers import AdamMask, PowerSGD, Reducer, SignSGD, Sketch, TernGradShared
+from lightning_compress.reducers import PowerSGD
 from tests import sparse_sizes
+from tests.case import Case
+from tests.contrib.cases import CONTRIB
 from tests.reference import codecs as reference
 from tests.reference import sparse as sparse_reference
-
-Loss = Literal["nothing", "element", "block", "vector", "added"]
-Size = Callable[[Any, Layout], int]
-Reference = Callable[[Any, reference.Array, Layout, torch.Tensor], tuple[reference.Array, reference.Array]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A method with small settings, and what is true of it.
-
-    Args:
-        codec: the method; a codec or a reducer.
-        size: a codec's formula: bytes without flag and padding; the most that a message may take if that varies.
-        rounding: what summing in the message's own dtype may lose, relative to the largest value.
-        lossless: settings at which the method changes nothing, if there are any.
-        loses: what message and rest together may differ by from the vector: "nothing", or a last bit of the element
-            itself, of the largest of its "block" or of the "vector", or of all that was "added" to it.
-        variable: messages differ in length.
-        growth: of two-shot's traffic from 4 to 16 ranks, at most, on a small layout; more where equal shards take
-            different numbers of bytes, and where sums of more ranks take many more bits (``Codec.refined``).
-        reference: a slow one, if there is any: of a vector and its message (of key 1), what is sent and what stays.
-        also: other settings that are compared with the reference.
-        numba: settings under which kernels of a CPU are compared with tensor operations, if it has any.
-        triton: settings under which kernels of an accelerator are compared with a CPU, if it has any.
-        transforms: the latter round otherwise than a CPU.
-    """
-
-    name: str
-    codec: Codec | Reducer
-    size: Size | None = None
-    rounding: float = 0.0
-    lossless: Codec | Reducer | None = None
-    loses: Loss = "nothing"
-    variable: bool = False
-    growth: float = 1.35
-    reference: Reference | None = None
-    also: tuple[Codec, ...] = ()
-    numba: tuple[dict[str, Any], ...] = ()
-    triton: tuple[dict[str, Any], ...] = ()
-    transforms: bool = False
-
-    def message_size(self, layout: Layout) -> int:
-        """The method's formula for its settings."""
-        return self.size(self.codec, layout)
 
 
 def _randomk_bytes(codec: RandomK, layout: Layout) -> int:
@@ -104,13 +53,9 @@ def _efsign_bytes(codec: EFSign, layout: Layout) -> int:
     return -(-4 * -(-layout.numel // min(codec.block, 8 * bits)) // 16) * 16 + bits
 
 
-def _planes_bytes(bits: int, count: int) -> int:
-    return sum(-(-count * width // 8) for width in (32, 16, 8, 4, 2, 1) if bits & width)
-
-
 def _qsgd_bytes(codec: QSGD, layout: Layout) -> int:
     bucket = min(codec.bucket, 8 * -(-layout.numel // 8))
-    return -(-4 * -(-layout.numel // bucket) // 16) * 16 + _planes_bytes(codec.bits, layout.numel)
+    return -(-4 * -(-layout.numel // bucket) // 16) * 16 + sparse_sizes.planes(codec.bits, layout.numel)
 
 
 def _rotated_bytes(codec: Rotated, layout: Layout) -> int:
@@ -118,42 +63,13 @@ def _rotated_bytes(codec: Rotated, layout: Layout) -> int:
     while block > 8 and block // 2 >= layout.numel:
         block //= 2
     blocks = -(-layout.numel // block)
-    return -(-4 * blocks // 16) * 16 + _planes_bytes(codec.bits, blocks * block)
-
-
-def _natural_bytes(codec: Natural, layout: Layout) -> int:
-    buckets = -(-layout.numel // min(codec.bucket, 8 * -(-layout.numel // 8)))
-    return -(-buckets // 16) * 16 + layout.numel
-
-
-def _terngrad_bytes(codec: TernGrad, layout: Layout) -> int:
-    scales = 4 * sum(segment.numel > 0 for segment in layout.segments)
-    return -(-scales // 16) * 16 + -(-layout.numel // {"2bit": 4, "base3": 5}[codec.packing])
+    return -(-4 * blocks // 16) * 16 + sparse_sizes.planes(codec.bits, blocks * block)
 
 
 def _range_float_bytes(codec: RangeFloat, layout: Layout) -> int:
     ranges = 16 + 8 * -(-layout.numel // codec.block)
-    codes = _planes_bytes(codec.bits, layout.numel)
+    codes = sparse_sizes.planes(codec.bits, layout.numel)
     return sum(-(-each // 16) * 16 for each in (ranges, codes))
-
-
-def _spectrum_bytes(codec: FFT | DCT, layout: Layout) -> int:
-    whole, rest = divmod(layout.numel, codec.block)
-    size = 16
-    for blocks, length in ((whole, codec.block), (1, rest)):
-        if blocks and length:
-            padded = max(8, 2 ** math.ceil(math.log2(length)))
-            bins = padded // 2 + 1 if isinstance(codec, FFT) else padded
-            keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))
-            places = 0 if keep == bins else min(2 * keep, math.ceil(bins / 8))
-            codes = _planes_bytes(codec.bits, blocks * keep * (2 if isinstance(codec, FFT) else 1))
-            size += sum(16 * math.ceil(each / 16) for each in (blocks * 12, blocks * places, codes))
-    return size
-
-
-def _atomo_bytes(codec: ATOMO, layout: Layout) -> int:
-    shapes = [(segment.shape[0], math.prod(segment.shape[1:])) for segment in layout.segments]
-    return sum(4 * min(rows * columns, codec.rank * (rows + columns)) for rows, columns in shapes)
 
 
 def _floats(size):
@@ -190,10 +106,6 @@ def _onebit_columns(codec, vector, layout, message):
 
 def _efsign(codec, vector, layout, message):
     return reference.efsign(vector, codec.block)
-
-
-def _natural(codec, vector, layout, message):
-    return reference.natural(vector, codec.bucket, key=1)
 
 
 def _range_float(codec, vector, layout, message):
@@ -252,11 +164,6 @@ CASES = [
         loses="element",
         variable=True,
     ),
-    Case("threshold", Threshold(0.5, 0.7, capacity=0.2), sparse_sizes.threshold, loses="element", variable=True),
-    Case("threshold_words", Threshold(1.0, 1.0, "words", 0.05), sparse_sizes.threshold, loses="element", variable=True),
-    Case("adaptive", Adaptive(16), sparse_sizes.adaptive, loses="element", variable=True),
-    Case("adaptive_int16", Adaptive(20, "int16"), sparse_sizes.adaptive, loses="element", variable=True),
-    Case("wangni", Wangni(0.05), sparse_sizes.wangni, loses="element", lossless=Wangni(1.0), variable=True, growth=4.0),
     Case("rows", Rows(), sparse_sizes.rows, lossless=Rows(), variable=True, reference=_rows, also=(Rows(1.0),)),
     Case(
         "sparseloco",
@@ -326,14 +233,6 @@ CASES = [
     ),
     Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2"), _qsgd_bytes, loses="block"),
     Case(
-        "qsgd_elias",
-        QSGD(bits=3, bucket=64, norm="l2", coding="elias"),
-        sparse_sizes.qsgd_elias,
-        loses="block",
-        variable=True,
-        growth=1.6,
-    ),
-    Case(
         "rotated",
         Rotated(bits=5, block=64),
         _rotated_bytes,
@@ -342,25 +241,6 @@ CASES = [
         triton=({}, {"bits": 5, "block": 64}, {"bits": 8, "block": 1024}, {"bits": 2, "correlated": True}),
     ),
     Case("rotated_7", Rotated(bits=7, block=128), _rotated_bytes, loses="vector", growth=2.0),
-    Case(
-        "natural",
-        Natural(bucket=64),
-        _natural_bytes,
-        reference=_natural,
-        also=(Natural(), Natural(72)),
-        triton=({}, {"bucket": 96}, {"correlated": True}),
-    ),
-    Case(
-        "terngrad",
-        TernGrad(),
-        _terngrad_bytes,
-        loses="vector",
-        triton=({}, {"clip": None}, {"clip": 1.3, "packing": "base3"}, {"packing": "base3", "correlated": True}),
-    ),
-    Case("terngrad_base3", TernGrad(None, "base3"), _terngrad_bytes, loses="vector"),
-    Case("terngrad_shared", TernGradShared()),
-    Case("signsgd", SignSGD()),
-    Case("signsgd_tally", SignSGD("tally", momentum=0.0)),
     Case(
         "range_float",
         RangeFloat(block=64),
@@ -379,7 +259,7 @@ CASES = [
     Case(
         "fft",
         FFT(theta=0.5, block=64),
-        _spectrum_bytes,
+        sparse_sizes.spectrum,
         loses="block",
         triton=(
             {"block": 512, "mantissa": 4},
@@ -388,19 +268,8 @@ CASES = [
         ),
         transforms=True,
     ),
-    Case(
-        "dct",
-        DCT(theta=0.5, block=64),
-        _spectrum_bytes,
-        loses="block",
-        triton=({"block": 128, "bits": 3}, {"block": 64, "theta": 0.97, "bits": 16, "mantissa": 7}),
-        transforms=True,
-    ),
-    Case("atomo", ATOMO(rank=2), _atomo_bytes, lossless=ATOMO(rank=10**6)),
     Case("powersgd", PowerSGD(rank=2), lossless=PowerSGD(rank=10**6)),
-    Case("adam_mask", AdamMask(density=0.05), lossless=AdamMask(density=1.0), variable=True),  # the first step is dense
-    Case("adam_mask_moment", AdamMask(density=0.05, rest="moment"), variable=True),
-    Case("sketch", Sketch(density=0.02), lossless=Sketch(density=1.0)),
+    *CONTRIB,
 ]
 
 

@@ -3,7 +3,11 @@
 import math
 from itertools import pairwise
 
-from lightning_compress.codecs import QSGD, Adaptive, Rows, SparseLoCo, Threshold, TopK, Wangni
+from lightning_compress.codecs import FFT, QSGD, Rows, SparseLoCo, TopK
+from lightning_compress.contrib.codecs.adaptive import Adaptive
+from lightning_compress.contrib.codecs.dct import DCT
+from lightning_compress.contrib.codecs.threshold import Threshold
+from lightning_compress.contrib.codecs.wangni import Wangni
 from lightning_compress.core.layout import Layout
 
 
@@ -101,3 +105,23 @@ def sparseloco(codec: SparseLoCo, layout: Layout) -> int:
     width = int(math.log2(codec.block))
     planes = sum(-(-kept * each // 8) for each in (16, 8, 4, 2, 1) if width & each)
     return 16 * sum(segment.numel > 0 for segment in layout.segments) + planes + -(-2 * kept // 8)
+
+
+def planes(bits: int, count: int) -> int:
+    """Codes of so many bits, in planes of 32, 16, 8, 4, 2 and 1 of them."""
+    return sum(-(-count * width // 8) for width in (32, 16, 8, 4, 2, 1) if bits & width)
+
+
+def spectrum(codec: FFT | DCT, layout: Layout) -> int:
+    """Ranges, places and codes of the whole blocks, and of the rest."""
+    whole, rest = divmod(layout.numel, codec.block)
+    size = 16
+    for blocks, length in ((whole, codec.block), (1, rest)):
+        if blocks and length:
+            padded = max(8, 2 ** math.ceil(math.log2(length)))
+            bins = padded // 2 + 1 if isinstance(codec, FFT) else padded
+            keep = max(1, math.ceil((1 - codec.theta) * bins - 1e-9))
+            places = 0 if keep == bins else min(2 * keep, math.ceil(bins / 8))
+            codes = planes(codec.bits, blocks * keep * (2 if isinstance(codec, FFT) else 1))
+            size += sum(16 * math.ceil(each / 16) for each in (blocks * 12, blocks * places, codes))
+    return size

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_compress.codecs import ATOMO, CODECS, QSGD, Codec, Dense, Natural, RandomK, Rotated, TernGrad
+from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, RandomK, Rotated
 from lightning_compress.collectives import LocalCollective, TorchCollective, run_threads
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.atomo import ATOMO
+from lightning_compress.contrib.codecs.natural import Natural
+from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Exchange, Hierarchical, probe
 from lightning_compress.exchanges.cost import Link
 from lightning_compress.reducers import REDUCERS
@@ -20,7 +23,7 @@ from tests.helpers.sizes import by_turns
 
 SPARSE = ["recursive_doubling", "butterfly", "run_length"]
 """Exchanges of sums, for methods that send few elements; the last takes any, of which these are enough."""
-DROPPING = ["gtopk", "ok_topk"]
+DROPPING = ["ok_topk"]
 """Those of them that drop the smaller sums."""
 TREES = {
     "binomial": ("none", "bf16", "topk", "threshold", "onebit", "randomk", "fft"),
@@ -28,7 +31,9 @@ TREES = {
 }
 """Exchanges that encode sums again and again, whatever the method: of each kind of message these are enough."""
 SIZES = [1, 2, 3, 4, 5]
-PATTERNS = {name: kind() for name, kind in EXCHANGES.items()}
+CORE = tuple(EXCHANGES)
+"""Exchanges that are tried with every method, whenever; others, as other methods are, once each, but thoroughly."""
+PATTERNS = {name: kind() for name, kind in EXCHANGES.complete().items()}
 PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Hierarchical("binomial", 2, "chain")}
 
 
@@ -83,13 +88,35 @@ def promised(codec, exchange, size):
     return run_threads(size, lambda ranks: group_plan(codec, exchange, ranks, Meter(CPU)).cost.bytes_sent)[0]
 
 
-GRID = [
-    pytest.param(case, exchange, size, id=f"{case.name}-{exchange}-{size}")
-    for case in CASES
-    for exchange in PATTERNS
-    for size in SIZES
-    if can_travel(case, exchange, size)
-]
+def grid():
+    """Every method by every exchange at every size; of what stands for completeness one, by turns, if not thorough."""
+    every = [
+        (case, exchange, size)
+        for case in CASES
+        for exchange in PATTERNS
+        for size in SIZES
+        if can_travel(case, exchange, size)
+    ]
+    taken = [each for each in every if not each[0].contrib and each[1] in CORE]
+    for number, case in enumerate(each for each in CASES if each.contrib):
+        own = [each for each in every if each[0] is case and each[1] in CORE and each[2] > 1]
+        taken.append(own[number % len(own)])
+    for exchange in (each for each in PATTERNS if each not in CORE):
+        for size in SIZES:
+            own = [each for each in every if not each[0].contrib and each[1:] == (exchange, size)]
+            taken += own[size % len(own) :][:1]
+    names = {(case.name, *where) for case, *where in taken}
+    return [
+        pytest.param(
+            *(case, exchange, size),
+            id=f"{case.name}-{exchange}-{size}",
+            marks=() if (case.name, exchange, size) in names else pytest.mark.thorough,
+        )
+        for case, exchange, size in every
+    ]
+
+
+GRID = grid()
 
 
 @pytest.mark.parametrize(("case", "exchange", "size"), GRID)
@@ -228,8 +255,9 @@ def test_the_sum_of_one_rank_is_its_message(case):
 
 
 def test_every_codec_has_a_case():
-    assert {type(case.codec) for case in CASES} == {*CODECS.values(), *REDUCERS.values()}
-    assert {case.name for case in CASES} >= {*CODECS, *REDUCERS}
+    known = CODECS.complete() | REDUCERS.complete()
+    assert {type(case.codec) for case in CASES} == {*known.values()}
+    assert {case.name for case in CASES} >= {*known}
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

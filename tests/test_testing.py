@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import Codec, Dense, Plan, TopK
+from lightning_compress.codecs.base import FusedPlan
 from lightning_compress.testing import check_codec
 from tests.cases import CASES
 
@@ -66,7 +67,7 @@ class Bytes(Codec):
 def broken(plan=None, **flags):
     """``Bytes`` with other methods of its plan, or other flags."""
     made = type("Broken", (BytesPlan,), plan or {})
-    return type("Broken", (Bytes,), {"made": made, **flags})()
+    return type("Broken", (Bytes,), {"made": made} | flags)()
 
 
 def forgets(self, vector, message, key):
@@ -78,6 +79,14 @@ def skips_bytes(self, vector, message, key):
     before = message[4:16].clone()
     BytesPlan.encode(self, vector, message, key)
     message[4:16] = before
+
+
+def skips_bytes_unkept(self, vector, message, key, keep=True, summands=None):
+    self.take(vector, message, summands)
+    (BytesPlan.encode if keep else skips_bytes)(self, vector, message, key)
+
+
+FUSED = type("Fused", (FusedPlan, BytesPlan), {"encode": skips_bytes_unkept})
 
 
 def doubles(self, vector, message, key):
@@ -267,7 +276,7 @@ def test_denormals_may_be_rounded_in_another_order():
         (Bytes(), {"size": lambda layout: 8 + layout.numel}, "law 2 (size): "),
         (broken({"encode": skips_bytes}), {}, "unwritten bytes"),
         (broken({"encode": by_the_first_scale}), {}, "the message depends on more than vector and key"),
-        (broken({"send": skips_bytes}), {}, "send writes another message"),
+        (broken(made=FUSED), {}, "writes another message where what stays is not kept"),
         (Bytes(), {"lossless": Bytes()}, "law 3 (identity): "),
         (broken({"decode": differs}), {}, "law 4 (one truth): "),
         (broken({"decode": adds_wrongly}), {}, "three messages decoded at once are off their sum"),
@@ -324,7 +333,7 @@ def test_wrong_arguments_are_refused_with_the_right_call(codec, arguments, words
 
 
 def test_exchanges_and_ranks_are_chosen_by_the_caller():
-    from lightning_compress.exchanges import Butterfly
+    from lightning_compress.contrib.exchanges.butterfly import Butterfly
 
     check_codec(TopK(0.05), exchanges={"butterfly": Butterfly()}, ranks=(4,))
     check_codec(Dense(), ranks=(1,), lossless=Dense())

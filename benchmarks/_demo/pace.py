@@ -3,8 +3,8 @@
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import Compression
-from lightning_compress.collectives import TorchCollective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.engine.hook import Background
 
 __all__ = ["Wire", "pace"]
@@ -54,24 +54,56 @@ def pace(ddp: DistributedDataParallel, compression: Compression, wire: Wire) -> 
     if not compression.active:
         ddp.register_comm_hook(None, _PacedMean(wire).reduce)
         return
-    meter, span, seen = compression.meter, compression.meter.span, 0
+    counting = compression._collective
+    counting._inner = _PacedCollective(counting.uncounted, wire, compression.meter)
 
-    def sent() -> int:
-        nonlocal seen
-        last, seen = seen, meter.bytes_sent
-        return seen - last
 
-    @contextmanager
-    def paced(name: str) -> Iterator[None]:
-        around: AbstractContextManager[None] = span(name)
-        with around:
-            if name != "exchange":
-                yield
-                return
-            with wire.carrying(sent):
-                yield
+class _PacedCollective(Collective):
+    """Another one, each call of which takes as long as the bytes that were counted before it take on a wire."""
 
-    meter.span = paced  # type: ignore[method-assign]  # every collective call is counted and timed there
+    def __init__(self, inner: Collective, wire: Wire, meter: Meter) -> None:
+        self._inner, self._wire, self._meter, self._seen = inner, wire, meter, meter.bytes_sent
+        self.rank, self.size = inner.rank, inner.size
+
+    def _sent(self) -> int:
+        last, self._seen = self._seen, self._meter.bytes_sent
+        return self._seen - last
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        with self._wire.carrying(self._sent):
+            self._inner.all_reduce(tensor)
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+        return self._later(self._inner.begin_all_reduce(tensor))
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        with self._wire.carrying(self._sent):
+            self._inner.all_reduce_max(tensor)
+
+    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
+        return self._later(self._inner.begin_all_reduce_max(tensor))
+
+    def _later(self, wait: Callable[[], object]) -> Callable[[], object]:
+        def paced() -> None:
+            with self._wire.carrying(self._sent):
+                wait()
+
+        return paced
+
+    def all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        with self._wire.carrying(self._sent):
+            self._inner.all_gather(tensor, out)
+
+    def all_to_all(self, send: Tensor, receive: Tensor) -> None:
+        with self._wire.carrying(self._sent):
+            self._inner.all_to_all(send, receive)
+
+    def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        with self._wire.carrying(self._sent):
+            self._inner.swap(sends, receives)
+
+    def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
+        return _PacedCollective(self._inner.part(ranks), self._wire, self._meter)
 
 
 class _PacedMean:

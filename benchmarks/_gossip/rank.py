@@ -18,8 +18,8 @@ from torch import Tensor
 from benchmarks._network.ping import round_trip_ms
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.exchanges.message import Section
 from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor

@@ -18,11 +18,9 @@ from benchmarks._timing import Work, take_turns
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Plan, aligned
 from lightning_compress.core.layout import Layout
+from lightning_compress.testing.alone import encode
 
-ORDER = (
-    "onebit", "efsign", "qsgd", "rotated", "terngrad", "range_float", "natural", "topk", "topk-exact", "fft", "dct",
-    "bf16", "dgc",
-)  # fmt: skip
+ORDER = ("onebit", "efsign", "qsgd", "rotated", "range_float", "topk", "topk-exact", "fft", "bf16", "dgc")
 """What is measured first, where time is short."""
 WAYS = {"kernels": "auto", "torch": "torch"}
 """What ``LIGHTNING_COMPRESS_KERNELS`` is for each."""
@@ -139,11 +137,11 @@ class _Bench:
 
         def encode_sum(gradient: Tensor, residual: Tensor, vector: Tensor, messages: Tensor) -> None:
             plan.share(1)
-            plan.encode_sum(gradient, residual, vector, messages[0, :size], 1)
+            encode(plan, vector, messages[0, :size], 1, summands=(gradient, residual))
 
         def send(vector: Tensor, messages: Tensor) -> None:
             plan.share(1)
-            plan.send(vector, messages[0, :size], 1)
+            encode(plan, vector, messages[0, :size], 1, keep=False)
 
         def decode(messages: Tensor, out: Tensor, ranks: int) -> None:
             plan.decode(messages[1 : 1 + ranks, :used], out, 1 / ranks, True)  # the first one is what others write

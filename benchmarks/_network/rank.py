@@ -102,10 +102,14 @@ class Measuring:
             self._found["bits"][name] = 8 * bits[0] / bits[1]
         self._found["said"][name] = said
         if recorder:
-            known = self._found["traces"].setdefault(name, recorder.trace)
-            known["steps"] += recorder.trace["steps"] if known is not recorder.trace else []
+            self._keep(name, recorder.trace)
         del model, module, stepper, compression, recorder
         gc.collect()
+
+    def _keep(self, name: str, trace: dict[str, Any]) -> None:
+        """Steps that were recorded, behind those of earlier rounds."""
+        known = self._found["traces"].setdefault(name, trace)
+        known["steps"] += trace["steps"] if known is not trace else []
 
     def _local_steps(self, name: str, module: torch.nn.Module, local: Local | Alone, rounds: int) -> None:
         """Whole rounds of local steps, after one that does not count; ranks do not meet in between."""

@@ -19,8 +19,8 @@ from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import SimulatedCollective
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.auto import THROUGH
 from lightning_compress.exchanges.composite import encoded
@@ -85,7 +85,7 @@ def predict(
         plan = settings.exchange.plan(sections, World(collective, cpu, Meter(cpu)))
         given = str(choice["compressor"])
         work = [(each.layout.numel, speeds["none" if isinstance(each.codec, Dense) else given]) for each in sections]
-        device_s = device_seconds(plan.cost, work, copy_s) + (0 if plan.straight else THROUGH * copy_s * numel)
+        device_s = device_seconds(plan.cost, work, copy_s) + (0 if plan.in_place else THROUGH * copy_s * numel)
         costs.append((backward_s, device_s, wire_seconds(plan.cost, link)))
     return computing_s * (1 - BACKWARD) + backward_seconds(costs)
 

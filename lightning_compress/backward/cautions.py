@@ -25,13 +25,15 @@ def warn_of_few(model: nn.Module, shares: Mapping[str, float]) -> None:
         model: that has the layers.
         shares: of the outputs that are kept, by layer.
     """
-    beside = {name.rpartition(".")[0] for name, each in model.named_modules() if isinstance(each, NORMS)}
     modules = dict(model.named_modules())
-    few = {
-        name: share
-        for name, share in shares.items()
-        if share < FEW and (_recurrent(modules[name]) or (_linear(modules[name]) and _within(name, beside)))
-    }
+    beside = {name.rpartition(".")[0] for name, each in modules.items() if isinstance(each, NORMS)}
+
+    def of_sequences(name: str) -> bool:
+        if isinstance(modules[name], nn.Linear):
+            return _within(name, beside)
+        return isinstance(modules[name], (nn.RNNBase, nn.RNNCellBase))
+
+    few = {name: share for name, share in shares.items() if share < FEW and of_sequences(name)}
     if few and _speaks():
         names = [*few][:SHOWN]
         others = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
@@ -65,14 +67,6 @@ def warn_of_norms(model: nn.Module, changed: Collection[str]) -> None:
             "which channels are then chosen. Compare the accuracy with a run without meProp, or leave them out by skip",
             stacklevel=3,
         )
-
-
-def _recurrent(layer: nn.Module) -> bool:
-    return isinstance(layer, (nn.RNNBase, nn.RNNCellBase))
-
-
-def _linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear)
 
 
 def _within(name: str, blocks: Collection[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_compress.backward import selection
 from lightning_compress.backward.autocast import autocast_dtype
-from lightning_compress.backward.linear import refuse_second
+from lightning_compress.backward.layers import refuse_second
 from lightning_compress.backward.scan import CELLS, Scan, Step, plan_steps
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
 
@@ -63,7 +63,7 @@ class _Scan(torch.autograd.Function):
         )
         cell = CELLS[kind]
         with torch.autocast(x.device.type, enabled=False):
-            outputs, after, saved = cell.forward(x, w_ih, w_hh, b_ih, b_hh, hidden, steps)
+            outputs, after, saved = cell.forward(x, (w_ih, w_hh, b_ih, b_hh), hidden, steps)
         ctx.kind, ctx.steps, ctx.sparsity = kind, steps, sparsity
         ctx.save_for_backward(x, tensors[1], tensors[2], *saved)  # the parameters themselves, whose rows are looked up
         return (outputs, *after)
@@ -74,24 +74,23 @@ class _Scan(torch.autograd.Function):
         sparsity: Sparsity = ctx.sparsity
         x, w_ih, w_hh, *saved = ctx.saved_tensors
         cell = CELLS[ctx.kind]
-        scanned = Scan(cell, ctx.steps, x, w_ih.to(x.dtype), w_hh.to(x.dtype), saved, gradients)
+        scanned = Scan(cell, ctx.steps, x, w_ih.to(x.dtype), w_hh.to(x.dtype), saved, gradients, sparsity.sparse_bias)
         needs = ctx.needs_input_grad[4:]
         if sparsity.per_example:
-            scanned.run(lambda gates: (None, selection_of_each(gates, cell.gates, sparsity.k)))
+            made = scanned.run(lambda gates: (None, selection_of_each(gates, cell.gates, sparsity.k)))
         elif sparsity.per_sequence:
-            scanned.run_fixed(_top(scanned.local_scores(), sparsity))
+            made = scanned.run_fixed(_top(scanned.local_scores(), sparsity), needs[0])
         else:
-            scanned.run(lambda gates: _columns(gates, _top(selection.scores(gates).view(cell.gates, -1), sparsity)))
-        found: list[Tensor | None] = [scanned.dx() if needs[0] else None]
+            made = scanned.run(
+                lambda gates: _columns(gates, _top(selection.scores(gates).view(cell.gates, -1), sparsity))
+            )
+        found: list[Tensor | None] = [made.dx, None, None, *made.biases]
         for number, (name, weight) in enumerate((("ih", w_ih), ("hh", w_hh)), start=1):
-            gradient = None
             if needs[number]:
-                index, rows = scanned.weight_rows(name)
+                index, rows = made.weights[number - 1]
                 node = ctx.next_functions[number][0]
-                gradient = rows.to(weight.dtype) if index is None else _rows(sparsity, name, weight, index, rows, node)
-            found.append(gradient)
-        biases = scanned.biases(sparsity.sparse_bias) if needs[3] or needs[4] else (None, None)
-        found += [each if needed else None for each, needed in zip(biases, needs[3:5], strict=True)]
+                found[number] = rows if index is None else _rows(sparsity, name, weight, index, rows, node)
+        found = [each if needed else None for each, needed in zip(found, needs, strict=False)]
         found += scanned.before()
         cast_back = zip(found, ctx.dtypes, strict=True)
         return None, None, None, None, *(None if each is None else each.to(dtype) for each, dtype in cast_back)
@@ -104,11 +103,9 @@ def _rows(sparsity: Sparsity, name: str, weight: Tensor, index: Tensor, rows: Te
 
 def _top(scores: Tensor, sparsity: Sparsity) -> Tensor:
     """The chosen outputs of all gates, ascending, of ``[gates, hidden]``."""
-    if sparsity.group is not None:
-        torch.distributed.all_reduce(scores, group=sparsity.group)
     gates, hidden = scores.shape
     first = torch.arange(0, gates * hidden, hidden, device=scores.device)
-    return (selection.top(scores, sparsity.k) + first[:, None]).flatten()
+    return (sparsity.top(scores) + first[:, None]).flatten()
 
 
 def _columns(gates: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,48 +155,53 @@ class _Layers(_Recurrent):
 @eagerly
 def _forward(layer: Any, input: Any, hx: Any) -> Any:
     """The layer's own conventions around ``_stack``."""
-    packed = isinstance(input, PackedSequence)
-    single = not packed and input.dim() == 2
-    batch_axis = 0 if layer.batch_first else 1
-    sizes = order = back = None
-    if packed:
+    if isinstance(input, PackedSequence):
         x, sizes, order, back = input
-    else:
-        if input.dim() not in (2, 3):
-            raise ValueError(f"{layer.kind.upper()}: Expected input to be 2D or 3D, got {input.dim()}D instead")
-        x = input.unsqueeze(batch_axis) if single else input
-    batch = x.shape[batch_axis] if sizes is None else int(sizes[0])
-    lengths = [batch] * x.shape[1 - batch_axis] if sizes is None else sizes.tolist()
+        output, after = _run(layer, x, x, hx, sizes.tolist(), sizes, order)
+        return PackedSequence(output, sizes, order, back), layer.permute_hidden(after, back)
+    axis = 0 if layer.batch_first else 1
+    if input.dim() == 2:  # one sequence
+        output, after = _forward(layer, input.unsqueeze(axis), _each(hx, lambda one: one.unsqueeze(1)))
+        return output.squeeze(axis), _each(after, lambda one: one.squeeze(1))
+    if input.dim() != 3:
+        raise ValueError(f"{layer.kind.upper()}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+    x = input.transpose(0, 1) if layer.batch_first else input
+    output, after = _run(layer, input, x.reshape(-1, x.shape[-1]), hx, [x.shape[1]] * len(x))
+    output = output.view(len(x), x.shape[1], output.shape[-1])
+    return output.transpose(0, 1) if layer.batch_first else output, after
+
+
+def _run(
+    layer: Any,
+    input: Tensor,
+    rows: Tensor,
+    hx: Any,
+    lengths: Sequence[int],
+    sizes: Tensor | None = None,
+    order: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """``_stack`` with the layer's own checks; hidden states are the layer's, in the order of the batch."""
     if not lengths:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
-    directions = 2 if layer.bidirectional else 1
-    parts = 2 if layer.kind == "lstm" else 1
+    lstm = layer.kind == "lstm"
     if hx is None:
-        zeros = x.new_zeros(layer.num_layers * directions, batch, layer.hidden_size)
-        hidden: Hidden = (zeros,) * parts
-    else:
-        given = hx if parts == 2 else (hx,)
-        if any(each.dim() != (2 if single else 3) for each in given):
-            raise RuntimeError(f"{layer.kind.upper()}: hidden states must have as many dimensions as the input")
-        hidden = tuple(each.unsqueeze(1) if single else each for each in given)
-    layer.check_forward_args(x, hidden if parts == 2 else hidden[0], sizes)
-    if hx is not None and order is not None:
-        hidden = tuple(each.index_select(1, order) for each in hidden)
-    rows = x if packed else (x.transpose(0, 1) if layer.batch_first else x).reshape(-1, x.shape[-1])
+        zeros = rows.new_zeros(layer.num_layers * (1 + layer.bidirectional), lengths[0], layer.hidden_size)
+        hx = (zeros, zeros) if lstm else zeros
+    layer.check_forward_args(input, hx, sizes)
+    hx = layer.permute_hidden(hx, order)
+    hidden = hx if lstm else (hx,)
     output, after = _stack(layer, rows, hidden, lengths)
-    if layer.kind != "lstm" or len(set(lengths)) > 1:  # an LSTM of equal lengths is one function of PyTorch's
+    if not lstm or len(set(lengths)) > 1:  # an LSTM of equal lengths is one function of PyTorch's
         output, *left = _promoted((output, *after), hidden)
         after = tuple(left)
-    if back is not None:
-        after = tuple(each.index_select(1, back) for each in after)
-    if single:
-        after = tuple(each.squeeze(1) for each in after)
-    state = after if parts == 2 else after[0]
-    if packed:
-        return PackedSequence(output, sizes, order, back), state
-    output = output.view(len(lengths), batch, output.shape[-1])
-    output = output.transpose(0, 1) if layer.batch_first else output
-    return (output.squeeze(batch_axis) if single else output), state
+    return output, after if lstm else after[0]
+
+
+def _each(hidden: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A change of hidden states, which are several in an LSTM; or None."""
+    if hidden is None:
+        return None
+    return tuple(change(one) for one in hidden) if isinstance(hidden, tuple) else change(hidden)
 
 
 def _promoted(found: Hidden, hidden: Hidden) -> Hidden:
@@ -254,20 +256,18 @@ class _Cell(_Recurrent):
 
 @eagerly
 def _cell_forward(cell: Any, input: Tensor, hx: Any) -> Any:
-    parts = 2 if cell.kind == "lstm" else 1
-    given = None if hx is None else hx if parts == 2 else (hx,)
-    if any(each.dim() not in (1, 2) for each in (input, *(given or ()))):
+    if input.dim() == 1:
+        return _each(_cell_forward(cell, input[None], _each(hx, lambda one: one[None])), lambda one: one[0])
+    if hx is None:
+        zeros = input.new_zeros(len(input), cell.hidden_size)
+        hx = (zeros, zeros) if cell.kind == "lstm" else zeros
+    hidden: Hidden = hx if cell.kind == "lstm" else (hx,)
+    if any(each.dim() != 2 for each in (input, *hidden)):
         raise ValueError(f"{cell.kind.upper()}Cell: Expected input and hx to be 1D or 2D")
-    x = input if input.dim() == 2 else input.unsqueeze(0)
-    if given is None:
-        hidden: Hidden = (x.new_zeros(len(x), cell.hidden_size),) * parts
-    else:
-        hidden = tuple(each if input.dim() == 2 else each.unsqueeze(0) for each in given)
     weights = [cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh]
-    _, after = scan(cell.kind, x, hidden, weights, plan_steps([len(x)]), cell.sparsity)
+    _, after = scan(cell.kind, input, hidden, weights, plan_steps([len(input)]), cell.sparsity)
     after = _promoted(after, hidden)
-    after = after if input.dim() == 2 else tuple(each.squeeze(0) for each in after)
-    return after if parts == 2 else after[0]
+    return after if cell.kind == "lstm" else after[0]
 
 
 class SparseLSTMCell(_Cell, nn.LSTMCell):

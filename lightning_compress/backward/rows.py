@@ -20,12 +20,12 @@ MOST_BUFFERS = 2
 """Of one weight; more are in use only where it is used several times in one forward pass."""
 
 
+COUNTS = hasattr(torch._C, "_storage_Use_Count")
+
+
 def _holders(tensor: Tensor) -> int:
     """How many hold the tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-COUNTS = hasattr(torch._C, "_storage_Use_Count")
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) if COUNTS else 0
 
 
 def _several_ranks() -> bool:
@@ -49,7 +49,7 @@ class Buffer:
 
     def is_free(self) -> bool:
         """Whether nobody else has its memory."""
-        return _holders(self.tensor) <= self._alone
+        return COUNTS and _holders(self.tensor) <= self._alone
 
     def is_grad_of(self, weight: Tensor) -> bool:
         """Whether it is what ``weight.grad`` lies on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ Step = tuple[slice, int]
 """Rows of a time step, and how many they are: sequences ``[0, count)``, of which the longest come first."""
 Choice = Callable[[Tensor], tuple[Tensor | None, Tensor]]
 """From gate gradients ``[rows, gates * hidden]`` to the columns that are kept, and their gradients; None: all."""
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""``w_ih``, ``w_hh``, ``b_ih`` and ``b_hh``."""
+Passed = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Outputs, what is hidden afterwards, and what the backward pass needs; ``h`` before each step comes first."""
 
 
 def plan_steps(lengths: Sequence[int]) -> list[Step]:
@@ -44,16 +48,8 @@ class Cell:
     parts: ClassVar[int]
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None,
-        b_hh: Tensor | None,
-        hidden: Sequence[Tensor],
-        steps: Sequence[Step],
-    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Outputs, what is hidden afterwards, and what the backward pass needs; ``h`` before each step comes first."""
+    def forward(x: Tensor, weights: Weights, hidden: Sequence[Tensor], steps: Sequence[Step]) -> Passed:
+        """All time steps, without a gradient."""
         raise NotImplementedError
 
     @staticmethod
@@ -73,16 +69,9 @@ class LSTM(Cell):
     gates, sources, parts = 4, (0, 0, 0, 1), 2
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None,
-        b_hh: Tensor | None,
-        hidden: Sequence[Tensor],
-        steps: Sequence[Step],
-    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def forward(x: Tensor, weights: Weights, hidden: Sequence[Tensor], steps: Sequence[Step]) -> Passed:
         """See ``Cell``."""
+        w_ih, w_hh, b_ih, b_hh = weights
         size = w_hh.shape[1]
         gates = product(x, w_ih, None if b_ih is None or b_hh is None else b_ih + b_hh)
         rows = x.new_empty(4, len(x), size)  # h before, c before, c, h
@@ -129,16 +118,9 @@ class GRU(Cell):
     gates, sources, parts = 3, (0, 0, 0), 1
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None,
-        b_hh: Tensor | None,
-        hidden: Sequence[Tensor],
-        steps: Sequence[Step],
-    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def forward(x: Tensor, weights: Weights, hidden: Sequence[Tensor], steps: Sequence[Step]) -> Passed:
         """See ``Cell``."""
+        w_ih, w_hh, b_ih, b_hh = weights
         size = w_hh.shape[1]
         gates = product(x, w_ih, b_ih)
         rows = x.new_empty(3, len(x), size)  # h before, the candidate's share of it, h
@@ -179,6 +161,20 @@ class GRU(Cell):
 CELLS: dict[str, type[Cell]] = {"lstm": LSTM, "gru": GRU}
 
 
+class Found(NamedTuple):
+    """Gradients of one direction of one layer.
+
+    Attributes:
+        dx: of the input; None where that is not wanted.
+        weights: of ``w_ih`` and ``w_hh``: rows that have a gradient, and these; or None, and the whole gradient.
+        biases: of ``b_ih`` and ``b_hh``.
+    """
+
+    dx: Tensor | None
+    weights: list[tuple[Tensor | None, Tensor]]
+    biases: list[Tensor]
+
+
 class Scan:
     """The backward pass through time of one direction of one layer.
 
@@ -190,6 +186,7 @@ class Scan:
         w_hh: ``[gates * hidden, hidden]``.
         saved: by the forward pass.
         gradients: of the output ``[rows, hidden]`` and of what is hidden at the end: ``h``, and ``c`` of an LSTM.
+        sparse_bias: biases have gradients of those outputs alone that are kept.
     """
 
     def __init__(
@@ -201,18 +198,15 @@ class Scan:
         w_hh: Tensor,
         saved: Sequence[Tensor],
         gradients: Sequence[Tensor],
+        sparse_bias: bool,
     ) -> None:
         self._cell, self._steps, self._x, self._w_ih, self._w_hh = cell, steps[::-1], x, w_ih, w_hh
-        self._before, self._size = saved[0], w_hh.shape[1]
+        self._before, self._size, self._sparse_bias = saved[0], w_hh.shape[1], sparse_bias
         self._factors, self._inner, self._through = cell.factors(saved)
         self._carried = cell.carried(saved)
         self._output = gradients[0]
         # dc and dh beside each other: a gate's columns are found in one of them
         self._flowing = torch.cat([*gradients[:0:-1]], 1)
-        self._all: Tensor | None = None  # all of it, at each step
-        self._kept: tuple[Tensor | None, Tensor, Tensor] | None = None
-        self._dx: Tensor | None = None
-        self._summed: dict[str, Tensor] = {}
 
     def local_scores(self) -> Tensor:
         """How large gate gradients are before they travel through time, summed: ``[gates, hidden]``."""
@@ -230,7 +224,7 @@ class Scan:
         ]
         return torch.stack(found)
 
-    def run_fixed(self, index: Tensor) -> None:
+    def run_fixed(self, index: Tensor, needs_x: bool) -> Found:
         """Through all steps with one choice of columns of the gates, ascending."""
         cell, size = self._cell, self._size
         places = torch.tensor(cell.sources, device=index.device)[index // size] * size + index % size
@@ -240,48 +234,51 @@ class Scan:
         rows = self._w_hh.index_select(0, index)
         kept = torch.empty_like(outer)
         sources = torch.empty_like(outer)
-        self._all = self._x.new_empty(len(self._x), self._flowing.shape[1])
+        everything = self._x.new_empty(len(self._x), self._flowing.shape[1])
         for span, count in self._steps:
-            flowing = self._begin(span, count)
+            flowing = everything[span] = self._begin(span, count)
             torch.index_select(flowing, 1, places, out=sources[span])
             torch.mul(sources[span], inner[span], out=kept[span])
             self._end(flowing, kept[span], rows, span)
-        self._kept = index, kept if same else sources.mul_(outer), kept
+        both = (kept if same else sources.mul_(outer), kept)
+        dx = both[0] @ self._w_ih.index_select(0, index) if needs_x else None
+        weights = [(other.t() @ each).t() for each, other in zip(both, (self._x, self._before), strict=True)]
+        if self._sparse_bias:
+            biases = [self._x.new_zeros(len(self._w_hh)).index_copy(0, index, each.sum(0)) for each in both]
+        else:
+            parts = everything.split(size, 1)
+            biases = [
+                torch.cat([(parts[source] * factors[:, gate]).sum(0) for gate, source in enumerate(cell.sources)])
+                for factors in (self._factors, self._inner)
+            ]
+        return Found(dx, [(index, each) for each in weights], biases)
 
-    def run(self, choose: Choice) -> None:
+    def run(self, choose: Choice) -> Found:
         """Through all steps, with a choice at each."""
-        cell, total = self._cell, len(self._w_hh)
-        self._dx, both = torch.empty_like(self._x), self._inner is not self._factors
-        names = {"ih": self._w_ih, "hh": self._w_hh}
+        both = self._inner is not self._factors
         wide = torch.promote_types(self._x.dtype, torch.float32)  # in 16 bits a sum over many steps loses small terms
-        self._summed = {name: torch.zeros_like(each, dtype=wide) for name, each in names.items()}
-        self._summed |= {f"bias {name}": self._x.new_zeros(total, dtype=wide) for name in names}
-        self._summed |= {f"full {name}": self._x.new_zeros(total, dtype=wide) for name in names}
+        dx = torch.empty_like(self._x)
+        weights = [torch.zeros_like(each, dtype=wide) for each in (self._w_ih, self._w_hh)]
+        biases = [self._x.new_zeros(len(each), dtype=wide) for each in weights]
         for span, count in self._steps:
             flowing = self._begin(span, count)
             parts = flowing.split(self._size, 1)
-            sources = torch.cat([parts[source] for source in cell.sources], 1)
+            sources = torch.cat([parts[source] for source in self._cell.sources], 1)
             full = sources * self._factors[span].flatten(1)
             index, kept = choose(full)
             inner, whole = kept, full
             if both:
                 whole = sources * self._inner[span].flatten(1)
                 inner = torch.where(kept != 0, whole, 0) if index is None else whole.index_select(1, index)
-            w_ih, w_hh = (each if index is None else each.index_select(0, index) for each in names.values())
-            torch.mm(kept, w_ih, out=self._dx[span])
-            self._add("ih", index, kept, self._x[span], full)
-            self._add("hh", index, inner, self._before[span], whole)
+            w_ih, w_hh = (each if index is None else each.index_select(0, index) for each in (self._w_ih, self._w_hh))
+            torch.mm(kept, w_ih, out=dx[span])
+            for weight, part, other in zip(weights, (kept, inner), (self._x[span], self._before[span]), strict=True):
+                # few rows: as for linear layers
+                _add(weight, index, part.t() @ other if index is None else (other.t() @ part).t())
+            for bias, part, all_of_it in zip(biases, (kept, inner), (full, whole), strict=True):
+                _add(bias, *((index, part.sum(0)) if self._sparse_bias else (None, all_of_it.sum(0))))
             self._end(flowing, inner, w_hh, span)
-
-    def _add(self, name: str, index: Tensor | None, kept: Tensor, other: Tensor, full: Tensor) -> None:
-        summed, bias = self._summed[name], self._summed[f"bias {name}"]
-        self._summed[f"full {name}"].add_(full.sum(0))
-        if index is None:
-            summed.add_(kept.t() @ other)
-            bias.add_(kept.sum(0))
-        else:
-            summed.index_add_(0, index, (other.t() @ kept).t().to(summed.dtype))  # as for linear layers
-            bias.index_add_(0, index, kept.sum(0).to(bias.dtype))
+        return Found(dx, [(None, each) for each in weights], biases)
 
     def _begin(self, span: slice, count: int) -> Tensor:
         """``dc`` and ``dh`` of a step, in place of those of the step after it."""
@@ -290,8 +287,6 @@ class Scan:
         dh.add_(self._output[span])
         if self._through is not None:
             flowing[:, : self._size].addcmul_(dh, self._through[span])
-        if self._all is not None:
-            self._all[span] = flowing
         return flowing
 
     def _end(self, flowing: Tensor, kept: Tensor, rows: Tensor, span: slice) -> None:
@@ -303,42 +298,14 @@ class Scan:
         else:
             dh.addmm_(kept, rows)
 
-    def dx(self) -> Tensor:
-        """Of the input."""
-        if self._kept is None:
-            assert self._dx is not None
-            return self._dx
-        index, outer, _ = self._kept
-        assert index is not None
-        return outer @ self._w_ih.index_select(0, index)
-
-    def weight_rows(self, name: str) -> tuple[Tensor | None, Tensor]:
-        """Rows of ``w_ih`` or ``w_hh`` that have a gradient, and these; or None, and the whole gradient."""
-        if self._kept is None:
-            return None, self._summed[name]
-        index, outer, inner = self._kept
-        kept, other = (outer, self._x) if name == "ih" else (inner, self._before)
-        return index, (other.t() @ kept).t()
-
-    def biases(self, sparse: bool) -> tuple[Tensor, Tensor]:
-        """Of ``b_ih`` and ``b_hh``: of all outputs, or of those that are kept."""
-        if self._kept is None:
-            kind = "bias" if sparse else "full"
-            return self._summed[f"{kind} ih"], self._summed[f"{kind} hh"]
-        index, *kept = self._kept
-        assert index is not None
-        assert self._all is not None
-        if sparse:
-            zeros = self._x.new_zeros(len(self._w_hh))
-            first, second = (zeros.index_copy(0, index, each.sum(0)) for each in kept)
-            return first, second
-        parts = self._all.split(self._size, 1)
-        found = []
-        for factors in (self._factors, self._inner):
-            sums = [(parts[source] * factors[:, gate]).sum(0) for gate, source in enumerate(self._cell.sources)]
-            found.append(torch.cat(sums))
-        return found[0], found[1]
-
     def before(self) -> list[Tensor]:
         """Of what is hidden before the first step, in the order in which it is given."""
         return [*reversed(self._flowing.split(self._size, 1))]
+
+
+def _add(total: Tensor, index: Tensor | None, rows: Tensor) -> None:
+    """Add rows to those of ``total`` that have this index, or to all."""
+    if index is None:
+        total.add_(rows)
+    else:
+        total.index_add_(0, index, rows.to(total.dtype))

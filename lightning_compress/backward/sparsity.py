@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_compress.backward import selection
 from lightning_compress.backward.rows import RowGradient
 from lightning_compress.backward.selection import Amount, count_of
 
@@ -60,6 +61,76 @@ class Sparsity:
     def resize(self, amount: Amount) -> None:
         """Keep another number of outputs from now on."""
         self.k = count_of(amount, self.width, self.name)
+
+    def choose(self, gradient: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keep the outputs that matter; what is dropped goes into the memory, if there is one.
+
+        Where ranks choose together, and not all is kept, this is a collective call: one all-reduce of ``width`` floats.
+
+        Args:
+            gradient: of the outputs, ``[rows, width]``, or ``[batch, width, ...]`` of images.
+            signed: whether the plain sums are wanted too, which take no further pass over the gradient.
+
+        Returns:
+            indices of the outputs that are kept, ascending; and that part of the gradient, ``[rows, k]`` or
+            ``[batch, k, ...]``. Where each example has a choice of its own, all outputs that any of them keeps, with
+            zeros. Last the sums of all of the gradient, ``[width]``, or None.
+        """
+        share = None
+        if self.memory is not None:
+            self.memory = self.memory.to(gradient.device)
+            share = self.memory * (gradient.shape[1] / max(1, gradient.numel()))  # of each row
+        if self.per_example:
+            return *self._of_each(gradient, share), gradient.sum(0) if signed else None
+        score, plain = selection.sums(gradient, signed or bool(self.decay) or share is not None)
+        if self.memory is not None:
+            score = score + self.memory.abs()
+        index = self.top(score)
+        if self.hits is not None:
+            self._count((score.index_select(0, index) > 0).long(), index, 1)
+        kept = gradient.index_select(1, index)
+        if share is not None:
+            kept = kept + share.index_select(0, index).to(kept.dtype).view(-1, *[1] * (kept.ndim - 2))
+        if plain is not None and (self.decay or self.memory is not None):
+            total = plain.to(torch.float32, copy=True)
+            if self.memory is not None:
+                total += self.memory
+            self._remember(total.index_fill_(0, index, 0), len(gradient))
+        return index, kept, plain
+
+    def top(self, score: Tensor) -> Tensor:
+        """The outputs that are kept of ``[width]`` or ``[gates, width]``, by this rank's scores or those of all."""
+        if self.group is not None and self.k < self.width:  # else there is no choice, nor others that make it
+            torch.distributed.all_reduce(score, group=self.group)
+        return selection.top(score, self.k)
+
+    def _of_each(self, gradient: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
+        whole = gradient if share is None else gradient + share.to(gradient.dtype)
+        kept = selection.kept_of_each(whole, self.k)
+        if self.hits is not None:
+            self._count((kept != 0).sum(0), torch.arange(kept.shape[1], device=kept.device), len(kept))
+        if self.decay or share is not None:
+            self._remember((whole - kept).sum(0, dtype=torch.float32), len(gradient))
+        if torch.compiler.is_compiling():  # a compiler wants shapes that do not depend on values
+            return torch.arange(kept.shape[1], device=kept.device), kept
+        index = selection.touched(kept)
+        return index, kept.index_select(1, index)
+
+    def _remember(self, left: Tensor, rows: int) -> None:
+        """Keep what was dropped, unless it is not finite: that step is skipped, and would stay there for ever."""
+        if not rows:
+            return
+        if self.k == self.width:  # all of it was added
+            self.memory = None
+            return
+        old = torch.zeros_like(left) if self.memory is None else self.memory
+        self.memory = torch.where(left.isfinite().all(), left * self.decay, old)
+
+    def _count(self, times: Tensor, index: Tensor, choices: int) -> None:
+        """Note how many times outputs were kept and not zero."""
+        assert self.hits is not None
+        self.hits = self.hits.to(times.device).index_add_(0, index, times)
+        self.seen += choices
 
     def gradient(self, name: str) -> RowGradient:
         """Where the gradients of the weight ``name`` are made."""

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lightning_compress.backward.cautions import warn_of_few, warn_of_norms
-from lightning_compress.backward.conv import SparseConv1d, SparseConv2d
-from lightning_compress.backward.linear import SparseLinear
+from lightning_compress.backward.layers import SparseConv1d, SparseConv2d, SparseLinear
 from lightning_compress.backward.recurrent import SparseGRU, SparseGRUCell, SparseLSTM, SparseLSTMCell
 from lightning_compress.backward.selection import Amount, check_amount, count_of
 from lightning_compress.backward.sparsity import SparseLayer, Sparsity
@@ -71,26 +70,22 @@ def enable(
         ValueError: a value is not allowed, a pattern matches no layer, or a layer cannot be changed.
     """
     check_settings(skip, memory, per_example, group is not None)
-    amounts = amounts_of(k)
-    layers = {name: each for name, each in model.named_modules() if _kind(each)}
+    layers = {name: (each, kind) for name, each in model.named_modules() if (kind := _kind(each))}
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise ValueError(f"skip={pattern!r} matches no layer; {_hint(layers)}")
-    chosen = _chosen(model, layers, amounts, skip, output, per_example)
     done = {}
-    for name, amount in chosen.items():
-        kind = _kind(layers[name])
-        assert kind is not None
-        width = kind.width_of(layers[name])
-        done[name] = Sparsity(
-            name, width, count_of(amount, width, name), per_example, sparse_bias, float(memory), group
-        )
-        done[name].per_sequence = per_sequence
+    for name, amount in _chosen(model, layers, amounts_of(k), skip, output, per_example).items():
+        layer, kind = layers[name]
+        width = kind.width_of(layer)
         if refusal := _refused_together(name, kind, per_example, per_sequence, memory, group):
             raise ValueError(f"{refusal}; or leave it out by skip=[{name!r}]")
+        kept = count_of(amount, width, name)
+        done[name] = Sparsity(
+            name, width, kept, per_example, sparse_bias, float(memory), group, per_sequence=per_sequence
+        )
     for name, sparsity in done.items():
-        layer, kind = layers[name], _kind(layers[name])
-        assert kind is not None
+        layer, kind = layers[name]
         if not isinstance(layer, SparseLayer):
             layer.__class__ = kind
         layer.sparsity = sparsity
@@ -166,55 +161,53 @@ def _kind(module: nn.Module) -> type[SparseLayer] | None:
     """The sparse class of a layer; None: there is none."""
     if isinstance(module, SparseLayer):
         return LAYERS[type(module).ordinary]
-    for ordinary, kind in LAYERS.items():
-        if isinstance(module, ordinary):
-            return kind
-    return None
+    return next((kind for ordinary, kind in LAYERS.items() if isinstance(module, ordinary)), None)
+
+
+Layers = Mapping[str, tuple[nn.Module, type[SparseLayer]]]
+"""Layers of which there is a sparse kind, and that, by name."""
 
 
 def _chosen(
     model: nn.Module,
-    layers: Mapping[str, nn.Module],
+    layers: Layers,
     amounts: Mapping[str, Amount],
     skip: Sequence[str],
     output: bool,
     per_example: bool,
 ) -> dict[str, Amount]:
     """Names of the layers that are changed, and how many outputs each keeps."""
-    tied = _tied(model)
-    everything = dict(model.named_modules())
+    shared, everything = shared_parameters(model), dict(model.named_modules())
     for pattern in amounts:
         if pattern in everything and pattern not in layers:
             raise ValueError(f"k[{pattern!r}]: {_no_kind(everything[pattern])}; {_hint(layers)}")
     last = next(reversed(list(layers)), None)
     chosen: dict[str, Amount] = {}
-    used, refused = set(), dict[str, str]()
-    for name, layer in layers.items():
+    why = dict.fromkeys(amounts, f"the output layer, {last!r}, is, unless output=True")
+    for name, (layer, kind) in layers.items():
         matched = pattern_of(name, amounts)
         left_out = any(fnmatchcase(name, each) for each in skip) or (name == last and not output and matched != name)
         if matched is None or left_out:
             continue
-        problem = _problem(name, layer, tied)
-        kind = _kind(layer)
-        assert kind is not None
-        refusal = _own_forward(name, layer, kind, everything) or kind.refusal(layer, per_example)
+        above = everything[name.rpartition(".")[0]]
+        problem = _problem(layer, kind, shared)
+        refusal = _own_forward(layer, kind, above) or kind.refusal(layer, per_example)
         if problem or (refusal and matched == name):
             raise ValueError(f"{name}: {problem or refusal}; leave it out by skip=[{name!r}]")
         if refusal:
-            refused[matched] = f"{name}: {refusal}"
+            why[matched] = f"{name}: {refusal}"
         else:
-            used.add(matched)
             chosen[name] = amounts[matched]
-    for pattern in amounts:
-        if pattern not in used:
-            why = refused.get(pattern, f"the output layer, {last!r}, is, unless output=True")
-            raise ValueError(
-                f"k[{pattern!r}] matches no layer that can be changed and is not left out ({why}); {_hint(layers)}"
-            )
+    used = {pattern_of(name, amounts) for name in chosen}
+    if unused := [pattern for pattern in amounts if pattern not in used]:
+        raise ValueError(
+            f"k[{unused[0]!r}] matches no layer that can be changed and is not left out ({why[unused[0]]}); "
+            f"{_hint(layers)}"
+        )
     return chosen
 
 
-def _hint(layers: Mapping[str, nn.Module]) -> str:
+def _hint(layers: Layers) -> str:
     kinds = ", ".join(each.__name__ for each in LAYERS)
     names = ", ".join(list(layers)[:5]) or "none"
     return f"patterns are shell-style ('encoder.*'), the layers are of kinds {kinds}: {names}"
@@ -230,12 +223,11 @@ def _no_kind(module: nn.Module) -> str:
     return f"a layer of type {kind} cannot be made sparse"
 
 
-def _own_forward(name: str, layer: nn.Module, kind: type[SparseLayer], modules: Mapping[str, nn.Module]) -> str:
+def _own_forward(layer: nn.Module, kind: type[SparseLayer], above: nn.Module) -> str:
     """A layer whose own ``forward`` is not what computes cannot be changed."""
-    if isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
-        return _no_kind(modules[name.rpartition(".")[0]])
-    ours = isinstance(layer, SparseLayer)
-    if ours or type(layer) is kind.ordinary:
+    if isinstance(above, nn.MultiheadAttention):
+        return _no_kind(above)
+    if isinstance(layer, SparseLayer) or type(layer) is kind.ordinary:
         return ""
     return (
         f"{type(layer).__name__} is a subclass of {kind.ordinary.__name__}, and may compute something else; only "
@@ -243,29 +235,21 @@ def _own_forward(name: str, layer: nn.Module, kind: type[SparseLayer], modules: 
     )
 
 
-def _tied(model: nn.Module) -> set[str]:
-    """Names of parameters that several modules have."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    owners = {
-        name: id(module)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in (f"{prefix}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False))
-    }
-    count = Counter(each for each, _ in {(id(parameter), owners[name]) for name, parameter in named})
-    return {name for name, parameter in named if count[id(parameter)] > 1}
+def shared_parameters(model: nn.Module) -> set[int]:
+    """The ``id`` of parameters that several modules have."""
+    owned = [id(each) for module in model.modules() for each in module._parameters.values() if each is not None]
+    return {each for each, count in Counter(owned).items() if count > 1}
 
 
-def _problem(name: str, layer: nn.Module, tied: set[str]) -> str:
+def _problem(layer: nn.Module, kind: type[SparseLayer], shared: set[int]) -> str:
     """What is wrong with a layer of a kind that could be changed."""
-    kind = _kind(layer)
-    assert kind is not None
     if parametrize.is_parametrized(layer):
         return "its weight is parametrized, and has no gradient of its own"
     for own in kind.weights_of(layer):
         weight = getattr(layer, own)
         if isinstance(weight, nn.parameter.UninitializedParameter):
             return f"{own} has no shape yet; run a forward pass first"
-        if f"{name}.{own}".lstrip(".") in tied:
+        if id(weight) in shared:
             return f"{own} is tied to another layer, whose gradient would make all rows dense again"
         if type(weight) not in (nn.Parameter, torch.Tensor) or weight.is_quantized or not weight.is_floating_point():
             return f"{own} is quantised or of a special kind ({type(weight).__name__}, {weight.dtype})"

@@ -1,6 +1,7 @@
 """Methods that turn a vector into a message and back, one to a file.
 
-A line here makes a codec known by its ``name``; errors and tables list them in this order.
+A line here makes a codec known by its ``name``; errors and tables list them in this order. Others, of ``contrib`` and
+of packages from outside, follow as they are named.
 """
 # ruff: noqa: I001
 
@@ -15,21 +16,14 @@ from lightning_compress.codecs.sign.onebit import OneBit as OneBit
 from lightning_compress.codecs.sign.efsign import EFSign as EFSign
 from lightning_compress.codecs.quantize.qsgd import QSGD as QSGD
 from lightning_compress.codecs.quantize.rotated import Rotated as Rotated
-from lightning_compress.codecs.quantize.natural import Natural as Natural
-from lightning_compress.codecs.quantize.terngrad import TernGrad as TernGrad
 from lightning_compress.codecs.sparse.randomk import RandomK as RandomK
 from lightning_compress.codecs.quantize.range_float import RangeFloat as RangeFloat
 from lightning_compress.codecs.spectral.fft import FFT as FFT
-from lightning_compress.codecs.spectral.dct import DCT as DCT
-from lightning_compress.codecs.sparse.threshold import Threshold as Threshold
-from lightning_compress.codecs.sparse.adaptive import Adaptive as Adaptive
-from lightning_compress.codecs.sparse.wangni import Wangni as Wangni
 from lightning_compress.codecs.sparse.rows import Rows as Rows
 from lightning_compress.codecs.sparse.sparseloco import SparseLoCo as SparseLoCo
-from lightning_compress.codecs.atomo import ATOMO as ATOMO
 from lightning_compress.core.registry import Names, named
 
-CODECS: Names[Codec] = Names(named(globals(), Codec), Codec)  # type: ignore[type-abstract]
+CODECS: Names[Codec] = Names(named(globals(), Codec), (Codec,))  # type: ignore[type-abstract]
 """What ``compressor=`` takes by name."""
 
 __all__ = ["CODECS", "Codec", "Method", "Plan", "RandomBits", "Stream", *(each.__name__ for each in CODECS.values())]

@@ -9,7 +9,7 @@ A codec turns a vector into a message and back. It is pure and rank-local: it kn
 * ``message_size`` follows from the layout and the settings alone; every byte of the message is written. A method of
   variable length says so: then ``message_size`` is the capacity, ``used`` what the last ``encode`` wrote, what does not
   fit stays in the vector, and ``decode`` is given rows that may end anywhere from there to the capacity.
-* ``send`` writes the same message and need not say what stays: for steps without error feedback.
+* A ``FusedPlan`` is told where a sum is to be encoded, or what stays is of no use; for others sums are added up before.
 * Randomness comes from ``key`` and from nothing else: equal vectors and keys give equal bytes.
 * ``encode`` may be given any finite vector; ``decode`` may be given any bytes. It never reads or writes outside of its
   buffers, ends, and either makes some numbers of them (not finite ones, perhaps) or refuses with ``ValueError``; then
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import Stream
+from lightning_compress.kernels import Summands as Summands
 
 ALIGNMENT = 16
 """Sections of a message start at multiples of this many bytes."""
@@ -52,7 +52,7 @@ class Plan(ABC):
     Attributes:
         message_size: bytes of a message, or the most that one may take.
         variable: messages differ in length.
-        in_pieces: ``decode_pieces`` may be called.
+        in_pieces: ``decode`` takes a list of tensors, too.
     """
 
     message_size: int
@@ -103,25 +103,14 @@ class Plan(ABC):
             key: unsigned 64-bit number from which all randomness is drawn.
         """
 
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """Write the same message where the residual is unused: the vector may hold anything afterwards."""
-        self.encode(vector, message, key)
-
-    def encode_sum(self, gradient: Tensor, residual: Tensor, vector: Tensor, message: Tensor, key: int) -> None:
-        """``encode`` of ``gradient + residual``, float32 ``[numel]`` each; the vector gets what the message does not.
-
-        Kernels of accelerators do it in one pass.
-        """
-        torch.add(gradient, residual, out=vector)
-        self.encode(vector, message, key)
-
     @abstractmethod
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write ``weight`` times the sum of the decoded messages, summed in the order of the rows.
 
         Args:
             messages: uint8 ``[M, message_size]``, M >= 0; rows may be strided.
-            out: float32 ``[numel]``.
+            out: float32 ``[numel]``; where ``in_pieces`` it may be a list of a tensor for each segment that is not
+                empty, in order, in which nothing accumulates.
             weight: factor of the sum.
             accumulate: add to ``out`` instead of overwriting it.
 
@@ -129,9 +118,50 @@ class Plan(ABC):
             ValueError: a message is none that ``encode`` makes, and that was seen.
         """
 
-    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
-        """``decode`` into a tensor for each segment that is not empty, in order, in place of one vector."""
-        raise NotImplementedError
+    def check(self, vector: Tensor | None, messages: Tensor) -> None:
+        """Refuse a vector or messages that are not of this plan; what is inside of messages is checked as it is read.
+
+        Raises:
+            ValueError: a length or a dtype is not the plan's, as for a truncated message.
+        """
+        if vector is not None and (vector.shape != (self.layout.numel,) or vector.dtype != torch.float32):
+            raise ValueError(
+                f"the vector is {vector.dtype} of shape {tuple(vector.shape)}, but this plan is for float32 of shape "
+                f"({self.layout.numel},); make a plan for its layout"
+            )
+        size = messages.shape[-1]
+        shorter = self.variable and messages.dim() > 1 and size < self.message_size
+        if messages.dtype != torch.uint8 or (size != self.message_size and not shorter):
+            raise ValueError(
+                f"the message is {messages.dtype} with {size} bytes, but this plan's messages are uint8 with "
+                f"{self.message_size} bytes; it is truncated, or was made by a plan for another layout"
+            )
+
+
+class FusedPlan(Plan):
+    """A plan that saves passes over memory where a sum is to be encoded, or what stays is of no use."""
+
+    @abstractmethod
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """Move content from the vector into the message.
+
+        Args:
+            vector: see ``Plan.encode``.
+            message: likewise.
+            key: likewise.
+            keep: what stays is used; if not, the vector may hold anything afterwards.
+            summands: two vectors whose sum is to be encoded, whatever ``vector`` holds before.
+        """
+
+    def take(self, vector: Tensor, message: Tensor, summands: Summands) -> None:
+        """``check``, and add the summands up, for a plan that has no pass that does.
+
+        Raises:
+            ValueError: see ``check``.
+        """
+        self.check(vector, message)
+        if summands is not None:
+            torch.add(*summands, out=vector)
 
 
 class Method:

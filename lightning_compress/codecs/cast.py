@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.base import Codec, FusedPlan, Plan
 from lightning_compress.codecs.dense import Dense
-from lightning_compress.codecs.fused import FusedPlan
-from lightning_compress.core.buffers import check, chunk_size, pieces, scratch
+from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, word_state
 from lightning_compress.kernels import Summands
@@ -163,12 +162,14 @@ class _FusedCast(FusedPlan):
         self.message_size = 2 * layout.numel
         self._kernel, self._dtype, self._limit = kernel, dtype, limit
 
-    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
-        """See ``FusedPlan.write``."""
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """See ``Plan.encode``."""
+        self.check(vector, message)
         self._kernel.encode(vector, summands, message, self._dtype, self._limit, keep)
 
-    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``FusedPlan.read``."""
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
         self._kernel.decode(messages, out, weight, accumulate, self._dtype)
 
 
@@ -184,7 +185,7 @@ class _CastPlan(Plan):
         self._scratch = scratch("cast", min(self._size, layout.numel), torch.float32, device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         casts = message.view(self._dtype)
         for piece in pieces(self.layout.numel, self._size):
             part, cast, floats = vector[piece], casts[piece], self._scratch[: piece.stop - piece.start]
@@ -192,7 +193,7 @@ class _CastPlan(Plan):
             part.sub_(floats.copy_(cast))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         rows = [message.view(self._dtype) for message in messages]
         for piece in pieces(self.layout.numel, self._size):
             part, floats = out[piece], self._scratch[: piece.stop - piece.start]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.core.buffers import check
 from lightning_compress.core.layout import Layout
 
 
@@ -33,19 +31,17 @@ class Dense(Codec):
 
 
 class _DensePlan(Plan):
-    in_pieces = True
-
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self.message_size = 4 * layout.numel
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         message.view(torch.float32).copy_(vector)
         vector.zero_()
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         if not accumulate and not len(messages):
             out.zero_()
         for number, message in enumerate(messages):
@@ -53,9 +49,3 @@ class _DensePlan(Plan):
                 out.add_(message.view(torch.float32), alpha=weight)
             else:
                 torch.mul(message.view(torch.float32), weight, out=out)
-
-    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
-        sums = torch.empty(self.layout.numel, device=messages.device)
-        self.decode(messages, sums, weight, accumulate=False)
-        for out, part in zip(outs, sums.split([each.numel() for each in outs]), strict=True):
-            out.copy_(part)

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from lightning_compress.codecs.base import Plan
 
@@ -30,32 +28,6 @@ class VariablePlan(Plan):
     def expected_size(self) -> int:
         """Bytes that a message usually takes, from which exchanges are chosen."""
         return self._expected
-
-
-def check_variable(vector: Tensor, messages: Tensor, numel: int, capacity: int, whole: bool) -> None:
-    """Refuse a vector or messages that cannot be this plan's; the messages' insides are checked as they are read.
-
-    Args:
-        vector: should be float32 ``[numel]``.
-        messages: should be uint8 with ``capacity`` bytes in a row, or fewer.
-        numel: length of the plan's vectors.
-        capacity: the plan's ``message_size``.
-        whole: there must be room for all of the capacity.
-
-    Raises:
-        ValueError: a length or a dtype is not the plan's.
-    """
-    if vector.shape != (numel,) or vector.dtype != torch.float32:
-        raise ValueError(
-            f"the vector is {vector.dtype} of shape {tuple(vector.shape)}, but this plan is for float32 of shape "
-            f"({numel},); make a plan for its layout"
-        )
-    size = messages.shape[-1]
-    if messages.dtype != torch.uint8 or size > capacity or (whole and size < capacity):
-        raise ValueError(
-            f"the message is {messages.dtype} with {size} bytes, but this plan's messages are uint8 with "
-            f"{'' if whole else 'at most '}{capacity} bytes; it is truncated, or was made by a plan for another layout"
-        )
 
 
 def damaged(what: str) -> ValueError:

@@ -1,13 +1,149 @@
-"""Counts what a rank sends; methods never report their own traffic."""
+"""What a step costs: bytes always, time and error on the steps that are sampled; methods never report their own."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_compress.collectives.base import Collective
-from lightning_compress.core.meter import Meter
+
+SPANS = ("encode", "exchange", "decode")
+
+
+def least_ms(device: torch.device, repeats: int, work: Callable[[], object], before: Callable[[], object]) -> float:
+    """The least of several times that some work takes, in milliseconds; ``before`` is done before each, untimed."""
+    took = []
+    for _ in range(repeats):
+        before()
+        start = now(device)
+        work()
+        took.append(1e3 * (now(device) - start))
+    return min(took)
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass
+class _Sample:
+    """Raw measurements of one step; on CUDA they are read only on request."""
+
+    spans: list[tuple[str, object, object]] = field(default_factory=list)
+    errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class _Span:
+    """Times what happens inside."""
+
+    def __init__(self, name: str, now: Callable[[], object], found: list[tuple[str, object, object]]) -> None:
+        self._name, self._now, self._found = name, now, found
+        self._starts: list[object] = []
+
+    def __enter__(self) -> None:
+        self._starts.append(self._now())
+
+    def __exit__(self, *_: object) -> None:
+        self._found.append((self._name, self._starts.pop(), self._now()))
+
+
+class Meter:
+    """Counters of one rank.
+
+    Attributes:
+        sample_every: time and error are measured on each so-manieth step, and on the first; 0: on none.
+        sampling: they are measured now.
+        encode, exchange, decode: contexts in which time counts as that, on sampled steps.
+        steps: steps that ended.
+        sampled: how many they were when the last one that was measured ended.
+        bytes_sent: bytes that this rank handed to the transport, over all steps.
+        bytes_dense: bytes that stock DDP would have sent, over all steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sample_every = 50
+        self.sampling = False
+        self.steps = 0
+        self.sampled = 0
+        self.bytes_sent = 0
+        self.bytes_dense = 0
+        self._started = (0, 0)
+        self._last = (0, 0)
+        self._sample = _Sample()
+        self.encode: AbstractContextManager[None] = nullcontext()
+        self.exchange: AbstractContextManager[None] = self.encode
+        self.decode: AbstractContextManager[None] = self.encode
+
+    def follow(self, before: Meter) -> None:
+        """Count on from where another one of this run is."""
+        self.sample_every, self.steps, self.sampled = before.sample_every, before.steps, before.sampled
+        self.bytes_sent, self.bytes_dense = before.bytes_sent, before.bytes_dense
+        self._last, self._sample = before._last, before._sample
+
+    def begin_step(self) -> None:
+        """Open the books of a step."""
+        due = self.steps == 0 or (self.steps + 1) % self.sample_every == 0 if self.sample_every else False
+        self.sampling = due
+        self._started = (self.bytes_sent, self.bytes_dense)
+        if due:
+            self._sample = _Sample()
+            self.encode, self.exchange, self.decode = (_Span(name, self._now, self._sample.spans) for name in SPANS)
+
+    def end_step(self) -> None:
+        """Close them: the step counts."""
+        self.steps += 1
+        if self.sampling:
+            self.sampled, self.sampling = self.steps, False
+            self.encode = self.exchange = self.decode = nullcontext()
+        self._last = (self.bytes_sent - self._started[0], self.bytes_dense - self._started[1])
+
+    def _now(self) -> object:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add_error(self, before: Tensor, after: Tensor) -> None:
+        """Note the norms of a vector before it was encoded and of what stayed behind."""
+        self._sample.errors.append((before, after))
+
+    def read(self) -> dict[str, float]:
+        """Figures of the last step, of the last sampled step, and totals; waits for the device."""
+        milliseconds = dict.fromkeys(SPANS, 0.0)
+        for name, start, end in self._sample.spans:
+            milliseconds[name] += _elapsed_ms(start, end)
+        before = sum(float(norm) ** 2 for norm, _ in self._sample.errors) ** 0.5
+        after = sum(float(norm) ** 2 for _, norm in self._sample.errors) ** 0.5
+        return {
+            "bytes_sent": float(self._last[0]),
+            "bytes_dense": float(self._last[1]),
+            "ratio": self._last[1] / self._last[0] if self._last[0] else 1.0,
+            **{f"{name}_ms": value for name, value in milliseconds.items()},
+            "relative_error": after / before if before else 0.0,
+            "steps": float(self.steps),
+            "total_bytes_sent": float(self.bytes_sent),
+            "total_bytes_dense": float(self.bytes_dense),
+        }
+
+
+def _elapsed_ms(start: object, end: object) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return (end - start) * 1e3
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 class CountingCollective(Collective):
@@ -28,11 +164,18 @@ class CountingCollective(Collective):
         """What is inside."""
         return self._inner
 
+    def _count(self, size: int, send: Callable[..., object], *tensors: Any) -> None:
+        self._meter.bytes_sent += size
+        with self._meter.exchange:
+            send(*tensors)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Count a bandwidth-optimal all-reduce."""
-        self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
-        with self._meter.span("exchange"):
-            self._inner.all_reduce(tensor)
+        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce, tensor)
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Count it as an all-reduce."""
+        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce_max, tensor)
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
         """Count the bytes when it begins; its time is the time spent waiting for it."""
@@ -43,38 +186,21 @@ class CountingCollective(Collective):
         return self._begin(tensor, self._inner.begin_all_reduce_max)
 
     def _begin(self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], object]]) -> Callable[[], None]:
-        self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
+        self._meter.bytes_sent += all_reduce_bytes(tensor.nbytes, self.size)
         wait = begin(tensor)
-
-        def timed() -> None:
-            with self._meter.span("exchange"):
-                wait()
-
-        return timed
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Count it as an all-reduce."""
-        self._meter.bytes_sent += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
-        with self._meter.span("exchange"):
-            self._inner.all_reduce_max(tensor)
+        return lambda: self._count(0, wait)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Count a message to every other rank."""
-        self._meter.bytes_sent += (self.size - 1) * tensor.numel() * tensor.element_size()
-        with self._meter.span("exchange"):
-            self._inner.all_gather(tensor, out)
+        self._count((self.size - 1) * tensor.nbytes, self._inner.all_gather, tensor, out)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Count the rows for other ranks."""
-        self._meter.bytes_sent += (self.size - 1) * send[0].numel() * send.element_size()
-        with self._meter.span("exchange"):
-            self._inner.all_to_all(send, receive)
+        self._count((self.size - 1) * send[0].nbytes, self._inner.all_to_all, send, receive)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Count what goes out."""
-        self._meter.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor in sends.values())
-        with self._meter.span("exchange"):
-            self._inner.swap(sends, receives)
+        self._count(sum(tensor.nbytes for tensor in sends.values()), self._inner.swap, sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """Count in the same meter."""

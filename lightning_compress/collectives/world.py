@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_compress.collectives.base import Collective
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
 
 
 class World(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -31,10 +32,15 @@ def explained(what: str, rank: int) -> Iterator[None]:
     """
     try:
         yield
-    except ExchangeError:
-        raise
     except Exception as error:
-        raise ExchangeError(f"rank {rank}, {what}: {cause(error)} [{type(error).__name__}: {error}]") from error
+        explain(error, what, rank)
+
+
+def explain(error: Exception, what: str, rank: int) -> NoReturn:
+    """Raise an ``ExchangeError`` from an error that happened while ``what`` was done; see ``explained``."""
+    if isinstance(error, ExchangeError):
+        raise error
+    raise ExchangeError(f"rank {rank}, {what}: {cause(error)} [{type(error).__name__}: {error}]") from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Segment:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements that stand in the vector."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past the last element's place in the vector."""
         return self.offset + self.numel
@@ -52,12 +53,12 @@ class Layout:
             offset += numel
         return cls(tuple(segments))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Length of the vector."""
         return self.segments[-1].end if self.segments else 0
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the parameters, in order."""
         return tuple(segment.name for segment in self.segments)

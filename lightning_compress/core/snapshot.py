@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, get_args
 
@@ -180,11 +180,11 @@ def total(snapshots: Iterable[Snapshot]) -> Snapshot:
         ValueError: they were not taken at the same moment of the same run.
     """
     made: Snapshot = {}
-    shape: list[object] = []
+    first = 0
     for each in snapshots:
         if not made:
-            shape, made = _shape(each), zeroed(_copied(each))
-        if _shape(each) != shape:
+            first, made = checksum(common(each)), zeroed(each)
+        if checksum(common(each)) != first:
             raise ValueError("the ranks' files are of different steps or groups")
         for group, theirs in zip(made["groups"], each["groups"], strict=True):
             for kind, one in group["states"].items():
@@ -193,22 +193,25 @@ def total(snapshots: Iterable[Snapshot]) -> Snapshot:
     return made
 
 
-def _copied(snapshot: Snapshot) -> Snapshot:
-    """One whose entries can be replaced."""
+def mapped(snapshot: Snapshot, change: Callable[[Snapshot], Snapshot]) -> Snapshot:
+    """The same with every state of a group changed, in the order of their names; what is given stays as it is."""
     groups = [
-        group | {"states": {kind: dict(one) for kind, one in group["states"].items()}} for group in snapshot["groups"]
+        group | {"states": {kind: change(one) for kind, one in sorted(group["states"].items())}}
+        for group in snapshot["groups"]
     ]
     return snapshot | {"groups": groups}
 
 
 def zeroed(snapshot: Snapshot) -> Snapshot:
     """The same with zeros for what each rank has for itself."""
-    for group in snapshot["groups"]:
-        for one in group["states"].values():
-            if one["holder"] != "shared":
-                one |= opened(one)
-                one["numbers"] = torch.zeros_like(one["numbers"], dtype=torch.float32)
-    return snapshot
+
+    def change(one: Snapshot) -> Snapshot:
+        if one["holder"] == "shared":
+            return one
+        one = opened(one)
+        return one | {"numbers": torch.zeros_like(one["numbers"], dtype=torch.float32)}
+
+    return mapped(snapshot, change)
 
 
 def opened(one: Snapshot) -> Snapshot:
@@ -220,31 +223,35 @@ def opened(one: Snapshot) -> Snapshot:
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat([nothing, *parts])}
 
 
-def scaled(snapshot: Snapshot, holder: str, factor: float) -> Snapshot:
-    """The same with all numbers of one kind of holder multiplied."""
-    for group in snapshot["groups"]:
-        for one in group["states"].values():
-            if one["holder"] == holder:
-                one["numbers"] = one["numbers"] * factor
-    return snapshot
+def common(snapshot: Snapshot) -> Snapshot:
+    """What is the same on all ranks: all but the numbers that each has for itself."""
+    return mapped(snapshot, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
 
 
-def on_cpu(snapshot: Snapshot) -> Snapshot:
-    """The same in memory that no accelerator needs."""
-    for group in snapshot["groups"]:
-        for one in group["states"].values():
-            one["numbers"] = one["numbers"].cpu()
-    return snapshot
+def moved(tree: Any, device: torch.device) -> Any:
+    """A tree of mappings and lists with its tensors on a device."""
+    if isinstance(tree, dict):
+        return {name: moved(each, device) for name, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(moved(each, device) for each in tree)
+    return tree.to(device) if isinstance(tree, torch.Tensor) else tree
 
 
-def checksum(snapshot: Snapshot, holders: Sequence[str] = get_args(Holder)) -> int:
-    """CRC-32 of everything in it, or of all but the numbers that others than these hold."""
-    value = zlib.crc32(repr((snapshot["method"], _shape(snapshot))).encode())
-    for group in snapshot["groups"]:
-        for _, one in sorted(group["states"].items()):
-            if one["holder"] not in holders:
-                continue
-            value = zlib.crc32(one["numbers"].cpu().contiguous().view(torch.uint8).numpy(), value)
+def checksum(tree: object, value: int = 0) -> int:
+    """CRC-32 of tensors and primitives in mappings and lists."""
+    if isinstance(tree, Mapping):
+        for name in sorted(tree, key=repr):
+            value = checksum(tree[name], zlib.crc32(repr(name).encode(), value))
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            value = checksum(each, value)
+        value = zlib.crc32(b"%d" % len(tree), value)
+    elif isinstance(tree, torch.Tensor):
+        value = zlib.crc32(repr((tree.shape, tree.dtype)).encode(), value)
+        numbers = tree.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        value = zlib.crc32(numbers.numpy().data, value)
+    else:
+        value = zlib.crc32(repr(tree).encode(), value)
     return value
 
 
@@ -281,14 +288,17 @@ def check(snapshot: object) -> Snapshot:
     return known | {"orders": _checked_orders(parts["orders"])} if "orders" in parts else known
 
 
-def _checked_orders(orders: object) -> Orders:
-    if not isinstance(orders, dict):
+def _checked_orders(orders: Any) -> Orders:
+    fits = isinstance(orders, dict) and all(isinstance(name, str) for name in orders)
+    if not fits or not all(_is_order(order) for order in orders.values()):
         raise ValueError("the state does not say in which order the numbers of its parameters are")
-    for name, order in orders.items():
-        known = isinstance(name, str) and isinstance(order, list) and all(type(each) is int for each in order)
-        if not known or sorted(order or ()) != list(range(len(order or ()))):
-            raise ValueError("the state does not say in which order the numbers of its parameters are")
-    return orders
+    made: Orders = orders
+    return made
+
+
+def _is_order(given: Any) -> bool:
+    whole = isinstance(given, list) and all(type(each) is int for each in given)
+    return whole and sorted(given) == list(range(len(given)))
 
 
 def _check_running(running: Mapping[object, object]) -> None:
@@ -339,12 +349,3 @@ def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, A
         if not isinstance(given.get(name), kind) or isinstance(given[name], bool):
             raise ValueError(f"{what} has no {name!r} of type {kind.__name__}")
     return given
-
-
-def _shape(snapshot: Snapshot) -> list[object]:
-    shape: list[object] = [snapshot["step"], sorted(snapshot["rates"].items()), repr(snapshot["running"])]
-    shape += [sorted(snapshot["orders"].items())] if snapshot.get("orders") else []
-    for group in snapshot["groups"]:
-        shape.append(group["names"])
-        shape += [(kind, one["holder"], one["names"], one["numels"]) for kind, one in sorted(group["states"].items())]
-    return shape

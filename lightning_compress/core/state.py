@@ -66,6 +66,7 @@ class State:
         self.layout = layout
         self.holder = holder
         self._initial = initial
+        self._fused = kernels.backend(__name__, device, "triton") if device.type != "meta" else None
         self.committed = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.pending = torch.zeros_like(self.committed)
         self.touched: set[str] = set()
@@ -92,18 +93,21 @@ class State:
         self._looked = (None, False)
         self.touched.update(self.layout.names)
 
-    def commit(self, rejected: Tensor, stepped: Collection[str]) -> None:
+    def commit(self, rejected: Tensor, stepped: Collection[str], ended: Collection[str] = ()) -> None:
         """Commit the pending numbers of the parameters that were stepped.
 
         Args:
             rejected: bool scalar: a gradient was not finite, and the pending numbers are discarded instead.
             stepped: names of the optimizer's parameters.
+            ended: names of those whose step has ended; where they were not stepped, the pending numbers are discarded.
         """
-        ours = self.touched.intersection(stepped)
-        if not ours:
-            return
-        self.reject(rejected, ours)
-        ours &= self.touched
+        if ours := self.touched.intersection(stepped):
+            self.reject(rejected, ours)
+            self._keep(ours & self.touched)
+        if self.touched:
+            self.discard(ended)
+
+    def _keep(self, ours: set[str]) -> None:
         if not ours:
             return
         if len(ours) == len(self.layout.segments):
@@ -137,7 +141,7 @@ class State:
             rejected: whether to.
             names: of these parameters alone; None: of all.
         """
-        fused = kernels.backend(__name__, rejected.device)
+        fused = self._fused
         if not fused and rejected.device.type == "cpu":
             if rejected:
                 self.discard(self.layout.names if names is None else names)

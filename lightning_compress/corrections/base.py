@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_compress import kernels
 from lightning_compress.codecs import Codec
+from lightning_compress.collectives import World
 from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.vector import Stage
 
 
 def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]:
@@ -43,8 +45,12 @@ def zero_where_zero(target: Tensor, source: Tensor) -> None:
         target.masked_fill_(torch.eq(source, 0, out=zeros), 0)
 
 
-class CorrectionPlan(ABC):
+class CorrectionPlan(Stage):
     """A correction made ready for the vectors of one group.
+
+    ``before`` turns gradients into what is averaged, to which the residual is added afterwards, unless it does that in
+    the same pass and says so by ``Vector.sent``; ``after`` turns the means into what the optimizer is given, the same
+    on all ranks. Both work in place.
 
     State is read from ``committed`` and written to ``pending``; the caller marks it as touched. A second backward of
     one step begins from ``committed`` again, with the gradients of both.
@@ -54,44 +60,6 @@ class CorrectionPlan(ABC):
     """
 
     idle: bool = False
-
-    @abstractmethod
-    def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:
-        """Turn the gradient into what is averaged, in place.
-
-        Args:
-            gradient: float32 ``[numel]``, finite, unscaled; the residual is added afterwards.
-            compressed: the stretches that a codec will take care of; none where all is sent, as in a dense step.
-            step: how many optimizer steps were made.
-        """
-
-    def feed(self, gradients: Sequence[Tensor], residual: State) -> bool:
-        """``before``, and the residual added, in one pass, where there is one.
-
-        Args:
-            gradients: on the CPU, one-dimensional, contiguous, of the parameters that are not empty; left as they are.
-            residual: float32, not touched in this step; what is averaged is written to its pending numbers.
-
-        Returns:
-            whether it was done; if not, what is pending has no meaning. It is not for gradients that are not float32,
-            not finite, or all zeros, nor for a second backward.
-        """
-        return False
-
-    def finish(self, means: Sequence[Tensor], vector: Tensor, compressed: Sequence[slice], step: int) -> None:
-        """``after`` what ``feed`` did, with the means of the parameters one by one."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:
-        """Turn the mean into what the optimizer is given, in place; the same on all ranks.
-
-        Args:
-            mean: float32 ``[numel]``.
-            vector: float32 ``[numel]``, what this rank did not send.
-            compressed: as in ``before``.
-            step: as in ``before``.
-        """
 
 
 class Correction(ABC):
@@ -110,16 +78,16 @@ class Correction(ABC):
 
     @abstractmethod
     def plan(
-        self, layout: Layout, compressed: Sequence[slice], ranks: int, device: torch.device, states: States
+        self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None
     ) -> CorrectionPlan:
         """Make ready for vectors of this layout.
 
         Args:
             layout: of the vectors.
             compressed: as in ``state``.
-            ranks: how many there are.
-            device: where vectors are.
+            world: the ranks.
             states: what ``state`` declared.
+            residual: what encoding left behind, where it is added as it is, as float32; else None.
         """
 
     counts_steps: ClassVar[bool] = False

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS, Codec, TopK
+from lightning_compress.collectives import World
 from lightning_compress.core.buffers import chunk_size, pieces
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, State, States, place_of
+from lightning_compress.core.vector import Vector
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, dense_segments, zero_where_zero
-from lightning_compress.corrections.clipping import ClipBy, check_by, clip_each, clip_factors
+from lightning_compress.corrections.clipping import Clip, ClipBy, check_by
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 """The paper's densities of the first epochs, one for each: 75, 93.75, 98.4375, 99.6 and 99.9 % stay behind."""
@@ -41,10 +42,10 @@ class MomentumCorrection(Correction):
         return {"velocity": Declared(layout), "momentum": Declared(dense, "shared")}
 
     def plan(
-        self, layout: Layout, compressed: Sequence[slice], ranks: int, device: torch.device, states: States
+        self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None
     ) -> CorrectionPlan:
         """See ``Correction.plan``."""
-        return _Plan(self, layout, compressed, ranks, device, states)
+        return _Plan(self, layout, compressed, world, states, residual)
 
     @property
     def masks(self) -> bool:
@@ -128,7 +129,7 @@ class DGC(Corrected):
         momentum: of SGD, in [0, 1).
         nesterov: Nesterov's momentum.
         masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again. It
-            is refused with exchanges that drop elements of sums (``two_shot``, ``binomial``, ``gtopk``), by which what
+            is refused with exchanges that drop elements of sums (``two_shot``, ``binomial``), by which what
             left v is not always applied.
         clip: threshold of the local gradient clipping, or None. A rank's share ``g / W`` of the mean is
             clipped to ``clip * W^(-1/2)``, so that the mean of independent gradients is clipped to ``clip``.
@@ -180,7 +181,7 @@ class DGC(Corrected):
             )
         codec = build("sparsifier", self.sparsifier, CODECS, (Codec,))
         if not isinstance(codec, Codec) or not (codec.sparse and codec.contractive):
-            fit = [name for name, each in CODECS.items() if each.sparse and each.contractive]
+            fit = [name for name, each in CODECS.complete().items() if each.sparse and each.contractive]
             raise ValueError(
                 f"DGC(sparsifier={self.sparsifier!r}): what is sent has to be 0 in the vector and the rest has to "
                 f"stay there, as for {', '.join(fit)}; use one of these"
@@ -227,57 +228,58 @@ class _Plan(CorrectionPlan):
         settings: MomentumCorrection,
         layout: Layout,
         compressed: Sequence[slice],
-        ranks: int,
-        device: torch.device,
+        world: World,
         states: States,
+        residual: State | None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._residual = settings, residual
         self.idle = not settings.momentum and settings.clip is None
         self._velocity, self._momentum = states["velocity"], states["momentum"]
-        self._chunk = min(chunk_size(device), layout.numel)
-        self._compressed = [piece for part in compressed for piece in _cut(part, self._chunk)]
+        self._chunk = min(chunk_size(world.device), layout.numel)
+        self._compressed, self._pieces = compressed, [_cut(part, self._chunk) for part in compressed]
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
         self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
         self._places = [place_of(segment) for segment in layout.segments if segment.numel]
-        self._clip = None if settings.clip is None else (settings.clip, ranks, settings.clip_by)
+        self._clip = None if settings.clip is None else Clip(settings.clip, world.collective.size, settings.clip_by)
+        self._fast = kernels.backend(__name__, world.device, "numba")
 
-    def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:
+    def before(self, vector: Vector) -> None:
+        if vector.gradient is None and self._fed(vector):
+            return
         if self._clip:
-            clip_each([gradient[place] for place in self._places], *self._clip)
-        old, new = self._velocity.base(), self._velocity.pending
-        for piece in self._compressed:
-            self._accumulate(gradient[piece], old[piece], new[piece])
+            self._clip.before(vector)
+        gradient, old, new = vector.whole(), self._velocity.base(), self._velocity.pending
+        for part in self._pieces:
+            for piece in part:
+                self._accumulate(gradient[piece], old[piece], new[piece])
 
-    def feed(self, gradients: Sequence[Tensor], residual: State) -> bool:
-        fast, factors = kernels.backend(__name__, residual.committed.device, "numba"), [1.0] * len(gradients)
-        if fast is None or any(each.dtype != torch.float32 for each in gradients):
+    def _fed(self, vector: Vector) -> bool:
+        """Do all of it, and add the residual, in one pass; not of gradients that are all zeros, nor in a second one."""
+        rest, pieces = self._residual, vector.pieces
+        if not self._fast or rest is None or rest.touched or pieces[0].dtype != torch.float32:
             return False
-        if self._clip:
-            factors = clip_factors(gradients, *self._clip).tolist()
-        rest, velocity = _buffers(residual), _buffers(self._velocity)
-        for place, each, factor in zip(self._places, gradients, factors, strict=True):
-            gradient, (before, after) = each.numpy(), (numbers[place] for numbers in rest)
-            given = gradient, gradient.view(np.int32), np.float32(factor)
+        factors = self._clip.factors(pieces).tolist() if self._clip else [1.0] * len(pieces)
+        rule = np.float32(self._settings.momentum), self._settings.nesterov
+        buffers = [each.numpy() for state in (rest, self._velocity) for each in (state.committed, state.pending)]
+        for place, each, factor in zip(self._places, pieces, factors, strict=True):
+            before, after, *velocity = (numbers[place] for numbers in buffers)
+            given = each.numpy(), each.numpy().view(np.int32), np.float32(factor)
             if place.start in self._dense:
-                largest = fast.add(*given, before, after)
+                largest = self._fast.add(*given, before, after)
             else:
-                rule = np.float32(self._settings.momentum), self._settings.nesterov
-                own = tuple(numbers[place] for numbers in velocity)
-                largest = fast.accumulate(*given, *rule, own, (before, after))
+                largest = self._fast.accumulate(*given, *rule, tuple(velocity), (before, after))
             if not kernels.sound(largest):
                 return False
+        vector.sent, vector.sound = rest.pending, True
         return True
 
-    def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:
-        self.finish([mean[place] for place in self._places], vector, compressed, step)
-
-    def finish(self, means: Sequence[Tensor], vector: Tensor, compressed: Sequence[slice], step: int) -> None:
-        if self._settings.masking:
-            for part in compressed:
-                for piece in _cut(part, self._chunk):
-                    zero_where_zero(self._velocity.pending[piece], vector[piece])
+    def after(self, vector: Vector) -> None:
+        sent = vector.made()
+        for part, cut in zip(self._compressed, self._pieces, strict=True):
+            for piece in cut if self._settings.masking and not vector.sends_all(part) else ():
+                zero_where_zero(self._velocity.pending[piece], sent[piece])
         old, new = self._momentum.base(), self._momentum.pending
-        for place, mean in zip(self._places, means, strict=True):
+        for place, mean in zip(self._places, vector.means, strict=True):
             if place.start in self._dense:
                 own = self._dense[place.start]
                 self._accumulate(mean, old[own], new[own])
@@ -293,10 +295,6 @@ class _Plan(CorrectionPlan):
         else:
             torch.mul(old, momentum, out=new).add_(gradient)
             gradient.copy_(new)
-
-
-def _buffers(state: State) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    return state.committed.numpy(), state.pending.numpy()
 
 
 def _cut(part: slice, size: int) -> list[slice]:

@@ -13,6 +13,7 @@ from lightning_compress import kernels
 from lightning_compress.core import blocks
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.state import Declared, State, place_of
+from lightning_compress.core.vector import Stage, Vector
 
 
 @dataclass(frozen=True)
@@ -67,77 +68,74 @@ class LoCo:
         return self.reset_every is not None and step % self.reset_every == 0
 
 
-class LoCoPlan:
+class LoCoPlan(Stage):
     """The errors of one group.
 
     Args:
         settings: of the method.
         layout: of the group's vectors.
         state: what ``LoCo.state`` declared.
+        alone: no residual is added afterwards, nor kept.
     """
 
-    def __init__(self, settings: LoCo, layout: Layout, state: State) -> None:
-        self._settings, self.state = settings, state
+    def __init__(self, settings: LoCo, layout: Layout, state: State, alone: bool) -> None:
+        self._settings, self._state, self._alone = settings, state, alone
         coded = {segment.name: place_of(segment) for segment in state.layout.segments}
         self._segments = [each for each in layout.segments if each.numel]
         self._coded = [coded.get(each.name) for each in self._segments]
+        device = state.committed.device
+        self._feeds = alone and device.type == "cpu" and kernels.compiler(device) != "triton"
 
-    def add(self, vector: Tensor, dense: Sequence[slice], step: int) -> None:
-        """Add the errors to a vector, but in the slices that are sent as they are."""
-        base = self.state.base()
+    def before(self, vector: Vector) -> None:
+        """Add the errors, but those of what is sent as it is."""
+        if vector.gradient is None and self._feeds and self._fed(vector):
+            return
+        gradient, base = vector.whole(), self._state.base()
         for segment, place in zip(self._segments, self._coded, strict=True):
-            if place is not None and not _inside(segment, dense) and not self._begins(segment, step):
-                blocks.add(base[place], vector[place_of(segment)])
+            if place is not None and self._has_errors(segment, vector):
+                blocks.add(base[place], gradient[place_of(segment)])
 
-    def feed(self, gradients: Sequence[Tensor], vector: Tensor, dense: Sequence[slice], step: int) -> bool:
-        """Write gradients and errors to a vector in one pass, on a CPU.
-
-        Args:
-            gradients: one-dimensional, contiguous, of the parameters that are not empty, in order.
-            vector: float32, written.
-            dense: as in ``add``.
-            step: likewise.
-
-        Returns:
-            whether every gradient is float32 and finite and none is all zeros; if not, the vector has no meaning.
-        """
-        base = self.state.base()
-        for segment, place, gradient in zip(self._segments, self._coded, gradients, strict=True):
-            if gradient.dtype != torch.float32:
-                return False
-            out = vector[place_of(segment)]
-            if place is None or _inside(segment, dense) or self._begins(segment, step):
+    def _fed(self, vector: Vector) -> bool:
+        """Write gradients and errors to what is sent in one pass; not of gradients that are all zeros."""
+        if vector.pieces[0].dtype != torch.float32:
+            return False
+        base, sent = self._state.base(), vector.take("mean")
+        for segment, place, gradient in zip(self._segments, self._coded, vector.pieces, strict=True):
+            out = sent[place_of(segment)]
+            if place is None or not self._has_errors(segment, vector):
                 largest = int(out.copy_(gradient).abs().view(torch.int32).max())
             else:
                 largest = blocks.add_to(base[place], gradient, out)
             if not kernels.sound(largest):
                 return False
+        vector.sent, vector.sound = sent, True
         return True
 
-    def keep(self, vector: Tensor, dense: Sequence[slice], step: int) -> None:
+    def after(self, vector: Vector) -> None:
         """Take what was not sent into the errors."""
-        old, new = self.state.base(), self.state.pending
-        beta = self._settings.beta
+        sent = vector.made()
+        old, new, beta = self._state.base(), self._state.pending, self._settings.beta
         for segment, place in zip(self._segments, self._coded, strict=True):
             if place is None:
                 continue
-            if not _inside(segment, dense):
-                kept = 0.0 if self._begins(segment, step) else 1.0 - beta
-                blocks.blend(old[place], kept, vector[place_of(segment)], beta, new[place])
+            if not vector.sends_all(place_of(segment)):
+                kept = 0.0 if self._begins(segment, vector.step) else 1.0 - beta
+                blocks.blend(old[place], kept, sent[place_of(segment)], beta, new[place])
             elif new is not old:
                 new[place] = old[place]
+            if not self._alone:
+                sent[place_of(segment)] = 0.0
 
     def norm(self) -> Tensor:
         """Of the committed errors: a scalar."""
-        coded = self.state.committed
+        coded = self._state.committed
         places = [place for place in self._coded if place is not None]
         norms = [blocks.decode(coded[place]).norm(dtype=torch.float64) for place in places]
         return torch.stack(norms).norm() if norms else torch.zeros((), device=coded.device)
 
+    def _has_errors(self, segment: Segment, vector: Vector) -> bool:
+        return not vector.sends_all(place_of(segment)) and not self._begins(segment, vector.step)
+
     def _begins(self, segment: Segment, step: int) -> bool:
         """Whether the errors of a parameter begin at 0, and there is no pass of this step before."""
-        return self._settings.fresh(step) and segment.name not in self.state.touched
-
-
-def _inside(segment: Segment, spans: Sequence[slice]) -> bool:
-    return any(each.start <= segment.offset and segment.end <= each.stop for each in spans)
+        return self._settings.fresh(step) and segment.name not in self._state.touched

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_compress.codecs import CODECS, Codec, EFSign
-from lightning_compress.core.buffers import chunk_size, pieces, scratch
+from lightning_compress.collectives import World
+from lightning_compress.core.buffers import chunk_size, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.vector import Vector
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, zero_where_zero
 
 
@@ -33,10 +35,10 @@ class AdamCorrection(Correction):
         return {"momentum": Declared(layout, "shared"), "variance": Declared(layout, "shared")}
 
     def plan(
-        self, layout: Layout, compressed: Sequence[slice], ranks: int, device: torch.device, states: States
+        self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None
     ) -> CorrectionPlan:
         """See ``Correction.plan``."""
-        return _Plan(self, layout, device, states)
+        return _Plan(self, layout, world.device, states)
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
         """Refuse anything but SGD without momentum.
@@ -149,22 +151,19 @@ class _Plan(CorrectionPlan):
     def __init__(self, settings: AdamCorrection, layout: Layout, device: torch.device, states: States) -> None:
         self._settings = settings
         self._momentum, self._variance = states["momentum"], states["variance"]
-        chunk = min(chunk_size(device), layout.numel)
-        self._pieces = list(pieces(layout.numel, chunk))
-        self._root = scratch("adam root", chunk, torch.float32, device)
+        self._chunk = min(chunk_size(device), layout.numel)
+        self._root = scratch("adam root", self._chunk, torch.float32, device)
 
-    def before(self, gradient: Tensor, compressed: Sequence[slice], step: int) -> None:
-        if step < self._settings.freeze_steps:
-            return
-        for piece in self._pieces:
-            gradient[piece].lerp_(self._momentum.committed[piece], self._settings.beta1)
+    def before(self, vector: Vector) -> None:
+        if vector.step >= self._settings.freeze_steps:
+            vector.whole().lerp_(self._momentum.committed, self._settings.beta1)
 
-    def after(self, mean: Tensor, vector: Tensor, compressed: Sequence[slice], step: int) -> None:
-        frozen = step >= self._settings.freeze_steps
+    def after(self, vector: Vector) -> None:
+        frozen = vector.step >= self._settings.freeze_steps
         # not base(): a step has one momentum, however many backwards it takes to come to it
         old_momentum, old_variance = self._momentum.committed, self._variance.committed
-        for piece in self._pieces:
-            out, momentum, variance = mean[piece], self._momentum.pending[piece], self._variance.pending[piece]
+        for piece, out in vector.stretches(self._chunk):
+            momentum, variance = self._momentum.pending[piece], self._variance.pending[piece]
             if frozen:
                 momentum.copy_(out)
                 variance.copy_(old_variance[piece])
@@ -172,7 +171,7 @@ class _Plan(CorrectionPlan):
                 torch.lerp(old_momentum[piece], out, 1 - self._settings.beta1, out=momentum)
                 torch.mul(old_variance[piece], self._settings.beta2, out=variance)
                 variance.addcmul_(out, out, value=1 - self._settings.beta2)
-            self._direction(momentum, variance, out, step)
+            self._direction(momentum, variance, out, vector.step)
             if frozen:
                 zero_where_zero(out, variance)
 

@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from lightning_compress.engine.optimizers import skip_step
+from lightning_compress.settings.settings import Settings
 
 _PATIENCE = 100
 """Steps of a single pass after which several are not expected any more."""
@@ -40,6 +44,8 @@ class Passes:
 
     Attributes:
         number: how many passes came before this one, since an optimizer stepped last.
+        patience: steps for which ``made`` is to be called, since they may have several passes.
+        open: names of the parameters in a step that is under way.
     """
 
     def __init__(
@@ -50,10 +56,10 @@ class Passes:
     ) -> None:
         self._tensors = {name: weakref.ref(parameter) for name, parameter in parameters}
         self._sums, self._owned = sums, owned
-        self._patience = 1  # steps for which it is noted where outputs are 0, which tells them from zeroed ones
+        self.patience = 1
         self._no_means: set[str] = set()  # what was made of them last may not be added to
         self._averaged: set[str] = set()  # in this pass
-        self._open: set[str] = set()  # in a step that is under way
+        self.open: set[str] = set()
         self._looked: dict[str, bool | Tensor] = {}  # see ``Kept``; of those that accumulated since they were averaged
         self._zero: dict[str, Tensor] = {}  # whether all that was made is 0, as where few elements are sent
         self._totals: dict[str, Tensor] = {}
@@ -62,11 +68,11 @@ class Passes:
 
     def watch(self) -> None:
         """A backward pass may begin: see what is in ``grad`` before it accumulates, where a step is under way."""
-        if not self._open:
+        if not self.open:
             self._unhook()
-        for name in self._open - self._hooks.keys():
+        for name in self.open - self._hooks.keys():
             if (parameter := self._parameter(name)) is not None:
-                self._patience = _PATIENCE
+                self.patience = _PATIENCE
                 with torch.enable_grad():  # a hook of the tensor would be called by torch.autograd.grad, too
                     node: Any = parameter.view_as(parameter).grad_fn
                 accumulates = node.next_functions[0][0]
@@ -75,7 +81,7 @@ class Passes:
     def _look(self, name: str, _: object) -> None:
         """Called before a gradient is accumulated."""
         parameter = self._parameter(name)
-        if parameter is None or name not in self._open:
+        if parameter is None or name not in self.open:
             return
         if name in self._looked:  # in a pass that did not synchronise
             self._looked[name] = parameter.grad is not None and self._looked[name]
@@ -112,25 +118,30 @@ class Passes:
         self._averaged.clear()
         self.number = self.number + 1 if goes_on else 0
 
-    def arrive(self, names: Sequence[str]) -> tuple[Kept, frozenset[str]]:
+    def arrive(self, names: Sequence[str], averages: bool) -> tuple[Kept, frozenset[str], bool]:
         """These parameters are averaged now.
 
+        Args:
+            names: of the parameters.
+            averages: a mean is made of them.
+
         Returns:
-            whether what earlier passes made counts, for those whose step is under way; and those of them for which
-            this pass has no gradient on this rank, so that DistributedDataParallel brings what ``grad`` holds.
+            whether what earlier passes made counts, for those whose step is under way; those of them for which this
+            pass has no gradient on this rank, so that DistributedDataParallel brings what ``grad`` holds; and whether
+            the sum over the passes of a step is to be averaged, see ``add_up``.
         """
-        missing = [name for name in names if name in self._open and name not in self._looked]
+        missing = [name for name in names if name in self.open and name not in self._looked]
         kept = {name: self._holds(name) for name in missing}
         kept |= {name: self._looked.pop(name) for name in names if name in self._looked}
         for each in kept.values():
             if isinstance(each, Tensor):  # made on the stream of backward
                 each.record_stream(torch.cuda.current_stream(each.device))
         self._averaged.update(names)
-        self._open.update(names)
-        return kept, frozenset(name for name in missing if name in self._hooks and kept[name] is not False)
+        self.open.update(names)
+        left_out = frozenset(name for name in missing if name in self._hooks and kept[name] is not False)
+        return kept, left_out, self._adds_up(names, averages)
 
-    def adds_up(self, names: Sequence[str], averages: bool) -> bool:
-        """Note whether a mean is made of these; returns whether that is to be of the sum over the passes of a step."""
+    def _adds_up(self, names: Sequence[str], averages: bool) -> bool:
         before = not self._no_means.isdisjoint(names)
         if averages:
             self._no_means.difference_update(names)
@@ -182,39 +193,41 @@ class Passes:
             names: of the parameters.
             outputs: of each.
             left_out: from ``arrive``; where no rank has a gradient, ``grad`` stays, and has to be what was made last.
+
         """
-        if not self._patience and not left_out:
-            return
         for name, output in zip(names, outputs, strict=True):
-            if self._patience:
+            if self.patience:
                 self._zero[name] = ~output.any()
             kept = self._parameter(name) if name in left_out and name in self._no_means else None
             if kept is not None and kept.grad is not None and kept.grad.data_ptr() != output.data_ptr():
                 kept.grad.copy_(output)
 
-    def end(self, names: set[str]) -> set[str]:
-        """The optimizer of these parameters stepped; returns them, and those that no optimizer will step."""
-        self._open -= names
-        if self._open and (owned := self._owned()) is not None:
-            names = names | self._open.difference(owned)
-            self._open -= names
-        if not self._open and self._patience:
-            self._patience -= 1
-            if not self._patience:
+    def end(self, names: set[str], first: bool = True) -> set[str]:
+        """The optimizer of these parameters stepped, the ``first`` one in this step: passes are counted again.
+
+        Returns:
+            these names, and those of parameters that no optimizer will step.
+        """
+        if first:
+            self._averaged.clear()
+            self.number = 0
+        self.open -= names
+        if self.open and (owned := self._owned()) is not None:
+            names = names | self.open.difference(owned)
+            self.open -= names
+        if not self.open and self.patience:
+            self.patience -= 1
+            if not self.patience:
                 self._zero.clear()
         for name in self._looked.keys() & names:
             del self._looked[name]
         return names
 
-    def begin_step(self) -> None:
-        """An optimizer stepped: passes are counted anew."""
-        self._averaged.clear()
-        self.number = 0
-
     def drop(self) -> None:
         """All that was averaged since optimizers stepped is thrown away."""
-        self.begin_step()
-        self._open.clear()
+        self._averaged.clear()
+        self.number = 0
+        self.open.clear()
         self._looked.clear()
 
     def _unhook(self) -> None:
@@ -227,3 +240,81 @@ class Passes:
         self._unhook()
         self._totals.clear()
         self._zero.clear()
+
+
+class FiniteGuard:
+    """Whether the current step's gradients are finite, on the device; equal on all ranks.
+
+    Args:
+        device: where gradients are.
+        settings: what is done about it.
+
+    Attributes:
+        count: int64 scalar, steps so far with gradients that were not finite.
+        flags: what groups found in this step, and the names of their parameters.
+        refused: the optimizers of this step were kept from stepping.
+    """
+
+    def __init__(self, device: torch.device, settings: Settings) -> None:
+        self.flags: list[tuple[Tensor, frozenset[str]]] = []
+        self._zero = torch.zeros((), device=device)
+        self._policy = settings.on_nonfinite
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.refused = False
+
+    @property
+    def looks(self) -> bool:
+        """Whether something is done about it before an optimizer steps."""
+        return self._policy != "pass"
+
+    def begin_step(self) -> None:
+        """Nothing is known."""
+        self.refused = False
+        self.flags.clear()
+
+    def add(self, flag: Tensor, names: Iterable[str]) -> None:
+        """Note what a group of these parameters found: 0.0, or NaN."""
+        self.flags.append((flag, frozenset(names)))
+
+    def found(self, names: Collection[str] | None = None) -> Tensor:
+        """Bool scalar: a gradient was not finite, of a group that has any of these parameters."""
+        flags = [flag for flag, own in self.flags if names is None or not own.isdisjoint(names)]
+        return torch.stack([self._zero, *flags]).sum().isnan()
+
+    def rejected(self, optimizer: Optimizer, names: Collection[str], first: bool) -> Tensor:
+        """Bool scalar: a step that the optimizer of these parameters made does not count: gradients were not finite.
+
+        Args:
+            optimizer: has stepped.
+            names: of its parameters.
+            first: no other one has stepped before in this step.
+        """
+        if first:
+            self.note()
+        found, scaled = self.found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        return found if scaled is None else found | (scaled > 0).to(found.device).squeeze()
+
+    def note(self) -> None:
+        """Count the step if its gradients were not finite."""
+        self.count.add_(self.found())
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.begin_step()
+
+    def before_step(self, optimizer: Optimizer, problem: str) -> None:
+        """Keep the optimizer from stepping with gradients that are not finite; waits for the device.
+
+        Args:
+            optimizer: is about to step.
+            problem: what to say then.
+
+        Raises:
+            FloatingPointError: they are not, and the policy is "raise"; on all ranks.
+        """
+        self.refused = self.refused or bool(self.found())
+        if not self.refused:
+            return
+        if self._policy == "raise":
+            raise FloatingPointError(f"{problem}; on_nonfinite='skip' leaves such steps out")
+        skip_step(optimizer)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, TorchCollective, World
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.engine.forecast import decide, forecast

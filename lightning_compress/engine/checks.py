@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_compress import kernels
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, consensus
 from lightning_compress.corrections import DGC
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
@@ -207,39 +206,20 @@ def check_ranks_agree(
     Raises:
         ValueError: on every rank, naming those that differ from rank 0, or this rank's problem, or whose it is.
     """
-    described = {
-        "compression settings": settings.digest(),
-        "trained parameters (names, shapes, dtypes)": _parameters_digest(module),
-        f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": _kernels_digest(device),
-    }
-    digests = [*described.values(), hashlib.sha256(str(problem).encode()).digest()]
-    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
-    everyone = torch.empty(collective.size, mine.numel(), dtype=torch.uint8, device=device)
-    collective.all_gather(mine, everyone)
-    for what, ranks in zip(described, everyone.cpu().split(32, dim=1), strict=False):
-        if others := _different(ranks, ranks[0]):
-            raise ValueError(
-                f"the {what} of rank {others} differ from those of rank 0; start all ranks with the same script and "
-                f"arguments. Rank {collective.rank} has {settings}"
-            )
-    if problem:
-        raise problem
-    healthy = torch.frombuffer(bytearray(digests[-1]), dtype=torch.uint8)
-    if others := _different(everyone.cpu()[:, -32:], healthy):
-        raise ValueError(f"rank {others} cannot train and says why in an error of its own")
-
-
-def _kernels_digest(device: torch.device) -> bytes:
-    """Of which kernels are in use: on an accelerator they add up in another order than tensor operations do."""
+    named = trained_parameters(module)
     try:
-        used = [kernels.compiler(device)]
+        used = kernels.compiler(device)
     except ValueError as error:  # the rank whose problem it is raises it
-        used = [str(error)]
-    return hashlib.sha256(repr(used).encode()).digest()
-
-
-def _different(digests: Tensor, wanted: Tensor) -> str:
-    return ", ".join(str(rank) for rank, digest in enumerate(digests) if not digest.equal(wanted))
+        used = str(error)
+    said = {
+        "compression settings": settings,
+        "trained parameters (names, shapes, dtypes)": [
+            (name, None if is_lazy(each) else tuple(each.shape), str(each.dtype)) for name, each in named
+        ],
+        # on an accelerator they add up in another order than tensor operations do
+        f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": used,
+    }
+    consensus.check(said, problem, collective, device, f"{consensus.ALIKE}. Rank {collective.rank} has {settings}")
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:
@@ -268,9 +248,3 @@ def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: C
         for name, parameter in named
         if not parameter.requires_grad and name not in ignored
     }
-
-
-def _parameters_digest(module: nn.Module) -> bytes:
-    named = trained_parameters(module)
-    parts = [(name, None if is_lazy(each) else tuple(each.shape), str(each.dtype)) for name, each in named]
-    return hashlib.sha256(repr(parts).encode()).digest()

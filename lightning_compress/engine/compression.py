@@ -10,19 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World, consensus
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core import failures, snapshot
 from lightning_compress.core.buffers import Workspace
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.registry import describe
 from lightning_compress.engine import checks
-from lightning_compress.engine.accumulation import Passes
+from lightning_compress.engine.accumulation import FiniteGuard, Passes
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.forecast import Forecast
-from lightning_compress.engine.group import Group
+from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
-from lightning_compress.engine.nonfinite import FiniteGuard
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.settings import resuming
 from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
@@ -116,24 +114,31 @@ class Compression:
                 self._begin_pass(names)
             if self._stepped:
                 self._begin_step()
-            self.meter.bytes_dense += all_reduce_bytes(sum(each.nbytes for each in gradients), self._collective.size)
-            for group, places in self.groups.of(parameters, self.settings):
+            bucket = tuple(map(id, parameters))
+            sent_by_ddp, parts = self.groups.by_bucket.get(bucket) or self.groups.of(bucket, self.settings)
+            self.meter.bytes_dense += sent_by_ddp
+            for group, places in parts:
                 self._average(group, [gradients[place] for place in places])
 
     def _average(self, group: Group, gradients: Sequence[Tensor]) -> None:
-        kept, left_out = self._passes.arrive(group.given)
-        group.forget(kept)
+        kept, left_out, adds_up = self._passes.arrive(group.given, group.averages)
+        if kept:
+            group.forget(kept)
         turn, missing = self._passes.number, left_out
-        if self._passes.adds_up(group.given, group.averages):  # of all gradients of this step, from where it began
+        if adds_up:  # of all gradients of this step, from where it began
             self._passes.add_up(group.given, gradients, kept, left_out)
             turn, missing = 0, frozenset()
             for state in group.states.values():
                 state.roll_back()
-        with failures.explained(f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank):
+        try:
             flag = group.reduce(gradients, self.step, self._scale(), turn, missing)
-        self._passes.made(group.given, gradients, left_out)
+        except Exception as error:
+            failures.explain(error, f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank)
+        if left_out or self._passes.patience:
+            self._passes.made(group.given, gradients, left_out)
         self._finite.add(flag, group.names)
-        self._drift.note(self.step, group.given, gradients)
+        if self._drift.every and (self.step + 1) % self._drift.every == 0:
+            self._drift.note(group.given, gradients)
 
     def beside(self, names: Iterable[str], sent: int, dense: int, flag: Tensor) -> None:
         """These parameters were averaged in this backward by something else; to be called at its end.
@@ -160,20 +165,23 @@ class Compression:
     def _begin_step(self) -> None:
         """The first bucket of a step."""
         self._stepped = False
-        self.groups.reject(self._finite.found)
-        self._finite.begin_step()
+        if self._passes.open:
+            self.groups.reject(self._finite.found)
+        if self._finite.flags:
+            self._finite.begin_step()
         if self.settings.residual_follows_lr:
             self.groups.scale_residuals(self._optimizers.changes())
-        rate = self._optimizers.rate() if self.settings.schedule.by_rate else None
-        self._follow_schedule(Progress(self.step, self.epoch, rate))
+        if self.next_settings.schedule.courses:
+            self._follow_schedule()
         if self.next_settings is not self.settings:
             self.settings = self.next_settings
             self.groups.look_again()  # groups are rebuilt, and take over their states by name
         self.meter.begin_step()
 
-    def _follow_schedule(self, progress: Progress) -> None:
+    def _follow_schedule(self) -> None:
         """Retune where the schedule's values change; in between, ``retune`` decides."""
-        values = self.next_settings.schedule.values(progress)
+        rate = self._optimizers.rate() if self.settings.schedule.by_rate else None
+        values = self.next_settings.schedule.values(Progress(self.step, self.epoch, rate))
         described = {
             name: describe(value, COMPRESSORS) if is_dataclass(value) else value for name, value in values.items()
         }
@@ -186,10 +194,10 @@ class Compression:
         self.groups.reject(self._finite.found)
         self._finite.note()
         self._finite.begin_step()
-        goes_on = torch.tensor([self._passes.goes_on(names)], dtype=torch.uint8, device=self.device)
-        self._collective.all_reduce_max(goes_on)  # ranks draw alike, whatever one of them throws away
+        # ranks draw alike, whatever one of them throws away
+        (goes_on,) = consensus.anywhere([self._passes.goes_on(names)], self._collective, self.device)
         self._stepped = not goes_on
-        self._passes.next(bool(goes_on))
+        self._passes.next(goes_on)
 
     def state_dict(self) -> snapshot.Snapshot:
         """What the optimizer steps have committed so far, on this rank: tensors and primitives.
@@ -273,17 +281,15 @@ class Compression:
         """An optimizer stepped: the residuals of its parameters are committed, unless a gradient was not finite."""
         if not (names := self._optimizers.owned(optimizer)) or self._finite.refused:
             return
-        rejected = self._finite.rejected(optimizer, names)
-        follows, ended = self.settings.residual_follows_lr, self._passes.end(names)
+        first = not self._stepped  # of several optimizers, or an optimizer inside another one
+        rejected = self._finite.rejected(optimizer, names, first)
+        follows, ended = self.settings.residual_follows_lr, self._passes.end(names, first)
         moved = names - self._optimizers.stepped(optimizer) if follows else names
-        for group in self.groups:
-            for state in group.states.values():
-                state.commit(rejected, moved if state is group.residual else names)
-                state.discard(ended)  # of those that did not move
-        if not self._stepped:  # the first of several optimizers, or an optimizer inside another one
+        for group in self.groups.all:
+            for kind, state in group.states.items():
+                state.commit(rejected, moved if kind == RESIDUAL else names, ended)
+        if first:
             self._stepped = True
-            self._passes.begin_step()
-            self._finite.note()
             self.step += 1
             self.meter.end_step()
 
@@ -383,7 +389,7 @@ class Compression:
         ``state_dict`` keeps returning the last state, held on the CPU, and ``stats`` the last figures.
         """
         if self.active and self._last_state is None:
-            self._last_state = snapshot.on_cpu(self.state_dict())
+            self._last_state = snapshot.moved(self.state_dict(), torch.device("cpu"))
             self._last_norm = self.groups.residual_norm()
         unwatch(self)
         for callback in self._at_close:

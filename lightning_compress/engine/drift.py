@@ -6,13 +6,12 @@ DistributedDataParallel copies parameters at its start and never again: one wron
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, consensus
 from lightning_compress.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -30,6 +29,9 @@ class DriftGuard:
         same: returns what else has to be the same on all ranks, in the same order.
         collective: the ranks.
         settings: how often, and what to do.
+
+    Attributes:
+        every: a step that makes a multiple of these is due; 0: none is.
     """
 
     def __init__(
@@ -42,21 +44,14 @@ class DriftGuard:
         self._parameters = parameters
         self._same = same
         self._collective = collective
-        self._every = settings.check_drift_every if collective.size > 1 else 0
+        self.every = settings.check_drift_every if collective.size > 1 else 0
         self._resyncs = settings.on_drift == "resync"
         self._gradients: dict[str, Tensor] = {}
         self._looked = 0
 
-    def note(self, step: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Remember averaged gradients, if the step that they make is due.
-
-        Args:
-            step: optimizer steps so far.
-            names: of the parameters.
-            gradients: of each.
-        """
-        if self._every and (step + 1) % self._every == 0:
-            self._gradients |= {name: _checksum(each) for name, each in zip(names, gradients, strict=True)}
+    def note(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Remember these parameters' averaged gradients, in a step that is due."""
+        self._gradients |= {name: _checksum(each) for name, each in zip(names, gradients, strict=True)}
 
     def look(self, step: int) -> None:
         """Compare, if one of the steps since the last look was due; a collective call, outside of an optimizer's step.
@@ -67,14 +62,14 @@ class DriftGuard:
         Raises:
             RuntimeError: they differ, on every rank; it names step, parameters and ranks.
         """
-        if not self._every or step // self._every == self._looked // self._every:
+        if not self.every or step // self.every == self._looked // self.every:
             return
         self._looked = step
         none = torch.zeros((), dtype=torch.int64, device=self._parameters[0][1].device)
         sums = [(_checksum(parameter), self._gradients.get(name, none)) for name, parameter in self._parameters]
         self._gradients.clear()
         mine = torch.stack([each for pair in sums for each in pair])
-        if self._agree(mine):
+        if consensus.same(mine, self._collective).all():
             return
         problem = self._problem(step, mine)
         if not self._resyncs:
@@ -82,23 +77,16 @@ class DriftGuard:
                 f"{problem}. Ranks train different models from here on; on_drift='resync' copies rank 0's"
             )
         same = list(self._same())
-        described = zlib.crc32(repr([(each.shape, each.dtype) for each in same]).encode())
-        alike = self._agree(mine.new_tensor([described]))
+        shapes = consensus.digest(repr([(each.shape, each.dtype) for each in same]).encode())
+        alike = bool(consensus.same(mine.new_tensor([shapes]), self._collective))
         for tensor in [*(parameter for _, parameter in self._parameters), *(same if alike else ())]:
             self._collective.broadcast(tensor, self._parameters[0][1].device)
         if self._collective.rank == 0:
             what = "parameters and optimizer state" if alike else "parameters (each rank has a state of its own)"
             log.warning("%s. Rank 0's %s were copied to all", problem, what)
 
-    def _agree(self, numbers: Tensor) -> bool:
-        """Whether all ranks have the same numbers."""
-        extremes = torch.stack([numbers, -numbers])
-        self._collective.all_reduce_max(extremes)
-        return extremes[0].equal(-extremes[1])
-
     def _problem(self, step: int, mine: Tensor) -> str:
-        everyone = mine.new_empty(self._collective.size, len(mine))
-        self._collective.all_gather(mine, everyone)
+        everyone = consensus.gathered(mine, self._collective)
         wrong = (everyone != everyone[0]).cpu()
         ranks = ", ".join(map(str, wrong.any(dim=1).nonzero().flatten().tolist()))
         parameters, gradients = wrong.any(dim=0).view(-1, 2).unbind(dim=1)

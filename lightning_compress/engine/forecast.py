@@ -12,9 +12,9 @@ import torch
 
 from lightning_compress.codecs import BF16, Codec, Dense
 from lightning_compress.collectives import World
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
+from lightning_compress.core.registry import name_of as registered_name
 from lightning_compress.core.state import State
 from lightning_compress.exchanges import AllReduce, Auto, composite
 from lightning_compress.exchanges.base import META, ExchangePlan
@@ -255,7 +255,7 @@ def _compensation(settings: Settings) -> str:
 def label(compressor: object) -> str:
     """Its name, its first setting where that is a number, and those that are not the defaults."""
     kind = type(compressor)
-    name = next((name for name, each in COMPRESSORS.items() if each is kind), getattr(kind, "name", kind.__name__))
+    name = registered_name(kind, COMPRESSORS) or str(getattr(kind, "name", kind.__name__))
     fields = dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ()
     said = []
     for number, field in enumerate(fields):

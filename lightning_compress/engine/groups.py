@@ -11,17 +11,19 @@ from torch import Tensor
 
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
+from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import snapshot
 from lightning_compress.core.buffers import release
 from lightning_compress.core.squares import squares
 from lightning_compress.core.state import State
-from lightning_compress.engine.group import GRADIENT, LOCO, MEAN, Group
+from lightning_compress.engine.group import LOCO, MEMORY, Group
 from lightning_compress.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
-Parts = list[tuple[Group, list[int]]]
-"""The groups of a bucket, and where in the bucket each one's parameters are."""
+Parts = tuple[int, list[tuple[Group, list[int]]]]
+"""Of a bucket: the bytes that stock DistributedDataParallel sends for it; its groups, and where in it each one's
+parameters are."""
 
 
 class Groups:
@@ -32,6 +34,10 @@ class Groups:
         world: the ranks to average over.
         unused: see ``Group``.
         caps: bytes of gradients at which a group is full: the first one, and the others; None: a bucket is one group.
+
+    Attributes:
+        all: the groups.
+        by_bucket: what buckets are made up of, by the ``id`` of their parameters, as far as that is known.
     """
 
     def __init__(
@@ -48,33 +54,34 @@ class Groups:
         self._dtypes = {name: parameter.dtype for name, parameter in parameters}
         self._orders = snapshot.orders(parameters)  # in which DistributedDataParallel has laid them out by now
         self._world = world
-        self._groups: list[Group] = []
+        self.all: list[Group] = []
         self._owner: dict[str, Group] = {}
-        self._by_bucket: dict[tuple[int, ...], Parts] = {}
+        self.by_bucket: dict[tuple[int, ...], Parts] = {}
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.all)
 
     def __iter__(self) -> Iterator[Group]:
-        return iter(self._groups)
+        return iter(self.all)
 
-    def of(self, parameters: Sequence[Tensor], settings: Settings) -> Parts:
-        """What a bucket is made up of, under these settings.
+    def of(self, bucket: tuple[int, ...], settings: Settings) -> Parts:
+        """What a bucket of these parameters, by their ``id``, is made up of, under these settings.
 
         A bucket is one new group, or several where it is above the cap, as the first one of a run, which holds all
         parameters; unless it is made up of groups that there are.
         """
-        bucket = tuple(map(id, parameters))
-        if bucket not in self._by_bucket:
+        if bucket not in self.by_bucket:
             names = [self._names[each] for each in bucket]
-            owners = [group for group in self._groups if not set(names).isdisjoint(group.names)]
+            owners = [group for group in self.all if not set(names).isdisjoint(group.names)]
             if sorted(name for group in owners for name in group.names) != sorted(names):
                 owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
             elif any(group.settings is not settings for group in owners):
                 owners = [self.add(part, settings) for each in owners for part in self._split(each.given, settings)]
             places = {name: place for place, name in enumerate(names)}
-            self._by_bucket[bucket] = [(group, [places[name] for name in group.given]) for group in owners]
-        return self._by_bucket[bucket]
+            size = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in names)
+            parts = [(group, [places[name] for name in group.given]) for group in owners]
+            self.by_bucket[bucket] = all_reduce_bytes(size, self._world.collective.size), parts
+        return self.by_bucket[bucket]
 
     def _runs(self, names: Sequence[str]) -> list[list[str]]:
         """Groups as DistributedDataParallel makes its buckets, where gradients arrive from the last parameter on."""
@@ -104,21 +111,21 @@ class Groups:
     def add(self, names: Sequence[str], settings: Settings, had_residual: bool = False) -> Group:
         """A new group, with its parameters' state so far; groups without parameters are removed."""
         shaped = [(name, self._shapes[name]) for name in names]
-        release(GRADIENT, MEAN)  # while two states of some parameters are held
-        had_residual = had_residual or any(
-            old.residual and not set(names).isdisjoint(old.names) for old in self._groups
-        )
+        release(*MEMORY)  # while two states of some parameters are held
+        had_residual = had_residual or any(old.residual and not set(names).isdisjoint(old.names) for old in self.all)
         group = Group(shaped, settings, self._world, self._unused, self._dtypes[names[0]], had_residual)
-        for old in self._groups:
+        for old in self.all:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():
                 group.states[kind].adopt(old.states[kind], moving)
-        if self._groups:
+        if self.all:
             group.adopted()
         self._owner.update(dict.fromkeys(group.names, group))
-        self._groups = [each for each in [*self._groups, group] if each in self._owner.values()]
-        self._by_bucket = {
-            bucket: parts for bucket, parts in self._by_bucket.items() if all(part in self._groups for part, _ in parts)
+        self.all = [each for each in [*self.all, group] if each in self._owner.values()]
+        self.by_bucket = {
+            bucket: (size, parts)
+            for bucket, (size, parts) in self.by_bucket.items()
+            if all(part in self.all for part, _ in parts)
         }
         return group
 
@@ -126,7 +133,7 @@ class Groups:
         self, method: str, step: int, rates: Mapping[str, float], running: Mapping[str, object]
     ) -> snapshot.Snapshot:
         """The states of all groups, and what else belongs to them; see ``snapshot.take``."""
-        groups = [(group.given, group.states) for group in self._groups]
+        groups = [(group.given, group.states) for group in self.all]
         return snapshot.take(method, step, rates, running, groups, self._orders)
 
     def restore(self, state: snapshot.Snapshot, settings: Settings) -> None:
@@ -154,15 +161,15 @@ class Groups:
 
     def look_again(self) -> None:
         """Settings have changed: the groups of each bucket are rebuilt when it is next averaged."""
-        self._by_bucket.clear()
+        self.by_bucket.clear()
 
     def states(self) -> list[State]:
         """Everything that is kept from step to step."""
-        return [state for group in self._groups for state in group.states.values()]
+        return [state for group in self.all for state in group.states.values()]
 
     def reject(self, found: Callable[[Collection[str]], Tensor]) -> None:
         """Roll back what no optimizer has committed yet of groups with gradients that were ``found`` not finite."""
-        for group in self._groups:
+        for group in self.all:
             if pending := [state for state in group.states.values() if state.touched]:
                 rejected = found(group.names)
                 for state in pending:
@@ -174,7 +181,7 @@ class Groups:
 
     def residuals(self) -> list[State]:
         """What encoding left behind."""
-        return [group.residual for group in self._groups if group.residual]
+        return [group.residual for group in self.all if group.residual]
 
     def scale_residuals(self, factors: Mapping[str, float]) -> None:
         """Multiply those of the named parameters."""
@@ -184,13 +191,13 @@ class Groups:
     def residual_norm(self) -> float:
         """Of all residuals and LoCo's errors together, committed; waits for the device."""
         norms = [float(squares(residual.committed).sqrt()) for residual in self.residuals()]
-        return hypot(*norms, *(float(group.errors.norm()) for group in self._groups if group.errors))
+        return hypot(*norms, *(float(group.errors.norm()) for group in self.all if group.errors))
 
     def clear(self) -> None:
         """Give the memory back."""
-        self._groups.clear()
+        self.all.clear()
         self._owner.clear()
-        self._by_bucket.clear()
+        self.by_bucket.clear()
 
 
 def _few(names: Sequence[str]) -> str:

@@ -20,11 +20,9 @@ from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
 from lightning_compress.core.state import State, place_of
+from lightning_compress.core.vector import Stage, Vector
 from lightning_compress.exchanges.composite import EXCHANGE
 from lightning_compress.exchanges.message import Section
-
-Means = Tensor | Sequence[Tensor]
-"""A mean of the whole vector, or one of each segment that is not empty."""
 
 
 @dataclass(frozen=True)
@@ -43,88 +41,87 @@ class Block:
 
     def of(self, vector: Tensor) -> Tensor:
         """Its rows, ``[rows, numel / rows]``."""
-        return vector[place_of(self.segment)].view(self.rows, -1)
+        return vector[self.segment.offset : self.segment.end].view(self.rows, -1)
 
 
-class Unused:
-    """Finds what no rank uses, for one group.
+class Unused(Stage):
+    """Finds what no rank uses, for one group, just before the exchange, and takes it out of the means.
 
-    Parameters without a gradient on any rank keep all of their state; these are looked for where there may be any.
-    Parameters, and rows of embeddings, of methods that do not keep zeros stay zero where gradient plus residual is
-    zero on all ranks.
+    Parameters, and rows of embeddings, of methods that do not keep zeros stay zero where what is sent is zero on all
+    ranks.
 
     Args:
         kept: parameters that may be without a gradient, and keep their state then.
         mixed: those of methods that do not keep zeros.
         states: of the group, by name.
-        residual: one of them, or None: what encoding leaves.
         world: the ranks.
     """
 
     def __init__(
-        self,
-        kept: Sequence[Block],
-        mixed: Sequence[Block],
-        states: Mapping[str, State],
-        residual: State | None,
-        world: World,
+        self, kept: Sequence[Block], mixed: Sequence[Block], states: Mapping[str, State], world: World
     ) -> None:
-        self._kept, self._mixed, self._residual = list(kept), list(mixed), residual
-        self._states = [state for state in states.values() if state is not residual]
+        self.kept, self._mixed = list(kept), list(mixed)
+        self._states = list(states.values())
+        self._bases: list[tuple[State, Tensor]] = []
         self._owned = [state for name, state in states.items() if name.startswith(f"{EXCHANGE}.")]
         self._collective = world.collective
         self._mask = torch.ones(sum(block.rows for block in [*kept, *mixed]), dtype=torch.uint8, device=world.device)
         self._parts = self._mask.split([block.rows for block in [*kept, *mixed]])
-        self._bases: list[tuple[State, Tensor]] = []
+        self.kept_parts, self._mixed_parts = self._parts[: len(kept)], self._parts[len(kept) :]
         self._given: list[tuple[Block, Tensor, Tensor]] = []
         self._wait: Callable[[], object] = lambda: None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether parameters may be without a gradient, and keep their state then."""
-        return bool(self._kept)
+    def remember(self, vector: Vector) -> None:
+        """What is kept, before it changes."""
+        if self.kept:
+            self._bases = [
+                (state, state.base().clone() if state.touched else state.committed) for state in self._states
+            ]
 
-    def look(self, gradient: Tensor | None, left_out: Collection[str] = frozenset()) -> None:
-        """Note which parameters have a gradient on this rank.
-
-        Args:
-            gradient: float32 ``[numel]``; None: all have one.
-            left_out: parameters for which it is the mean of an earlier pass of the step, which stays where no rank has
-                more.
-        """
-        self._mask.fill_(1)
-        self._bases, self._given = [], []
-        if gradient is None or not self._kept:
+    def before(self, vector: Vector) -> None:
+        """Tell the other ranks what is used on this one."""
+        if not self._looks(vector):
             return
-        self._find(self._kept, self._parts[: len(self._kept)], [gradient])
-        for block, part in zip(self._kept, self._parts, strict=False):
-            if block.segment.name in left_out:
+        self._find_kept(vector)
+        self._given = []
+        for block, part in zip(self.kept, self.kept_parts, strict=True) if vector.left_out else ():
+            if block.segment.name in vector.left_out:  # the mean of an earlier pass, which stays if no rank has more
                 part.zero_()
-                self._given.append((block, part, block.of(gradient).clone()))
-        everything = [*self._states] if self._residual is None else [*self._states, self._residual]
-        self._bases = [(state, state.base().clone() if state.touched else state.committed) for state in everything]
-
-    def begin(self, *summands: Tensor) -> None:
-        """Tell the other ranks, before the sum of ``summands``, float32 ``[numel]`` each, is averaged."""
-        self._find(self._mixed, self._parts[len(self._kept) :], summands)
+                given = vector.pieces[block.number].float()
+                self._given.append((block, part, given.clone() if vector.scale is None else given / vector.scale))
+        self._find(self._mixed, self._mixed_parts, vector.summands or (vector.made(),))
         self._wait = self._collective.begin_all_reduce_max(self._mask)
 
-    def clear(self, vector: Tensor, mean: Means) -> None:
-        """Zero what no rank uses in the mean, or leave it as given, and what encoding made of zeros in the vector."""
+    def after(self, vector: Vector) -> None:
+        """Zero what no rank uses in the means, or leave it as given, and what encoding made of zeros in the vector."""
+        if not self._looks(vector):
+            return
         self._wait()
-        self._clear(self._kept, self._parts[: len(self._kept)], [mean])
-        stale = [(state.pending, state.committed) for state in self._owned if not state.touched]
-        self._clear(self._mixed, self._parts[len(self._kept) :], [mean, vector], stale)
+        self._clear(self.kept, self.kept_parts, vector, mixed=False)
+        self._clear(self._mixed, self._mixed_parts, vector, mixed=True)
         for block, part, given in self._given:
-            assert isinstance(mean, Tensor)
-            block.of(mean).copy_(torch.where(part == 0, given, block.of(mean)))
+            mean = vector.means[block.number]
+            mean.copy_(torch.where(part == 0, given, mean))
         self._given = []
 
-    def restore(self, vector: Tensor) -> None:
-        """Put back what is kept of parameters without a gradient; ``vector`` is the new residual."""
+    def restore(self) -> None:
+        """Put back what is kept of parameters without a gradient."""
         for state, base in self._bases:
-            self._restore(state, base, vector if state is self._residual else state.pending)
+            self._restore(state, base)
         self._bases = []
+
+    def _find_kept(self, vector: Vector) -> None:
+        """Note which parameters have a gradient on this rank, by the gradients as they came."""
+        for block, part in zip(self.kept, self.kept_parts, strict=True):
+            piece = vector.pieces[block.number]
+            if part.device.type == "cpu":  # most begin with a number
+                part.fill_(vector.sound or bool(piece[0] != 0) or bool(piece.any()))
+            else:
+                part.copy_(piece.any())
+
+    def _looks(self, vector: Vector) -> bool:
+        """Not where some ranks may average in place, and so all alike."""
+        return bool(self.kept) or not vector.in_place
 
     def _find(self, blocks: Sequence[Block], parts: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
         """Write 0 where all summands are zero, and 1 elsewhere."""
@@ -135,28 +132,28 @@ class Unused:
             else:  # most begin with a number
                 part.fill_(any(bool(each[0, 0] != 0) or bool(each.any()) for each in rows))
 
-    def _clear(
-        self,
-        blocks: Sequence[Block],
-        parts: Sequence[Tensor],
-        targets: Sequence[Means],
-        stale: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
+    def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
+        """Write zeros where nothing is used; ``mixed``: also what encoding made of zeros, and of the owners' state."""
         for block, part, unused in _unused(blocks, parts):
-            for target in targets:
-                rows = block.of(target) if isinstance(target, Tensor) else target[block.number].view(block.rows, -1)
+            targets = [vector.means[block.number].view(block.rows, -1), *([block.of(vector.made())] if mixed else [])]
+            for rows in targets:
                 if unused is None:
                     rows.masked_fill_((part == 0).unsqueeze(1), 0.0)
                 else:
                     rows.index_fill_(0, unused, 0.0)
-            for new, old in stale:
-                block.of(new).copy_(torch.where((part == 0).unsqueeze(1), block.of(old), block.of(new)))
+            for state in self._stale() if mixed else ():
+                new, old = block.of(state.pending), block.of(state.committed)
+                new.copy_(torch.where((part == 0).unsqueeze(1), old, new))
 
-    def _restore(self, state: State, base: Tensor, target: Tensor) -> None:
+    def _stale(self) -> list[State]:
+        """What owners of shards keep, in a step's first pass."""
+        return [state for state in self._owned if not state.touched]
+
+    def _restore(self, state: State, base: Tensor) -> None:
         places = {segment.name: place_of(segment) for segment in state.layout.segments}
-        for block, part, _ in _unused(self._kept, self._parts[: len(self._kept)]):
+        for block, part, _ in _unused(self.kept, self.kept_parts):
             if place := places.get(block.segment.name):
-                target[place] = torch.where(part == 0, base[place].to(target.dtype), target[place])
+                state.pending[place] = torch.where(part == 0, base[place], state.pending[place])
 
 
 def _unused(blocks: Sequence[Block], parts: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor, Tensor | None]]:
@@ -173,7 +170,7 @@ class FusedUnused(Unused):
 
     Args:
         kernel: ``unused_triton.py``.
-        kept, mixed, states, residual, world: see ``Unused``.
+        kept, mixed, states, world: see ``Unused``.
     """
 
     def __init__(
@@ -182,12 +179,11 @@ class FusedUnused(Unused):
         kept: Sequence[Block],
         mixed: Sequence[Block],
         states: Mapping[str, State],
-        residual: State | None,
         world: World,
     ) -> None:
-        super().__init__(kept, mixed, states, residual, world)
+        super().__init__(kept, mixed, states, world)
         self._kernel, self._device = kernel, world.device
-        self._tables = {id(blocks): self._table(blocks) for blocks in (self._kept, self._mixed)}
+        self._tables = {id(blocks): self._table(blocks) for blocks in (self.kept, self._mixed)}
         self._places: dict[int, Tensor] = {}
 
     def _table(self, blocks: Sequence[Block]) -> Tensor:
@@ -200,36 +196,60 @@ class FusedUnused(Unused):
         return self._kernel.table(rows, self._device)  # type: ignore[no-any-return]
 
     def _masks(self, blocks: Sequence[Block]) -> Tensor:
-        count = sum(block.rows for block in self._kept)
-        return self._mask[:count] if blocks is self._kept else self._mask[count:]
+        count = sum(block.rows for block in self.kept)
+        return self._mask[:count] if blocks is self.kept else self._mask[count:]
+
+    def remember(self, vector: Vector) -> None:
+        """See ``Unused.remember``; a correction changes the one vector that the kernel looks at."""
+        super().remember(vector)
+        if self.kept:
+            self._find(self.kept, self.kept_parts, (vector.whole(),))
+
+    def _find_kept(self, vector: Vector) -> None:
+        """It was done."""
 
     def _find(self, blocks: Sequence[Block], parts: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
         used = self._masks(blocks).zero_()
         for each in summands:
             self._kernel.find_used(self._tables[id(blocks)], each, used)
 
-    def _clear(
-        self,
-        blocks: Sequence[Block],
-        parts: Sequence[Tensor],
-        targets: Sequence[Means],
-        stale: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
+    def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
+        if vector.mean is None:  # in the interpreter, on a CPU
+            super()._clear(blocks, parts, vector, mixed)
+            return
         table, used = self._tables[id(blocks)], self._masks(blocks)
-        for target in targets:
-            assert isinstance(target, Tensor)
+        for target in (vector.mean, vector.made()) if mixed else (vector.mean,):
             self._kernel.zero_unused(table, used, target)
-        for new, old in stale:
-            self._kernel.restore_unused(table, used, new, old)
+        for state in self._stale() if mixed else ():
+            self._kernel.restore_unused(table, used, state.pending, state.committed)
 
-    def _restore(self, state: State, base: Tensor, target: Tensor) -> None:
+    def _restore(self, state: State, base: Tensor) -> None:
         if id(state) not in self._places:
-            numbers = {block.segment.name: number for number, block in enumerate(self._kept)}
+            numbers = {block.segment.name: number for number, block in enumerate(self.kept)}
             rows = [
                 (numbers[each.name], each.offset, each.end) for each in state.layout.segments if each.name in numbers
             ]
             self._places[id(state)] = self._kernel.table(rows, self._device)
-        self._kernel.restore_unused(self._places[id(state)], self._masks(self._kept), target, base)
+        self._kernel.restore_unused(self._places[id(state)], self._masks(self.kept), state.pending, base)
+
+
+class KeptStates(Stage):
+    """Parameters without a gradient on any rank keep all of their state.
+
+    Args:
+        unused: which are these.
+    """
+
+    def __init__(self, unused: Unused) -> None:
+        self._unused = unused
+
+    def before(self, vector: Vector) -> None:
+        """See ``Stage``."""
+        self._unused.remember(vector)
+
+    def after(self, vector: Vector) -> None:
+        """See ``Stage``."""
+        self._unused.restore()
 
 
 def plan_unused(
@@ -237,7 +257,6 @@ def plan_unused(
     segments: Sequence[Segment],
     embeddings: Collection[str],
     states: Mapping[str, State],
-    residual: State | None,
     world: World,
     unused: bool,
 ) -> Unused | None:
@@ -248,7 +267,6 @@ def plan_unused(
         segments: those that are not empty.
         embeddings: names of parameters that are looked at by rows.
         states: of the group, by name.
-        residual: one of them, or None.
         world: the ranks.
         unused: parameters may be without a gradient.
 
@@ -266,5 +284,5 @@ def plan_unused(
     if not kept and not mixed:
         return None
     fused = kernels.backend(__name__, world.device)
-    given = kept, mixed, states, residual, world
+    given = kept, mixed, states, world
     return FusedUnused(fused, *given) if fused else Unused(*given)

@@ -13,9 +13,9 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.buffers import Messages
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, agree_length, length_bytes, length_rounds, rows
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, agree_length, length_bytes, length_rounds
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 
 
@@ -47,30 +47,16 @@ class _Plan(ExchangePlan):
             decodes=float(size),
             calls=2,
         )
-        self.in_pieces = plan.in_pieces
 
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        messages = self._gathered(vector, key, flag)
-        self._plan.decode(messages, out, 1 / self._collective.size, accumulate=False)
-
-    def mean_of_sum(
-        self, gradient: Tensor, residual: Tensor, vector: Tensor, out: Tensor, key: int, flag: Tensor
-    ) -> None:
-        messages = self._gathered(vector, key, flag, (gradient, residual))
-        self._plan.decode(messages, out, 1 / self._collective.size, accumulate=False)
-
-    def mean_pieces(self, vector: Tensor, outs: Sequence[Tensor], key: int, flag: Tensor) -> None:
-        messages = self._gathered(vector, key, flag)
-        self._plan.decode_pieces(messages, outs, 1 / self._collective.size)
-
-    def _gathered(self, vector: Tensor, key: int, flag: Tensor, summands: Summands = None) -> Tensor:
+    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         rank, size = self._collective.rank, self._collective.size
-        self._plan.share(key)
-        self._plan.correlate_all(key, rank, size)
+        self._plan.agree(key, rank, size)
         own, message = mix(key, rank), self._own.all[0]
         used = self._plan.encode(vector, message, own, flag, keep=False, summands=summands)
-        width = agree_length(self._plan, used, self._collective, vector.device)
-        messages = rows(self._messages.all, size, width)
+        width = self._plan.size
+        if self._plan.variable:
+            width = agree_length(self._plan, used, self._collective, vector.device)
+        messages = self._messages.all.view(-1)[: size * width].view(size, width)
         self._collective.all_gather(message[:width], messages)
         flag.copy_(self._plan.flags(messages))
-        return messages
+        self._plan.decode(messages, out, 1 / size, accumulate=False)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs.base import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.core.buffers import Messages
+from lightning_compress.core.buffers import Messages, chunk_size
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, of_vectors
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import MessagePlan, Section
-from lightning_compress.exchanges.straight import Straight
+from lightning_compress.exchanges.message import MessagePlan, Out, Section
+from lightning_compress.kernels import Summands
 
 PART = 1 << 20
 """Elements that are worth a message of their own: at 10 Gbit/s they travel for some milliseconds."""
 MOST = 8
 """Messages at most."""
+Piece = tuple[int, int, int]
+"""Of which tensor, from which element on, up to which."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class AllReduce(Exchange):
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)
         plan.dense_spans = [each.span for each in sections if isinstance(each.codec, Dense)]
-        plan.straight = Straight.of(parts, plan.messages, world)
+        plan.from_gradients = _InPlace.of(parts, plan.messages, world)
+        plan.in_place = plan.from_gradients is not None
         return plan
 
 
@@ -66,6 +72,7 @@ def _parts(sections: Sequence[Section], device: torch.device, ranks: int) -> lis
 
 class _Plan(ExchangePlan):
     description = "all_reduce"
+    from_gradients: _InPlace | None = None
 
     def __init__(self, plans: Sequence[MessagePlan], collective: Collective, device: torch.device) -> None:
         self._collective = collective
@@ -89,7 +96,14 @@ class _Plan(ExchangePlan):
             parts.append((plan, messages.all, sums))
         return parts
 
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def mean(self, vector: Out, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
+        if isinstance(vector, Tensor):
+            self._mean(vector, out, key, flag, summands)
+        elif self.from_gradients:
+            self.from_gradients.mean(vector, flag)
+
+    @of_vectors
+    def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         waits = []
         for number, (plan, message, sums) in enumerate(self._parts):
@@ -103,3 +117,109 @@ class _Plan(ExchangePlan):
                 wait()
             flag.add_(plan.flags(message))
             plan.decode(message, out, 1 / size, accumulate=False)
+
+
+class _InPlace:
+    """The same messages, and to the bit the same means, as those of an all-reduce of sections that are not encoded.
+
+    Args:
+        parts: sections that share a message, of each message; together they cover the vector.
+        messages: one of each part, uint8, a header of ``ALIGNMENT`` bytes that begins with the flag.
+        world: the ranks.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> None:
+        self._collective, _, self._meter = world
+        self._parts = list(zip(parts, messages, strict=True))
+        self._dtype = parts[0][0].codec.sum_dtype or torch.float32
+        self._cuts: list[tuple[Tensor, list[Tensor], list[Piece]]] = []
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> _InPlace | None:
+        """None where something is encoded or kept, or the sections leave a part of the vector out."""
+        sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
+        together = all(before.stop == after.start for before, after in pairwise(sections))
+        plain = all(each.codec.casts and not (each.fed_back and _loses(each.codec)) for each in sections)
+        alike = len({each.codec.sum_dtype for each in sections}) == 1
+        whole = together and bool(sections) and sections[0].start == 0
+        return cls(parts, messages, world) if whole and plain and alike else None
+
+    def mean(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
+        """Replace the gradients by their mean over the ranks.
+
+        Args:
+            gradients: float32, one-dimensional, of all that the vector consists of, in its order; within the limits of
+                what they are cast to.
+            flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
+        """
+        self._cuts = self._cuts or self._cut([each.numel() for each in gradients])
+        begun, weight = [], 1 / self._collective.size
+        for message, rows, pieces in self._cuts:
+            given = [gradients[index][start:stop] for index, start, stop in pieces]
+            with self._meter.encode:
+                message[:1].copy_(flag)
+                torch._foreach_copy_(rows, given)
+            if self._meter.sampling:
+                self._note_error(rows, given)
+            begun.append(self._collective.begin_all_reduce(message))
+        flag.zero_()
+        for (message, rows, pieces), wait in zip(self._cuts, begun, strict=True):
+            wait()
+            with self._meter.decode:
+                flag.add_(message[0].float() * 0.0)
+                outs = [gradients[index][start:stop] for index, start, stop in pieces]
+                (_scale_each if message.is_cpu else _scale_all)(outs, rows, weight)
+
+    def _note_error(self, rows: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """What casting lost."""
+        lost = [part - row for part, row in zip(given, rows, strict=True)]
+        before, after = (torch.stack(torch._foreach_norm(each)).norm() for each in (list(given), lost))
+        self._meter.add_error(before, after)
+
+    def _cut(self, sizes: Sequence[int]) -> list[tuple[Tensor, list[Tensor], list[Piece]]]:
+        """Each message as numbers, and the parts of it, each with the piece of a gradient that it is."""
+        ends = list(accumulate(sizes))
+        cuts = []
+        for sections, messages in self._parts:
+            message = messages.all[0]
+            numbers, rows, found = message.view(self._dtype), [], []
+            start, width = ALIGNMENT, numbers.element_size()
+            for section in sections:
+                pieces = _pieces(section.start, section.stop, ends, chunk_size(message.device))
+                row = numbers[start // width : start // width + section.layout.numel]
+                rows += row.split([last - first for _, first, last in pieces])
+                found += pieces
+                start += aligned(width * section.layout.numel)
+            cuts.append((numbers, rows, found))
+        return cuts
+
+
+def _scale_each(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -> None:
+    """Multiply one piece after the other, while it is in the cache."""
+    for out, row in zip(outs, rows, strict=True):
+        if row.dtype == out.dtype:
+            torch.mul(row, weight, out=out)
+        else:
+            out.copy_(row).mul_(weight)
+
+
+def _scale_all(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -> None:
+    """The same in a few launches for all pieces."""
+    torch._foreach_copy_(list(outs), list(rows))
+    torch._foreach_mul_(list(outs), weight)
+
+
+def _loses(codec: Codec) -> bool:
+    return not isinstance(codec, Dense) and codec.sum_dtype != torch.float32
+
+
+def _pieces(start: int, stop: int, ends: Sequence[int], most: int) -> list[Piece]:
+    """What of tensors that end at ``ends`` makes up ``[start, stop)`` of them all, at most so many elements each."""
+    pieces = []
+    while start < stop:
+        index = bisect_right(ends, start)
+        begin = ends[index - 1] if index else 0
+        last = min(stop, ends[index], start + most)
+        pieces.append((index, start - begin, last - begin))
+        start = last
+    return pieces

@@ -41,7 +41,7 @@ TRUST = 0.75
 """Likewise of a float32 all-reduce, for compression: predictions may be a quarter off, and doing nothing is safe."""
 
 THROUGH = 2.0
-"""Additional copies of encoded data: gradient plus residual into a vector, and the mean back; see ``Straight``."""
+"""Additional copies of encoded data: gradient plus residual into a vector, and the mean back."""
 
 INSIDE = 10
 """How many times as fast links within a node are, at least, where that is not measured."""
@@ -226,7 +226,7 @@ class Auto(Exchange):
             links = self._measured.links
             link = links.get("between", links["ranks"]) if plan.compared.inner_rounds else links["ranks"]
             price = cost.step_seconds(plan.compared, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
-        through = 0.0 if plan.straight else THROUGH * copy_s * sum(numel for numel, _ in work)
+        through = 0.0 if plan.in_place else THROUGH * copy_s * sum(numel for numel, _ in work)
         return _Offer(plan, price + through)
 
     def _speeds(self, codec: Codec) -> Speeds:

@@ -7,9 +7,11 @@ sent, such that ``W * mean + sum over ranks of vector_after == sum over ranks of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from functools import wraps
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +21,16 @@ from lightning_compress.codecs import CODECS, Codec, Dense
 from lightning_compress.codecs.base import ALIGNMENT
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
+from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, States
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
-from lightning_compress.exchanges.straight import Straight
+from lightning_compress.exchanges.message import LENGTH, MessagePlan, Out, Section
+from lightning_compress.kernels import Summands
 
+P = TypeVar("P", bound="ExchangePlan")
+Mean = Callable[..., None]
 META = torch.device("meta")
 """Where a plan has no memory: for its cost only, never run."""
 Sums = Literal["refined", "same"] | Codec | str | Mapping[str, object]
@@ -41,7 +46,7 @@ def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec
     """
     if sums == "refined" or sums == "same":
         return sums
-    if not isinstance(sums, str | Mapping | Codec) or (isinstance(sums, str) and sums not in CODECS):
+    if not isinstance(sums, str | Mapping | Codec) or (isinstance(sums, str) and not CODECS.find(sums)):
         raise ValueError(
             f"{exchange}(sums={sums!r}): it must be 'refined' (sums of unbiased methods take more bits, so that their "
             "noise averages out), 'same' (fewer bytes, and more noise), or a codec, such as {'name': 'rotated', "
@@ -81,6 +86,30 @@ def _of_sum(section: Section, ranks: int, sums: object) -> Section:
     return replace(section, method=sums)
 
 
+@contextmanager
+def as_one(out: Out, like: Tensor) -> Iterator[Tensor]:
+    """One vector for a mean that goes to several tensors, to which it is copied in the end; or ``out`` itself."""
+    if isinstance(out, Tensor):
+        yield out
+        return
+    one = scratch("one mean", len(like), torch.float32, like.device)
+    yield one
+    torch._foreach_copy_(list(out), list(one.split([each.numel() for each in out])))
+
+
+def of_vectors(mean: Callable[[P, Tensor, Tensor, int, Tensor], None]) -> Mean:
+    """An ``ExchangePlan.mean`` by one that takes one vector, not summands, and leaves one, not pieces."""
+
+    @wraps(mean)
+    def made(self: P, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
+        if summands is not None:
+            torch.add(*summands, out=vector)
+        with as_one(out, vector) as one:
+            mean(self, vector, one, key, flag)
+
+    return made
+
+
 class ExchangePlan(ABC):
     """An exchange made ready for the vectors of one group; holds the message buffers, from the first ``mean`` on.
 
@@ -89,16 +118,14 @@ class ExchangePlan(ABC):
         description: which exchange this is, for the log.
         sum_ranks: sums are encoded by ``Codec.refined`` of so many.
         dense_spans: slices of the vector that are sent as they are.
-        straight: the same without a vector, where all of it is sent as it is; or None.
-        in_pieces: ``mean_pieces`` may be called.
+        in_place: nothing is encoded, and ``mean`` may be given the gradients, a list, as ``vector`` and ``out``.
     """
 
     cost: Cost
     description: str
     sum_ranks: int = 1
     dense_spans: Sequence[slice] = ()
-    straight: Straight | None = None
-    in_pieces: bool = False
+    in_place: bool = False
 
     @property
     def compared(self) -> Cost:
@@ -110,29 +137,17 @@ class ExchangePlan(ABC):
         return any(dense.start <= span.start and span.stop <= dense.stop for dense in self.dense_spans)
 
     @abstractmethod
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         """Average over the ranks.
 
         Args:
-            vector: float32 ``[numel]``, finite; holds afterwards what was not sent.
-            out: float32 ``[numel]``; gets the mean.
+            vector: float32 ``[numel]``, finite; holds afterwards what was not sent. Where ``in_place``, it may be the
+                list that ``out`` is, of float32 within the limits of what these are cast to.
+            out: float32 ``[numel]``, or a tensor for each segment that is not empty, in order; gets the mean.
             key: the step's and the group's key, equal on all ranks.
             flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
+            summands: gradient and residual, whose sum the vector becomes first; ``out`` may be the gradient.
         """
-
-    def mean_of_sum(
-        self, gradient: Tensor, residual: Tensor, vector: Tensor, out: Tensor, key: int, flag: Tensor
-    ) -> None:
-        """``mean`` of ``vector = gradient + residual``, added up while it is encoded where a codec's kernel can.
-
-        ``out`` may be ``gradient``; the other arguments are those of ``mean``.
-        """
-        torch.add(gradient, residual, out=vector)
-        self.mean(vector, out, key, flag)
-
-    def mean_pieces(self, vector: Tensor, outs: Sequence[Tensor], key: int, flag: Tensor) -> None:
-        """``mean`` into a tensor for each segment that is not empty, in the vector's order, in place of one."""
-        raise NotImplementedError
 
     def adopted(self) -> None:  # noqa: B027  # most keep nothing
         """State was taken over from groups that were laid out otherwise; called on all ranks."""
@@ -143,7 +158,8 @@ class Exchange(ABC):
 
     Attributes:
         hands_over: what a rank sent may end in the residual of another one.
-        talks: planning is a collective call, which is impossible on ``META``.
+        talks: it asks for nodes, whose gradients it adds up: planning is a collective call, which is impossible on
+            ``META``.
     """
 
     counts_steps: ClassVar[bool] = False
@@ -246,11 +262,6 @@ def length_rounds(plan: MessagePlan, ranks: int) -> int:
 def rows(buffer: Tensor, count: int, width: int) -> Tensor:
     """The first bytes of a contiguous buffer as ``[count, width]``."""
     return buffer.view(-1)[: count * width].view(count, width)
-
-
-def new_messages(count: int, size: int, device: torch.device) -> Tensor:
-    """Buffers for ``count`` messages; zero, since encoding writes no padding."""
-    return torch.zeros(count, size, dtype=torch.uint8, device=device)
 
 
 def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:

@@ -13,7 +13,7 @@ from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import World
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, of_vectors, scatter
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section, settle
 from lightning_compress.reducers import Reducer, ReducerPlan
@@ -91,6 +91,7 @@ class CompositePlan(ExchangePlan):
         costs = (plan.compared.scaled(share) for plan, share in zip(self._plans, self._shares, strict=True))
         return reduce(add, costs)
 
+    @of_vectors
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.mean``."""
         for number, plan in enumerate(self._plans):
@@ -118,6 +119,7 @@ class _ReducersPlan(ExchangePlan):
         sent, rounds = (sum(each) for each in zip(*((plan.bytes_sent, plan.rounds) for _, plan in plans), strict=True))
         self.cost = Cost(bytes_sent=sent, rounds=rounds)
 
+    @of_vectors
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         carried = self._carried
         if len(carried):

@@ -87,9 +87,6 @@ class Cost:
         calls: how often it calls the codec to encode or to decode.
         inner_bytes: of ``bytes_sent``, those that stay within a node.
         inner_rounds: of ``rounds``, those within a node.
-        waited_bytes: beside ``bytes_sent``, those of other ranks for which this one waits with nothing to send, as on
-            the way up a tree.
-        inner_waited_bytes: of ``waited_bytes``, those that stay within a node.
     """
 
     bytes_sent: int = 0
@@ -102,8 +99,6 @@ class Cost:
     calls: int = 0
     inner_bytes: int = 0
     inner_rounds: int = 0
-    waited_bytes: int = 0
-    inner_waited_bytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Cost)))
@@ -125,10 +120,9 @@ def wire_seconds(cost: Cost, link: Link, inside: Link | None = None, sharing: in
     """
     inside = inside or link
     waits = (cost.rounds - cost.inner_rounds) * link.latency_s  # a message waits for those it depends on
-    within = cost.inner_bytes + cost.inner_waited_bytes
-    beyond = cost.bytes_sent + cost.waited_bytes - within
+    beyond = cost.bytes_sent - cost.inner_bytes
     outward = beyond * sharing / link.bytes_per_s  # the card sends for all of its ranks
-    inward = cost.inner_rounds * inside.latency_s + within / inside.bytes_per_s  # no card is in between
+    inward = cost.inner_rounds * inside.latency_s + cost.inner_bytes / inside.bytes_per_s  # no card is in between
     return waits + outward + inward
 
 

@@ -2,8 +2,7 @@
 
 Links within a node are ten to a hundred times as fast as those between nodes: what crosses them needs no compression,
 and what has been summed before it leaves a node leaves it once. Each rank takes one part of the node's sum to the ranks
-of the same index in the other nodes, so that all of a node's ranks encode, and share its network card. Or its
-first rank leads a node, as in S-Caffe (Awan, Hamidouche, Hashmi, Panda, PPoPP 2017): then nodes may differ in size.
+of the same index in the other nodes, so that all of a node's ranks encode, and share its network card.
 """
 
 from __future__ import annotations
@@ -15,39 +14,58 @@ from typing import Any, ClassVar, Literal, get_args
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.registry import build
+from lightning_compress.core.registry import Names, build, lookup
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.auto import Auto
 from lightning_compress.exchanges.base import Exchange, ExchangePlan
-from lightning_compress.exchanges.binomial import Binomial
-from lightning_compress.exchanges.chain import LeadersPlan, agreed
 from lightning_compress.exchanges.message import Section
-from lightning_compress.exchanges.nodes import nodes_of, plan_parts, side_by_side
-from lightning_compress.exchanges.sparse.butterfly import Butterfly
-from lightning_compress.exchanges.sparse.gtopk import GTopK
-from lightning_compress.exchanges.sparse.recursive_doubling import RecursiveDoubling
-from lightning_compress.exchanges.sparse.run_length import RunLength
+from lightning_compress.exchanges.nodes import nodes_of, plan_parts
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
-PLAIN: dict[str, type[Exchange]] = {
-    "auto": Auto,
-    "all_reduce": AllReduce,
-    "all_gather": AllGather,
-    "two_shot": TwoShot,
-    "split_gather": SplitGather,
-    "recursive_doubling": RecursiveDoubling,
-    "butterfly": Butterfly,
-    "gtopk": GTopK,
-    "run_length": RunLength,
-    "binomial": Binomial,
+GROUP = "lightning_compress.exchanges"
+"""The group of entry points by which packages offer exchanges."""
+GONE = {
+    "gtopk": "use 'ok_topk', by which the largest elements of the sum alone arrive as well, in bytes that do not grow "
+    "with the ranks; or 'split_gather', as 'auto' does, by which all that the ranks selected arrives"
 }
+"""What is no exchange any more, and what to use."""
+PLAIN: Names[Exchange] = Names(
+    {
+        "auto": Auto,
+        "all_reduce": AllReduce,
+        "all_gather": AllGather,
+        "two_shot": TwoShot,
+        "split_gather": SplitGather,
+    },
+    (Exchange,),
+    GROUP,
+    GONE,
+)
 """What goes between nodes."""
 
 Inner = Literal["reduce_scatter", "chain"]
 """How a node adds up."""
+
+
+def read_outer(name: str, given: object, node_size: object) -> Exchange:
+    """An exchange between nodes as users write it, and of how many ranks a node is.
+
+    Raises:
+        ValueError: the exchange is unknown, knows nodes itself or keeps state; or node_size is below 1.
+    """
+    outer = build("exchange", given, PLAIN, (Exchange,))
+    assert isinstance(outer, Exchange)
+    if outer.talks or outer.state(Layout(())):
+        raise ValueError(
+            f"{name}(outer={outer}): between nodes goes an exchange that has no nodes of its own and keeps nothing "
+            "from step to step, such as 'auto' or 'two_shot' without adagrad"
+        )
+    if node_size is not None and (isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1):
+        raise ValueError(f"{name}(node_size={node_size!r}): it must be a number of ranks, or null")
+    return outer
 
 
 @dataclass(frozen=True)
@@ -59,14 +77,11 @@ class Hierarchical(Exchange):
     ``(node_size - 1) / node_size`` vectors of float32. What an encoding leaves stays with the rank that encoded: the
     residual of each parameter is one rank's of the node.
 
-    With ``inner="chain"`` sums go from rank to rank of a node in chunks, a vector of float32 from each, to the first
-    one, which encodes and sends all of it while the others wait; the mean comes back by way of all. No rank is sent two
-    messages at once, and nodes may differ in size. S-Caffe's reduction is ``Hierarchical("binomial", inner="chain")``.
-
     Args:
         outer: the exchange between nodes, by name, mapping or object.
         node_size: ranks of a node, which are neighbours in the order of ranks; None: those with the same host name.
-        inner: "reduce_scatter": each rank leads a part of the vector; "chain": the first rank leads.
+        inner: "reduce_scatter": each rank leads a part of the vector; "chain": the first rank of a node leads, as by
+            the exchange of that name.
 
     Raises:
         ValueError: the outer exchange is unknown or no fit, node_size is below 1, or inner is unknown.
@@ -79,21 +94,15 @@ class Hierarchical(Exchange):
     talks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        outer = build("exchange", self.outer, PLAIN, (Exchange,))
-        assert isinstance(outer, Exchange)
-        if isinstance(outer, Hierarchical) or outer.state(Layout(())):
-            raise ValueError(f"Hierarchical(outer={outer}): it must be one of {', '.join(PLAIN)}, without adagrad")
+        outer = read_outer("Hierarchical", self.outer, self.node_size)
         object.__setattr__(self, "outer", outer)  # frozen; equal settings are equal, however they were given
-        size = self.node_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"Hierarchical(node_size={size!r}): it must be a number of ranks, or null")
         if self.inner not in get_args(Inner):
             raise ValueError(f"Hierarchical(inner={self.inner!r}): it must be one of {', '.join(get_args(Inner))}")
-        if self.inner == "chain" and isinstance(outer, Auto):  # which all ranks have to measure, and choose
-            raise ValueError(
-                "Hierarchical(inner='chain', outer='auto'): the first rank of a node alone talks to others, and cannot "
-                "choose for all; name the exchange between nodes, such as outer='binomial'"
-            )
+        self._chain()
+
+    def _chain(self) -> Exchange | None:
+        """What plans in place of this one, with the same settings."""
+        return lookup(self.inner, Exchange)(self.outer, self.node_size) if self.inner == "chain" else None
 
     def fixed(self) -> Exchange:
         """See ``Exchange.fixed``."""
@@ -120,16 +129,12 @@ class Hierarchical(Exchange):
         """See ``Exchange.plan``.
 
         Raises:
-            ValueError: nodes are of several sizes and there is no chain, or it is no fit; on every rank.
+            ValueError: nodes are of several sizes, or of one that is no fit; on every rank.
         """
-        chain, (collective, device, _) = self.inner == "chain", world
-        nodes = nodes_of(collective.uncounted, self.node_size, device, one_size=not chain)
+        if chain := self._chain():
+            return chain.plan(sections, world)
+        collective, device, _ = world
+        nodes = nodes_of(collective.uncounted, self.node_size, device)
         if len(nodes) == 1 or len(nodes) == collective.size:
             return self._outer.plan(sections, world)
-        if not chain:
-            return plan_parts(self._outer, nodes, sections, world)
-        inside = collective.part(nodes)
-        leading = collective.part([[node[0] for node in nodes], [rank for node in nodes for rank in node[1:]]])
-        led = None if inside.rank else lambda: self._outer.plan(side_by_side(sections), world.among(leading))
-        outer = agreed(led, collective.uncounted, device)
-        return LeadersPlan(sections, outer, inside, len(nodes) / collective.size, device)
+        return plan_parts(self._outer, nodes, sections, world)

@@ -12,17 +12,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Rotated
-from lightning_compress.codecs.base import ALIGNMENT, Codec, Method, aligned
+from lightning_compress.codecs.base import ALIGNMENT, Codec, FusedPlan, Method, Plan, aligned
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.kernels import Summands
 
+Out = Tensor | Sequence[Tensor]
+"""Where a mean goes: float32 ``[numel]``, or in pieces, a tensor for each segment that is not empty."""
 LENGTHS, LENGTH = 8, 8
 """Where the lengths of the sections begin in a message, and the bytes of one."""
 
@@ -114,6 +119,7 @@ class MessagePlan:
         size: bytes of a message, or the most that one may take.
         expected_size: bytes that it usually takes.
         variable: messages differ in length.
+        correlated: ``correlate`` has an effect.
         sum_runs: what to sum, and how; None if some section cannot be summed.
     """
 
@@ -122,12 +128,18 @@ class MessagePlan:
         sections = [section for section in sections if section.layout.numel]
         plans = [section.codec.plan(section.layout, device, summands) for section in sections]
         self._parts = [(section.span, plan) for section, plan in zip(sections, plans, strict=True)]
+        self._sharing = [(number, plan) for number, plan in enumerate(plans) if type(plan).share is not Plan.share]
         self._correlated = [section.codec.correlated for section in sections]
+        self.correlated = any(self._correlated)
         self._fed_back = [section.fed_back for section in sections]
         self.variable = any(plan.variable for plan in plans)
         self._header = aligned(LENGTHS + LENGTH * len(plans)) if self.variable else ALIGNMENT
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
+        self._ends = [self._header + each for each in accumulate(aligned(plan.message_size) for plan in plans)]
+        counts = [sum(segment.numel > 0 for segment in section.layout.segments) for section in sections]
+        self._pieces = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
+        self._device = device
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
         self._flag_dtype = self.sum_runs[0].dtype if self.sum_runs else torch.float32
 
@@ -152,13 +164,8 @@ class MessagePlan:
 
     def share(self, key: int) -> None:
         """Draw what all ranks must have in common; before ``encode`` and ``decode``, with the same key on all ranks."""
-        for number, (_, plan) in enumerate(self._parts):
+        for number, plan in self._sharing:
             plan.share(_own(key, number))
-
-    @property
-    def correlated(self) -> bool:
-        """Whether ``correlate`` has an effect."""
-        return any(self._correlated)
 
     def correlate(self, key: int, place: int, places: int) -> None:
         """Have errors cancel those of other ranks' messages for the same mean; see ``Plan.correlate``.
@@ -170,8 +177,9 @@ class MessagePlan:
             if correlated:
                 plan.correlate(_own(key, number), place, places)
 
-    def correlate_all(self, key: int, rank: int, size: int) -> None:
-        """``correlate`` over all ranks, in an order that is drawn."""
+    def agree(self, key: int, rank: int, size: int) -> None:
+        """``share``, and ``correlate`` over all ranks, in an order that is drawn."""
+        self.share(key)
         if self.correlated:
             self.correlate(key, permutation(key, size)[rank], size)
 
@@ -194,18 +202,22 @@ class MessagePlan:
         keeps = [keep or fed_back or summands is not None for fed_back in self._fed_back]
         given = vector.clone() if self._meter.sampling and not all(keeps) else None
         starts, end = [], self._header
-        with self._meter.span("encode"):
+        with self._meter.encode:
             message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
             for number, (span, plan) in enumerate(self._parts):
                 part, own = message[end : end + plan.message_size], _own(key, number)
-                if summands is not None:
-                    plan.encode_sum(summands[0][span], summands[1][span], vector[span], part, own)
+                added = summands and (summands[0][span], summands[1][span])
+                if isinstance(plan, FusedPlan):
+                    plan.encode(vector[span], part, own, keeps[number], added)
                 else:
-                    (plan.encode if keeps[number] else plan.send)(vector[span], part, own)
-                if self.variable:  # what an earlier, longer message left there
-                    message[end + plan.used : end + aligned(plan.used)] = 0
+                    plan.encode(vector[span] if added is None else torch.add(*added, out=vector[span]), part, own)
                 starts.append(end)
-                end += aligned(plan.used)
+                if self.variable:
+                    used = plan.used
+                    end += aligned(used)
+                    message[starts[-1] + used : end] = 0  # what an earlier, longer message left there
+                else:
+                    end = self._ends[number]
             if self.variable:
                 lengths = torch.tensor([plan.used for _, plan in self._parts], dtype=torch.int64)
                 message[LENGTHS : LENGTHS + LENGTH * len(lengths)].view(torch.int64).copy_(lengths)
@@ -222,7 +234,7 @@ class MessagePlan:
                 vector[span] = given[span]
                 plan.decode(message[None, start : start + plan.used], vector[span], -1.0, accumulate=True)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+    def decode(self, messages: Tensor, out: Out, weight: float, accumulate: bool) -> None:
         """Write ``weight`` times the sum of ``messages``, uint8 ``[M, size]``, into the sections of ``out``.
 
         Messages of variable length need be no longer than the longest of them.
@@ -232,43 +244,34 @@ class MessagePlan:
         """
         if messages.shape[1] < self._header or messages.shape[1] % ALIGNMENT:
             raise ValueError(f"messages of {messages.shape[1]} bytes are truncated; their header has {self._header}")
-        with self._meter.span("decode"):
-            ends = self._ends(messages)
+        with self._meter.decode:
+            rows = self._starts_of(messages) if self.variable else [[self._header, *self._ends]]
             for number, (span, plan) in enumerate(self._parts):
-                starts = [row[number] for row in ends]
-                part = out[span]
+                starts = [row[number] for row in rows]
+                pieces = None if isinstance(out, Tensor) else list(out[self._pieces[number]])
+                part = out[span] if isinstance(out, Tensor) else self._room(number, pieces)
                 if len(set(starts)) <= 1:  # as always where no earlier section varies
                     start = starts[0] if starts else 0
                     plan.decode(messages[:, start : start + plan.message_size], part, weight, accumulate)
-                    continue
-                for row, start in enumerate(starts):
-                    message = messages[row : row + 1, start : start + plan.message_size]
-                    plan.decode(message, part, weight, accumulate or row > 0)
+                else:
+                    for row, start in enumerate(starts):
+                        message = messages[row : row + 1, start : start + plan.message_size]
+                        plan.decode(message, part, weight, accumulate or row > 0)
+                if pieces is not None and isinstance(part, Tensor):
+                    torch._foreach_copy_(pieces, list(part.split([each.numel() for each in pieces])))
 
-    @property
-    def in_pieces(self) -> bool:
-        """``decode_pieces`` may be called."""
-        return all(plan.in_pieces for _, plan in self._parts) and not self.variable
+    def _room(self, number: int, pieces: list[Tensor] | None) -> Tensor:
+        """Where a section is decoded whose means go to several tensors: these, or one vector."""
+        plan = self._parts[number][1]
+        if plan.in_pieces and not self.variable:
+            return cast(Tensor, pieces)
+        return scratch("section mean", plan.layout.numel, torch.float32, self._device)
 
-    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
-        """``decode`` into a tensor for each segment that is not empty, in order, in place of one vector."""
-        with self._meter.span("decode"):
-            start, number = self._header, 0
-            for _, plan in self._parts:
-                count = sum(segment.numel > 0 for segment in plan.layout.segments)
-                message = messages[:, start : start + plan.message_size]
-                plan.decode_pieces(message, outs[number : number + count], weight)
-                start, number = start + aligned(plan.message_size), number + count
-
-    def _ends(self, messages: Tensor) -> list[list[int]]:
-        """Where each section of each message begins, and the last one ends."""
-        if not self.variable:
-            lengths = [[plan.message_size for _, plan in self._parts]] * len(messages)
-        else:
-            words = messages[:, LENGTHS : LENGTHS + LENGTH * len(self._parts)].contiguous().view(torch.int64)
-            lengths = words.view(len(messages), len(self._parts)).tolist()
+    def _starts_of(self, messages: Tensor) -> list[list[int]]:
+        """Where each section of each message begins, whose lengths vary, and the last one ends."""
+        words = messages[:, LENGTHS : LENGTHS + LENGTH * len(self._parts)].contiguous().view(torch.int64)
         ends = []
-        for row in lengths:
+        for row in words.view(len(messages), len(self._parts)).tolist():
             end = [self._header]
             for length, (_, plan) in zip(row, self._parts, strict=True):
                 if not 0 <= length <= plan.message_size or end[-1] + length > messages.shape[1]:

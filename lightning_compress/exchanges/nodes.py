@@ -11,10 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives import Collective, World
+from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix
-from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, scatter
+from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, of_vectors, scatter
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section, codecs_of, settle
 
@@ -45,9 +45,7 @@ def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
     own = torch.zeros(256, dtype=torch.uint8, device=device)
     name = socket.gethostname().encode()[:256]
     own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    everyone = torch.empty(collective.size, 256, dtype=torch.uint8, device=device)
-    collective.all_gather(own, everyone)
-    return [bytes(row) for row in everyone.tolist()]
+    return [bytes(row) for row in consensus.gathered(own, collective).tolist()]
 
 
 def nodes_of(collective: Collective, size: int | None, device: torch.device, one_size: bool = True) -> list[list[int]]:
@@ -65,7 +63,7 @@ def nodes_of(collective: Collective, size: int | None, device: torch.device, one
     if one_size and len({len(node) for node in nodes}) > 1:
         raise ValueError(
             f"exchange='hierarchical' needs nodes of one size; there are {', '.join(str(len(node)) for node in nodes)} "
-            f"of {collective.size} ranks; set node_size to a divisor of it, or inner='chain', or use exchange='auto'"
+            f"of {collective.size} ranks; set node_size to a divisor of it, or use exchange='chain' or 'auto'"
         )
     return nodes
 
@@ -141,6 +139,7 @@ class _PartsPlan(ExchangePlan):
     def _mean(self) -> Tensor:
         return torch.empty(self._width, device=self._device)
 
+    @of_vectors
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size
         rows, received = self._rows, self._received

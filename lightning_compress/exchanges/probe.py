@@ -12,9 +12,8 @@ import torch
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds, all_to_all_rounds
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes, all_reduce_rounds, all_to_all_rounds
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges.cost import Link, Speeds
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.nodes import Cluster, nodes_of

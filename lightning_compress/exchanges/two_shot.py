@@ -27,6 +27,7 @@ from lightning_compress.exchanges.base import (
     ExchangePlan,
     Sums,
     agree_length,
+    as_one,
     length_bytes,
     length_rounds,
     of_sums,
@@ -34,7 +35,7 @@ from lightning_compress.exchanges.base import (
     rows,
 )
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import MessagePlan, Section
+from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.refusal import Refusal
 from lightning_compress.kernels import Summands
 
@@ -248,15 +249,12 @@ class _Plan(ExchangePlan):
         )
         self.sum_ranks = 1 if sums is shards else size
 
-    def mean_of_sum(
-        self, gradient: Tensor, residual: Tensor, vector: Tensor, out: Tensor, key: int, flag: Tensor
-    ) -> None:
-        for span in self._shards[self._collective.rank].spans:  # which is not encoded until the others' are added
-            torch.add(gradient[span], residual[span], out=vector[span])
-        self._mean(vector, out, key, flag, (gradient, residual))
-
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        self._mean(vector, out, key, flag, None)
+    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
+        if summands is not None:
+            for span in self._shards[self._collective.rank].spans:  # not encoded until the others' are added
+                torch.add(summands[0][span], summands[1][span], out=vector[span])
+        with as_one(out, vector) as mean:
+            self._mean(vector, mean, key, flag, summands)
 
     def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor, summands: Summands) -> None:
         rank, size = self._collective.rank, self._collective.size

@@ -1,1 +1,22 @@
-"""Decentralised training: ranks average their parameters with neighbours only. Mathematics alone, no Lightning."""
+"""Averaging with neighbours alone; an algorithm a file.
+
+A line here makes an algorithm known by its ``name``; errors and tables list them in this order.
+"""
+# ruff: noqa: I001
+
+from __future__ import annotations
+
+from lightning_compress.gossip.base import Algorithm as Algorithm
+from lightning_compress.gossip.dpsgd import DPSGD as DPSGD
+from lightning_compress.gossip.d2 import D2 as D2
+from lightning_compress.gossip.choco import Choco as Choco
+from lightning_compress.core.registry import Names, named
+
+ALGORITHMS: Names[Algorithm] = Names(
+    named(globals(), Algorithm),  # type: ignore[type-abstract]
+    (Algorithm,),
+    "lightning_compress.algorithms",
+)
+"""What ``algorithm=`` takes by name."""
+
+__all__ = ["ALGORITHMS", "Algorithm", *(each.__name__ for each in ALGORITHMS.values())]

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, EFSign, Method
+from lightning_compress.codecs import CODECS, Codec, Dense, Method
 from lightning_compress.core.registry import Names, build
-from lightning_compress.gossip.base import Algorithm
-from lightning_compress.gossip.choco import Choco
-from lightning_compress.gossip.d2 import D2
-from lightning_compress.gossip.dcd import DCD
-from lightning_compress.gossip.deepsqueeze import DeepSqueeze
-from lightning_compress.gossip.dpsgd import DPSGD
-from lightning_compress.gossip.ecd import ECD
+from lightning_compress.gossip import ALGORITHMS, Algorithm
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.settings.automatic import Automatic
 
-ALGORITHMS: dict[str, type[Algorithm]] = {each.name: each for each in (DPSGD, D2, Choco, DCD, ECD, DeepSqueeze)}
-"""What ``algorithm=`` takes by name."""
-
-DEFAULTS: dict[type[Algorithm], Codec] = {Choco: EFSign(), DeepSqueeze: EFSign(), DCD: QSGD(8), ECD: QSGD(8)}
-"""What "auto" means; for the others, whole float32 vectors."""
-
-
-COMPRESSORS: Names[Codec | Moniqua] = Names({**CODECS, "moniqua": Moniqua}, Codec)
+COMPRESSORS: Names[Codec | Moniqua] = Names({**CODECS, "moniqua": Moniqua}, (Codec,))
 """What ``compressor=`` takes by name."""
 
 
@@ -49,11 +36,11 @@ def build_gossip_compressor(given: object, algorithm: Algorithm) -> Codec | Moni
     Raises:
         ValueError: there is no such compressor or setting, a value is out of range, or the algorithm cannot take it.
     """
-    coded = type(algorithm) in DEFAULTS
+    coded = algorithm.codec is not None
     if given is None or given == "none" or isinstance(given, Dense):
         compressor: Codec | Moniqua | None = Dense() if coded else None
     elif given == "auto" or isinstance(given, Automatic):
-        compressor = DEFAULTS.get(type(algorithm))
+        compressor = algorithm.codec
     else:
         compressor = _built(given)
     if isinstance(compressor, Dense) and not coded:

@@ -12,7 +12,6 @@ the next local step starts from.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -23,7 +22,6 @@ from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.gossip.neighbours import Neighbours
-from lightning_compress.gossip.noise import noise_of
 from lightning_compress.gossip.topology import Topology
 
 GRID = 2.0**-24
@@ -98,11 +96,13 @@ class Algorithm(ABC):
     """A way to train without a global mean; a frozen dataclass of its settings.
 
     Attributes:
+        codec: of its messages, where the user names none; None: it sends whole float32 vectors then.
         fixed: neighbours and weights must be the same in every round.
         memory: bytes a parameter that it keeps between rounds.
     """
 
     name: ClassVar[str]
+    codec: ClassVar[Codec | None] = None
     fixed: ClassVar[bool] = False
     memory: ClassVar[int] = 0
 
@@ -227,54 +227,6 @@ class Replicas(Coded):
         if "mean" in vectors and self.known in vectors:
             vectors["apart"] = vectors.pop("mean") - vectors[self.known]
         super().load_state_dict({**state, "vectors": vectors})
-
-
-class Replicating(Algorithm):
-    """An algorithm whose mixing keeps ``Replicas``, by unbiased codecs.
-
-    Attributes:
-        mixing: class of it.
-        most: variance of messages, relative to their square, that it bears at most on any graph.
-    """
-
-    fixed: ClassVar[bool] = True
-    memory: ClassVar[int] = 8
-    mixing: ClassVar[type[Replicas]]
-    most: ClassVar[float] = math.inf
-
-    def check_compressor(self, compressor: object) -> None:
-        """Unbiased ones."""
-        check_unbiased(self.name, compressor)
-
-    def check_noise(self, compressor: Codec, layout: Layout, topology: Topology) -> None:
-        """See ``Algorithm.check_noise``."""
-        noise, most = noise_of(compressor, layout), min(topology.bearable, self.most)
-        if noise >= most:
-            raise ValueError(
-                f"algorithm {self.name} would diverge with {compressor}: on a model of these shapes the variance of "
-                f"its messages is {noise:.3g} times their square, and it bears less than {most:.3g} on topology "
-                f"{topology.name} of {topology.size} ranks. Take qsgd or rotated with 8 bits, or none; "
-                "or algorithm choco or deepsqueeze, which take contractive codecs"
-            )
-
-    def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
-        """See ``Algorithm.begin``."""
-        return self.mixing(start, neighbours, compressor, layout, seed)
-
-
-def unbiased(codec: Codec) -> bool:
-    """Whether what is decoded is on average what was encoded."""
-    exact = codec.casts and codec.sum_dtype == torch.float32
-    return exact or not (codec.contractive or codec.sum_dtype is not None)
-
-
-def check_unbiased(name: str, compressor: object) -> None:
-    """Refuse what is not unbiased, for algorithms whose errors must average out."""
-    if not isinstance(compressor, Codec) or not unbiased(compressor):
-        raise ValueError(
-            f"algorithm {name} needs an unbiased codec, and {compressor} is none: its errors would add up. Take qsgd, "
-            "rotated, natural, terngrad or none; or algorithm choco, which takes biased ones"
-        )
 
 
 def check_contractive(name: str, compressor: object) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import Codec, EFSign
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.base import Algorithm, Mixing, Replicas, check_contractive, check_share
 from lightning_compress.gossip.neighbours import Neighbours
@@ -35,6 +35,7 @@ class Choco(Algorithm):
     """
 
     name: ClassVar[str] = "choco"
+    codec: ClassVar[Codec | None] = EFSign()
     fixed: ClassVar[bool] = True
     memory: ClassVar[int] = 8
     gamma: float | None = None

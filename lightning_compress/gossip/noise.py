@@ -25,15 +25,6 @@ HOPELESS = 4.0
 """Times the largest stable step is refused; less is a warning, since models whose steps are sparse bear more."""
 
 
-def noise_of(codec: Codec, layout: Layout) -> float:
-    """Return the squared error of a message, as a share of what it stands for, on normal numbers."""
-    vector = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    plan, before = codec.plan(layout, vector.device), float(squares(vector))
-    plan.share(0)
-    plan.encode(vector, torch.zeros(plan.message_size, dtype=torch.uint8), mix(0, 1))
-    return float(squares(vector)) / before if before else 0.0
-
-
 @lru_cache(maxsize=16)
 def carried(codec: Codec, layout: Layout) -> float:
     """Return the share of what waits that a message carries, in squares, once residuals have settled.

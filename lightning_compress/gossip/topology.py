@@ -74,18 +74,6 @@ class Topology:
         """The smallest eigenvalue of any of the matrices; D2 needs more than -1/3."""
         return min(float(np.linalg.eigvalsh(matrix)[0]) for matrix in self.matrices)
 
-    @cached_property
-    def bearable(self) -> float:
-        """The variance of messages, relative to their content squared, at which the noise of replicas feeds itself.
-
-        A replica moves by its distance from the neighbourhood's, and by that message's noise. Noise is of all modes of
-        the graph alike, each of which is ``l`` times itself after a round, and a message of ``1 - l`` of it: of a
-        variance ``w`` there comes back ``w / n`` times the sum of ``(1 - l) / (1 + l)``.
-        """
-        others = np.linalg.eigvalsh(self.matrices[0])[:-1]
-        left = float(((1 - others) / np.maximum(1 + others, TOLERANCE)).sum()) / self.size
-        return 1 / left if left else math.inf
-
     def lazy(self) -> Topology:
         """The same with half of the weight left where it is, ``(W + I) / 2``: all eigenvalues are 0 or more."""
         return Topology(f"lazy {self.name}", tuple((each + np.eye(self.size)) / 2 for each in self.matrices))

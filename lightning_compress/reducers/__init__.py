@@ -10,14 +10,10 @@ from lightning_compress.collectives import World as World
 from lightning_compress.collectives.counting import all_reduce_bytes as all_reduce_bytes
 from lightning_compress.core.state import Declared as Declared, States as States
 from lightning_compress.reducers.base import Reducer as Reducer, ReducerPlan as ReducerPlan
-from lightning_compress.reducers.terngrad_shared import TernGradShared as TernGradShared
-from lightning_compress.reducers.signsgd import SignSGD as SignSGD
 from lightning_compress.reducers.powersgd import PowerSGD as PowerSGD
-from lightning_compress.reducers.sketch import Sketch as Sketch
-from lightning_compress.reducers.adam_mask import AdamMask as AdamMask
 from lightning_compress.core.registry import Names, named
 
-REDUCERS: Names[Reducer] = Names(named(globals(), Reducer), Reducer)  # type: ignore[type-abstract]
+REDUCERS: Names[Reducer] = Names(named(globals(), Reducer), (Reducer,))  # type: ignore[type-abstract]
 """What ``compressor=`` takes by name, beside the codecs."""
 
 __all__ = [

@@ -62,7 +62,7 @@ class Reducer(Method, ABC):
         Args:
             layout: what the vectors are made of.
             carried: float32 numbers to be added up along the way.
-            world: the ranks; encoding and decoding are timed: ``with world.meter.span("encode")``.
+            world: the ranks; encoding and decoding are timed: ``with world.meter.encode``.
             states: what ``state`` declared, by the same names.
 
         Raises:

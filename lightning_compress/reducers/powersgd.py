@@ -145,7 +145,7 @@ class _PowerSGDPlan(ReducerPlan):
 
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         matrices = [stack.view(vector) for stack in self._stacks]
-        with self._meter.span("encode"):
+        with self._meter.encode:
             self._carried.copy_(carried)
             for part, total in zip(self._dense, self._sums, strict=True):
                 total.copy_(vector[part])
@@ -153,7 +153,7 @@ class _PowerSGDPlan(ReducerPlan):
             for matrix, left, right in zip(matrices, self._left, self._directions(key), strict=True):
                 torch.bmm(right, matrix.mT, out=left)
         self._collective.all_reduce(self._first)
-        with self._meter.span("decode"):
+        with self._meter.decode:
             carried.copy_(self._carried)
             for part, total in zip(self._dense, self._sums, strict=True):
                 torch.mul(total, 1 / self._collective.size, out=out[part])
@@ -163,14 +163,14 @@ class _PowerSGDPlan(ReducerPlan):
     def _multiply_back(self, matrices: Sequence[Tensor], means: Sequence[Tensor]) -> None:
         second = self._state.pending if self._state else self._start
         rights = _views(second, self._rights)
-        with self._meter.span("encode"):
+        with self._meter.encode:
             for base in self._bases:
                 base.copy_(torch.linalg.qr(_about_one(base, out=base).mT).Q.mT)
             for matrix, left, right in zip(matrices, self._left, rights, strict=True):
                 torch.bmm(left, matrix, out=right)
                 _add_product(matrix, left, right, -1.0)
         self._collective.all_reduce(second)
-        with self._meter.span("decode"):
+        with self._meter.decode:
             second.mul_(1 / self._collective.size)
             for mean, left, right in zip(means, self._left, rights, strict=True):
                 if _rounds_products(mean.device):

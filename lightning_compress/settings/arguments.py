@@ -21,7 +21,7 @@ from lightning_compress.settings.schedule import Schedule
 
 COMPRESSORS: Names[Compressor | Automatic] = Names(
     {"auto": Automatic, **CODECS, **REDUCERS, **CORRECTED},
-    Method,
+    (Method, Corrected),
 )
 """What ``compressor=`` takes by name."""
 

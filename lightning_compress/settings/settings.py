@@ -19,7 +19,7 @@ from lightning_compress.core.registry import describe
 from lightning_compress.corrections import Corrected, Correction
 from lightning_compress.corrections.clipping import ClipBy
 from lightning_compress.corrections.loco import LoCo
-from lightning_compress.exchanges import Exchange, Hierarchical
+from lightning_compress.exchanges import Exchange
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer
 from lightning_compress.settings import readers
@@ -218,7 +218,7 @@ class Settings:
         if isinstance(given, Automatic):
             check_automatic(given, error_feedback, schedule)
         method, correction = _parts(given)
-        if correction and isinstance(pattern, Hierarchical):
+        if correction and pattern.talks:
             raise ValueError(
                 f"exchange={pattern} adds up the gradients of a node before they are compressed, and {given} needs to "
                 "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"

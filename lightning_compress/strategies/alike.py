@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.collectives import Collective, TorchCollective, consensus
 from lightning_compress.core import failures
-from lightning_compress.strategies.sidecar import checksum
+from lightning_compress.core.snapshot import checksum
 
 COMPARING = "comparing models by checksums"
 
@@ -28,18 +27,9 @@ def check_alike(what: str, described: str, device: torch.device, problem: str = 
     Raises:
         ValueError: a rank refuses its settings, or they differ; on every rank.
     """
-    ranks = TorchCollective()
-    digest = zlib.crc32(described.encode())
-    said = torch.tensor([bool(problem), digest, -digest], dtype=torch.int64, device=device)
-    ranks.all_reduce_max(said)
-    refused, most, least = said.tolist()
-    if refused:
-        raise ValueError(problem or "another rank refuses these settings, and says why")
-    if most != -least:
-        raise ValueError(
-            f"the settings of {what} differ over the ranks; start all with the same script and arguments. Rank "
-            f"{ranks.rank} has {described}"
-        )
+    refused, ranks = ValueError(problem) if problem else None, TorchCollective()
+    advice = f"{consensus.ALIKE}. Rank {ranks.rank} has {described}"
+    consensus.check({f"settings of {what}": described}, refused, ranks, device, advice)
 
 
 def batches_by_rank(trainer: Any, ranks: Collective, device: torch.device) -> list[int]:
@@ -52,9 +42,7 @@ def batches_by_rank(trainer: Any, ranks: Collective, device: torch.device) -> li
     """
     known = trainer.num_training_batches
     own = torch.tensor([-1 if math.isinf(known) else int(known)], device=device)
-    everyone = torch.empty(ranks.size, 1, dtype=own.dtype, device=device)
-    ranks.all_gather(own, everyone)
-    return [int(count) for count in everyone.flatten().tolist()]
+    return [int(count) for count in consensus.gathered(own, ranks).flatten().tolist()]
 
 
 def check_batches(counts: Sequence[int]) -> None:
@@ -122,8 +110,6 @@ def same(content: Sequence[object], ranks: Collective, device: torch.device, doi
     Raises:
         ExchangeError: a rank is gone or silent.
     """
-    own = torch.tensor([checksum(each) for each in content], device=device)
-    said = torch.stack([own, -own])
+    own = torch.tensor([checksum(each) for each in content], dtype=torch.int64, device=device)
     with failures.explained(doing, ranks.rank):
-        ranks.all_reduce_max(said)
-    return [most == -least for most, least in said.T.tolist()]
+        return [bool(each) for each in consensus.same(own, ranks).tolist()]

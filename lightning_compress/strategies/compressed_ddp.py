@@ -275,7 +275,7 @@ class CompressedDDPMixin(WaitingMixin):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``compressed_ddp``, one name per compressor, and the variants of each."""
         named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
-        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS}
+        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS.offered}
         register(strategy_registry, cls, "Compressed DDP", named, VARIANTS | _UNUSED)
 
 

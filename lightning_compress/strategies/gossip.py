@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import CountingCollective, TorchCollective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core import failures
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.squares import squares
 from lightning_compress.engine.checks import check_initialized
-from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
+from lightning_compress.gossip import ALGORITHMS
+from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.base import Algorithm, Mixing
 from lightning_compress.gossip.flat import Flat
 from lightning_compress.gossip.moniqua import Moniqua
@@ -345,7 +345,7 @@ class GossipMixin(UnwrappedMixin):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``gossip``, one name per algorithm, Moniqua with those that take it, and the variants of each."""
         named: dict[str, dict[str, object]] = {"gossip": {}, "gossip_moniqua": {"compressor": "moniqua"}}
-        named |= {f"gossip_{name}": {"algorithm": name} for name in ALGORITHMS}
+        named |= {f"gossip_{name}": {"algorithm": name} for name in ALGORITHMS.offered}
         named["gossip_d2_moniqua"] = {"algorithm": "d2", "compressor": "moniqua"}
         register(strategy_registry, cls, "Gossip", named)
 

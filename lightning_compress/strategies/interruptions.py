@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_compress.collectives import TorchCollective
 from lightning_compress.collectives.torch import backend_of
 from lightning_compress.core import failures
 from lightning_compress.strategies.signals import Signals
@@ -33,10 +33,10 @@ class Interruptions:
     def __init__(self, trainer: Any, device: torch.device) -> None:
         self.signals = Signals(trainer)
         self._device = torch.device("cpu") if backend_of("cpu") else device
-        self._rank = dist.get_rank()
+        self._ranks = TorchCollective()
         self._batches = 0
         self._asked: Callable[[], Tensor] | None = None
-        self._beside = _Beside(device) if self._device.type == "cuda" else None
+        self._beside = _Beside(self._ranks, device) if self._device.type == "cuda" else None
 
     def next_batch(self) -> None:
         """Take the last question's answer, ask the next, or neither; save what is to be saved.
@@ -62,13 +62,23 @@ class Interruptions:
 
     def _ask(self) -> None:
         flags = torch.tensor([self.signals.end, self.signals.save], dtype=torch.int32)
-        self._asked = self._beside.ask(flags) if self._beside else _ask(flags.to(self._device))
+        if self._beside:
+            self._asked = self._beside.ask(flags)
+            return
+        flags = flags.to(self._device)
+        wait = self._ranks.begin_all_reduce_max(flags)
+
+        def answer() -> Tensor:
+            wait()
+            return flags
+
+        self._asked = answer
 
     def _take(self) -> None:
         if self._asked is None:
             return
         answer, self._asked = self._asked, None
-        with failures.explained("asking the others whether a signal came", self._rank):
+        with failures.explained("asking the others whether a signal came", self._ranks.rank):
             end, save = answer().tolist()
         self.signals.agreed(bool(end), bool(save))
 
@@ -78,23 +88,11 @@ class Interruptions:
         self.signals.release()
 
 
-def _ask(flags: Tensor) -> Callable[[], Tensor]:
-    """Have the largest of all ranks' flags made of them; what is returned waits for that."""
-    work = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
-    assert work is not None
-
-    def answer() -> Tensor:
-        work.wait()
-        return flags
-
-    return answer
-
-
 class _Beside:
     """Asks on a stream of its own, from pinned memory and into it: one question at a time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, ranks: TorchCollective, device: torch.device) -> None:
+        self._ranks, self._stream = ranks, torch.cuda.Stream(device)
         self._flags = torch.zeros(2, dtype=torch.int32).pin_memory()
         with torch.cuda.stream(self._stream):
             self._there = torch.zeros(2, dtype=torch.int32, device=device)
@@ -102,7 +100,8 @@ class _Beside:
     def ask(self, flags: Tensor) -> Callable[[], Tensor]:
         self._flags.copy_(flags)
         with torch.cuda.stream(self._stream):
-            self._flags.copy_(_ask(self._there.copy_(self._flags, non_blocking=True))(), non_blocking=True)
+            self._ranks.begin_all_reduce_max(self._there.copy_(self._flags, non_blocking=True))()
+            self._flags.copy_(self._there, non_blocking=True)
             event = self._stream.record_event()
 
         def answer() -> Tensor:

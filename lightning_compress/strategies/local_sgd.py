@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective, World
-from lightning_compress.collectives.counting import CountingCollective
+from lightning_compress.collectives.counting import CountingCollective, Meter
 from lightning_compress.core import failures
-from lightning_compress.core.meter import Meter
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
 from lightning_compress.engine.compression import Compression

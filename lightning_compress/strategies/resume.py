@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, consensus
 from lightning_compress.core import failures, snapshot
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import keep
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.sidecar import Files, Save, SavedState, Tree
-
-_LONGEST = 500
-"""Bytes of what one rank tells the others of its problem."""
 
 
 class Resume:
@@ -47,11 +44,9 @@ class Resume:
 
     def begin(self, ranks: Collective, device: torch.device) -> None:
         """A fit begins; a collective call, in which the ranks agree on a number for it."""
-        own = torch.zeros((), dtype=torch.int64, device=device)
-        if ranks.rank == 0:
-            own.fill_(random.SystemRandom().getrandbits(62))
-        ranks.all_reduce(own)
-        self._run, self._saves = int(own), 0
+        drawn = torch.tensor(random.SystemRandom().getrandbits(62), device=device)
+        ranks.broadcast(drawn, device)
+        self._run, self._saves = int(drawn), 0
 
     def save(
         self,
@@ -91,17 +86,15 @@ class Resume:
         state = compression.state_dict()
         own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
         if self.state == "sidecar" and own:
-            save = Save(self._run, self._saves, compression.step)
-            with contextlib.nullcontext() if alone else _together(path, ranks, compression.device):
-                sidecar.write(files, path, content, save, state, ranks)
             if not self._saves and ranks.rank == 0:
                 each = sum(one["numbers"].nbytes for group in state["groups"] for one in group["states"].values())
                 rank_zero_info(
                     f"lightning_compress: beside {path}: {each} bytes a rank, {each * ranks.size} of {ranks.size} ranks"
                 )
+            device = compression.device
+            self.save_tree(files, path, content, state["method"], compression.step, state, ranks, device, alone)
         elif not (own and alone):  # the mean takes all ranks
             sidecar.write_inside(content, state, ranks, compression.device)
-        self._saves += 1
 
     def save_tree(
         self,
@@ -115,7 +108,7 @@ class Resume:
         device: torch.device,
         alone: bool = False,
     ) -> None:
-        """``save`` for ranks that have more of their own than the state of one compression.
+        """``save`` for whatever ranks have of their own, each in its file.
 
         Args:
             files: writes.
@@ -136,7 +129,7 @@ class Resume:
         if self.state == "none" or "optimizer_states" not in content:
             return
         with contextlib.nullcontext() if alone else _together(path, ranks, device):
-            sidecar.write_tree(files, path, content, Save(self._run, self._saves, step), method, tree, ranks)
+            sidecar.write(files, path, content, Save(self._run, self._saves, step), method, tree, ranks)
         self._saves += 1
 
     def restore_tree(
@@ -150,18 +143,15 @@ class Resume:
         Raises:
             ValueError: there is none, and ``strict`` was asked for; on every rank.
         """
-        problem, tree, common = "", None, 0
-        try:
+
+        def read() -> tuple[Tree, object]:
             tree = sidecar.read_tree(files, self._path, content.get(sidecar.KEY), method, ranks)
-            common = sidecar.checksum(tree.get("common"))
-        except Exception as error:  # the other ranks wait for word
-            problem = str(error) or type(error).__name__
-        differ = "the ranks' files are of different steps, or of models that differ where they have to be the same"
-        if not (problem := _agreed(problem, common, differ, ranks, device)):
-            return tree, ""
-        if self._strict_about(content):
+            return tree, tree.get("common")
+
+        tree, problem = _read(read, ranks, device)
+        if tree is None and self._strict_about(content):
             raise ValueError(f"{problem}; set strict_state=False to begin from the checkpoint's own model")
-        return None, f"{problem}. All ranks begin from the checkpoint's own model"
+        return tree, "" if tree is not None else f"{problem}. All ranks begin from the checkpoint's own model"
 
     def remember(self, path: str) -> None:
         """A checkpoint was read; its files are read when the model is ready."""
@@ -187,17 +177,15 @@ class Resume:
         manifest = content.get(sidecar.KEY)
         if manifest is None and not (compression.active and compression.settings.keeps_state):
             return ""
-        problem, state, common = "", None, 0
-        try:
+
+        def read() -> tuple[Tree, object]:
             if not compression.active and compression.settings.chosen is None:
                 raise ValueError("this run does not compress, on one rank or with 'none': what was not sent is dropped")
             state = sidecar.read(files, self._path, manifest, compression.settings.families, ranks, device)
-            common = snapshot.checksum(state, ["shared"])
-        except Exception as error:  # the other ranks wait for word
-            problem = str(error) or type(error).__name__
-        differ = "the ranks' files are of different steps, groups or settings"
-        if not (problem := _agreed(problem, common, differ, ranks, device)):
-            assert state is not None
+            return state, snapshot.common(state)
+
+        state, problem = _read(read, ranks, device)
+        if state is not None:
             try:
                 compression.load_state_dict(sidecar.redistribute(state, ranks, device))
                 return ""
@@ -217,30 +205,23 @@ class Resume:
         sidecar.remove(path, rank)
 
 
-def _agreed(problem: str, common: int, differ: str, ranks: Collective, device: torch.device) -> str:
-    """Why the ranks cannot go on, on all of them, or an empty text; a collective call.
+def _read(read: Callable[[], tuple[Tree, object]], ranks: Collective, device: torch.device) -> tuple[Tree | None, str]:
+    """What this rank reads, if all of them can and it fits together; and why not. A collective call.
 
     Args:
-        problem: of this rank, or an empty text.
-        common: a checksum of what has to be the same on all ranks.
-        differ: the text where it is not.
+        read: this rank's own, and what of that has to be the same on all ranks.
         ranks: that compare.
         device: on which they talk.
-
-    Returns:
-        this rank's own problem, else that of the first rank which has one.
     """
-    said = torch.tensor([bool(problem), common, -common, -ranks.rank if problem else -ranks.size], device=device)
-    ranks.all_reduce_max(said)
-    failed, most, least, first = said.tolist()
-    if not failed:  # each file is whole, and ranks may still not go on alike
-        return differ if most != -least else ""
-    text = torch.zeros(_LONGEST, dtype=torch.int32, device=device)
-    if ranks.rank == -first:
-        told = f"rank {ranks.rank}: {problem}".encode()[:_LONGEST]
-        text[: len(told)] = torch.tensor(list(told), dtype=torch.int32)
-    ranks.all_reduce_max(text)
-    return problem or bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
+    found, common, problem = None, 0, None
+    try:
+        found, shared = read()
+        common = snapshot.checksum(shared)
+    except Exception as error:  # the other ranks wait for word
+        problem = error
+    said = {"files (their steps, settings, or what all ranks have in common)": common}
+    why = consensus.disagreement(said, problem, ranks, device)
+    return None if why else found, why
 
 
 @contextlib.contextmanager
@@ -251,15 +232,14 @@ def _together(path: str, ranks: Collective, device: torch.device) -> Iterator[No
         yield
     except Exception as error:  # the others wait for word
         problem = error
-    failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
     try:
         with failures.explained(f"saving {path}", ranks.rank):
-            ranks.all_reduce_max(failed)
+            why = consensus.disagreement({}, problem, ranks, device)
     finally:
         if problem is not None:
             raise problem
-    if failed:
+    if why:
         raise failures.ExchangeError(
-            f"rank {ranks.rank}, saving {path}: another rank could not write its part, and says why; the checkpoint "
-            "was not written"
+            f"rank {ranks.rank}, saving {path}: another rank could not write its part ({why}); the checkpoint was not "
+            "written"
         )

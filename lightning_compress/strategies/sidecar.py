@@ -14,8 +14,7 @@ import contextlib
 import os
 import re
 import zipfile
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -69,25 +68,10 @@ class Save:
         return f"{self.run:016x}-{self.count}-{self.step}"
 
 
-def write(files: Files, path: str, checkpoint: dict[str, Any], save: Save, state: Snapshot, ranks: Collective) -> None:
-    """Write this rank's file, put the manifest into the checkpoint, and drop files that no checkpoint needs.
-
-    Args:
-        files: writes.
-        path: of the checkpoint.
-        checkpoint: gets the manifest.
-        save: which one, the same on all ranks.
-        state: of this rank.
-        ranks: not communicated with: a save may happen in an exception or signal handler.
-    """
-    content = {"state": state, "checksum": snapshot.checksum(state)}
-    checkpoint[KEY] = _write(files, path, save, content, ranks) | {"kind": "sidecar", "method": state["method"]}
-
-
-def write_tree(
+def write(
     files: Files, path: str, checkpoint: dict[str, Any], save: Save, method: str, tree: Tree, ranks: Collective
 ) -> None:
-    """The same for a rank that has more of its own than the state of one compression.
+    """Write this rank's file, put the manifest into the checkpoint, and drop files that no checkpoint needs.
 
     Args:
         files: writes.
@@ -96,35 +80,14 @@ def write_tree(
         save: which one, the same on all ranks.
         method: what can go on from it.
         tree: of this rank.
-        ranks: not communicated with.
+        ranks: not communicated with: a save may happen in an exception or signal handler.
     """
-    content = {"tree": tree, "checksum": checksum(tree)}
-    checkpoint[KEY] = _write(files, path, save, content, ranks) | {"kind": "tree", "method": method}
-
-
-def _write(files: Files, path: str, save: Save, content: dict[str, Any], ranks: Collective) -> dict[str, Any]:
     folder, ending = _beside(path), f".rank{ranks.rank}.pt"
-    files.save_checkpoint({"save": str(save), **content}, f"{folder}/{save}{ending}")
+    content = {"save": str(save), "tree": tree, "checksum": snapshot.checksum(tree)}
+    files.save_checkpoint(content, f"{folder}/{save}{ending}")
     _drop_older(folder, ending, save)
-    return {"format": FORMAT, "save": str(save), "folder": os.path.basename(folder), "world_size": ranks.size}
-
-
-def checksum(tree: object, value: int = 0) -> int:
-    """CRC-32 of tensors and primitives in mappings and lists."""
-    if isinstance(tree, Mapping):
-        for name in sorted(tree, key=repr):
-            value = checksum(tree[name], zlib.crc32(repr(name).encode(), value))
-    elif isinstance(tree, list | tuple):
-        for each in tree:
-            value = checksum(each, value)
-        value = zlib.crc32(b"%d" % len(tree), value)
-    elif isinstance(tree, torch.Tensor):
-        value = zlib.crc32(repr((tree.shape, tree.dtype)).encode(), value)
-        numbers = tree.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        value = zlib.crc32(numbers.numpy().data, value)
-    else:
-        value = zlib.crc32(repr(tree).encode(), value)
-    return value
+    place = {"save": str(save), "folder": os.path.basename(folder)}
+    checkpoint[KEY] = {"format": FORMAT, "method": method, "world_size": ranks.size, **place}
 
 
 def _beside(path: str) -> str:
@@ -170,13 +133,7 @@ def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective,
         device: on which they talk.
     """
     state = _averaged(state, ranks, ranks.size, device)
-    checkpoint[KEY] = {
-        "format": FORMAT,
-        "kind": "inside",
-        "method": state["method"],
-        "world_size": ranks.size,
-        "state": state,
-    }
+    checkpoint[KEY] = {"format": FORMAT, "method": state["method"], "world_size": ranks.size, "tree": state}
 
 
 def remove(path: str, rank: int) -> None:
@@ -200,91 +157,124 @@ def remove(path: str, rank: int) -> None:
         fs.rmdir(folder)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint's manifest says.
+
+    Args:
+        ranks: that saved.
+        inside: the state that the checkpoint holds in place of files, or None.
+        save: which one.
+        place: of the ranks' files, up to the rank's number.
+    """
+
+    ranks: int
+    inside: object = None
+    save: str = ""
+    place: str = ""
+
+    @classmethod
+    def of(cls, path: str, manifest: object, methods: Sequence[str], size: int | None = None) -> Saved:
+        """Read a manifest, of which nothing is taken for granted.
+
+        Args:
+            path: of the checkpoint.
+            manifest: what it has under ``KEY``.
+            methods: whose state this run can go on from, its own first.
+            size: ranks that must have saved; None: any number.
+
+        Raises:
+            ValueError: there is none, or it is damaged, or of another method or number of ranks.
+        """
+        if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
+            raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
+        theirs, before = manifest.get("method"), manifest.get("world_size")
+        if not isinstance(theirs, str) or type(before) is not int or not 0 < before <= MOST_RANKS:
+            raise ValueError("the checkpoint's manifest is damaged")
+        if size not in (None, before):
+            raise ValueError(f"the checkpoint is of {before} ranks, and this run has {size}")
+        if theirs not in methods:
+            raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {methods[0]}")
+        if (inside := _tree(manifest)) is not None:
+            return cls(before, inside)
+        folder, save = manifest.get("folder"), manifest.get("save")
+        if not isinstance(folder, str) or not isinstance(save, str):
+            raise ValueError("the checkpoint's manifest is damaged")
+        plain = os.path.basename(folder) == folder and folder.endswith(".lc") and "::" not in folder
+        if not plain or not NAME.fullmatch(save):
+            raise ValueError("the checkpoint's manifest names files elsewhere")
+        return cls(before, None, save, f"{_folder(path, folder, save)}/{save}.rank")
+
+    def part(self, files: Files, rank: int, check: Callable[[object], Tree]) -> Tree:
+        """One rank's own, with its tensors on the CPU.
+
+        Args:
+            files: reads.
+            rank: of those that saved.
+            check: refuses what else a file may hold.
+
+        Raises:
+            ValueError: it is missing, damaged or of another save.
+        """
+        path = f"{self.place}{rank}.pt"
+        content = _content(files, path, self.save)
+        tree = check(_tree(content))
+        if "tree" in content and content.get("checksum") != snapshot.checksum(tree):  # torch.load does not notice
+            raise ValueError(f"{path} is damaged: its checksum is wrong")
+        return tree
+
+
+def _tree(content: Mapping[str, Any]) -> object:
+    """What is saved of ranks, which earlier versions had under another name."""
+    return content.get("tree", content.get("state"))
+
+
+def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Collective) -> Tree:
+    """This rank's own of a checkpoint; at another world size there is none; see ``Saved``.
+
+    Raises:
+        ValueError: it is missing, damaged, of another save, of another method or of another number of ranks.
+    """
+
+    def check(tree: object) -> Tree:
+        if not isinstance(tree, dict):
+            raise ValueError("the checkpoint's files do not hold what a rank has of its own")
+        return tree
+
+    return Saved.of(path, manifest, [method], ranks.size).part(files, ranks.rank, check)
+
+
 def read(
     files: Files, path: str, manifest: object, methods: Sequence[str], ranks: Collective, device: torch.device
 ) -> Snapshot:
-    """This rank's state of a checkpoint: its own, or at another world size the mean over those that were.
+    """This rank's state of a compression: its own, or at another world size its part of the mean over those that were.
 
     Args:
         files: reads.
         path: of the checkpoint.
         manifest: what the checkpoint has under ``KEY``.
         methods: whose state this run can go on from, its own first.
-        ranks: at another world size they sum what they read, in a collective call.
-        device: on which the ranks talk.
+        ranks: of this run; not communicated with: see ``redistribute``.
+        device: on which they talk, and where numbers go.
 
     Raises:
         ValueError: a part is missing, damaged, of another save or of another method.
     """
-    checked, before = _manifest(manifest, methods)
-    if checked.get("kind") == "inside":
-        return snapshot.scaled(snapshot.check(checked.get("state")), "owner", before / ranks.size)
-    place, save = _place(path, checked)
-    if before == ranks.size:
-        return _read_one(files, f"{place}{ranks.rank}.pt", save, device)
-    numbers = range(ranks.rank, before, ranks.size)
-    parts = (_read_one(files, f"{place}{number}.pt", save, device) for number in numbers)  # one at a time in memory
-    own = snapshot.total(parts) if numbers else snapshot.zeroed(_read_one(files, f"{place}0.pt", save, device))
-    return own | {"summands": before}
+    saved = Saved.of(path, manifest, methods)
+    if saved.inside is not None:
+        share = {"owner": saved.ranks / ranks.size}
+        inside = snapshot.check(saved.inside)
+        return snapshot.mapped(inside, lambda one: one | {"numbers": one["numbers"] * share.get(one["holder"], 1)})
 
+    def part(rank: int) -> Snapshot:
+        made: Snapshot = snapshot.moved(saved.part(files, rank, snapshot.check), device)
+        return made
 
-def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Collective) -> Tree:
-    """This rank's own of a checkpoint; at another world size there is none.
-
-    Args:
-        files: reads.
-        path: of the checkpoint.
-        manifest: what the checkpoint has under ``KEY``.
-        method: of this run.
-        ranks: not communicated with.
-
-    Returns:
-        it, with its tensors on the CPU.
-
-    Raises:
-        ValueError: it is missing, damaged, of another save, of another method or of another number of ranks.
-    """
-    checked, _ = _manifest(manifest, [method], ranks.size)
-    place, save = _place(path, checked)
-    content, own = _content(files, f"{place}{ranks.rank}.pt", save), f"{place}{ranks.rank}.pt"
-    tree = content.get("tree")
-    if not isinstance(tree, dict) or content.get("checksum") != checksum(tree):
-        raise ValueError(f"{own} is damaged: its checksum is wrong")
-    return tree
-
-
-def moved(tree: Any, device: torch.device) -> Any:
-    """The same with its tensors on a device."""
-    if isinstance(tree, dict):
-        return {name: moved(each, device) for name, each in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(moved(each, device) for each in tree)
-    return tree.to(device) if isinstance(tree, torch.Tensor) else tree
-
-
-def _manifest(manifest: object, methods: Sequence[str], size: int | None = None) -> tuple[Mapping[str, Any], int]:
-    """A checkpoint's manifest, and of how many ranks it is; which must be ``size``, unless that is None."""
-    if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
-        raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
-    theirs, before = manifest.get("method"), manifest.get("world_size")
-    if not isinstance(theirs, str) or type(before) is not int or not 0 < before <= MOST_RANKS:
-        raise ValueError("the checkpoint's manifest is damaged")
-    if size not in (None, before):
-        raise ValueError(f"the checkpoint is of {before} ranks, and this run has {size}")
-    if theirs not in methods:
-        raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {methods[0]}")
-    return manifest, before
-
-
-def _place(path: str, manifest: Mapping[str, Any]) -> tuple[str, str]:
-    """Where the ranks' files are, up to the rank's number; and of which save they are."""
-    folder, save = manifest.get("folder"), manifest.get("save")
-    if not isinstance(folder, str) or not isinstance(save, str):
-        raise ValueError("the checkpoint's manifest is damaged")
-    plain = os.path.basename(folder) == folder and folder.endswith(".lc") and "::" not in folder
-    if not plain or not NAME.fullmatch(save):
-        raise ValueError("the checkpoint's manifest names files elsewhere")
-    return f"{_folder(path, folder, save)}/{save}.rank", save
+    if saved.ranks == ranks.size:
+        return part(ranks.rank)
+    numbers = range(ranks.rank, saved.ranks, ranks.size)
+    own = snapshot.total(map(part, numbers)) if numbers else snapshot.zeroed(part(0))  # one at a time in memory
+    return own | {"summands": saved.ranks}
 
 
 def redistribute(state: Snapshot, ranks: Collective, device: torch.device) -> Snapshot:
@@ -306,11 +296,7 @@ def _averaged(state: Snapshot, ranks: Collective, summands: int, device: torch.d
         numbers /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
         return one | {"numbers": numbers}
 
-    groups = [
-        group | {"states": {kind: mean(one) for kind, one in sorted(group["states"].items())}}
-        for group in state["groups"]
-    ]
-    return state | {"groups": groups}
+    return snapshot.mapped(state, mean)
 
 
 def _folder(path: str, named: str, save: str) -> str:
@@ -340,17 +326,6 @@ def _content(files: Files, path: str, save: str) -> Mapping[str, Any]:
     return content
 
 
-def _read_one(files: Files, path: str, save: str, device: torch.device) -> Snapshot:
-    content = _content(files, path, save)
-    state = snapshot.check(content.get("state"))
-    if content.get("checksum") != snapshot.checksum(state):  # torch.load does not notice
-        raise ValueError(f"{path} is damaged: its checksum is wrong")
-    for group in state["groups"]:
-        for one in group["states"].values():
-            one["numbers"] = one["numbers"].to(device)
-    return state
-
-
 def _load(files: Files, path: str) -> object:
     """Read tensors and primitives, so that no code in a file runs, and no more of them than there are bytes.
 
@@ -362,10 +337,14 @@ def _load(files: Files, path: str) -> object:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
-            size = file.seek(0, os.SEEK_END)
-            stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
-            if not stored or sum(record.file_size for record in records) > size:
-                raise ValueError("it is no file that torch.save writes")
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+                size = file.seek(0, os.SEEK_END)
+                stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+                if not stored or sum(record.file_size for record in records) > size:
+                    raise ValueError("it is no file that torch.save writes")
+                file.seek(0)
+                content = torch.load(file, map_location="cpu", weights_only=True)
+                # earlier versions had a checksum by another rule; the archive has its own
+                if isinstance(content, dict) and "state" in content and archive.testzip():
+                    raise ValueError("it is damaged: its checksum is wrong")
+                return content
     return files.load_checkpoint(path, weights_only=True)

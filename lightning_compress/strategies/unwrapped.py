@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.core import snapshot
 from lightning_compress.core.primitives import plain
 from lightning_compress.engine import checks
 from lightning_compress.strategies import sidecar
@@ -317,7 +318,7 @@ class UnwrappedMixin(EvaluatedMixin):
             optimizer.load_state_dict(state)
         if tree["precision"]:
             self.precision_plugin.load_state_dict(tree["precision"])
-        self.load_own_state(sidecar.moved(tree["own"] | {"common": tree["common"]["own"]}, self.root_device))
+        self.load_own_state(snapshot.moved(tree["own"] | {"common": tree["common"]["own"]}, self.root_device))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and what is beside it."""

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
+from lightning_compress.codecs.base import FusedPlan, Plan, Summands, aligned
 from lightning_compress.core.layout import Layout
 from lightning_compress.testing.faithful import Measure, T, check_sent
 from lightning_compress.testing.hostile import CodecReader, Guarded
 from lightning_compress.testing.laws import law, named
-from lightning_compress.testing.trips import CALLS, changing_call, rows_added, sender, trip, written
 from lightning_compress.testing.vectors import CPU, KINDS, LENGTHS, layout, make
 
 Size = Callable[[Layout], int]
 Reference = Callable[[Tensor], Tensor]
 INPUTS = 30
 """Of bytes that no ``encode`` wrote."""
+CALLS = 40
+"""Of one plan with the same vector and key: it may keep nothing, a count of them included."""
 
 
 def check_alone(codec: Codec, size: Size | None, reference: Reference | None) -> None:
@@ -69,7 +72,7 @@ def _check_vector(codec: Codec, given: Tensor, where: str, reference: Reference 
     law(1, error <= room, f"{where}: message and rest differ from the vector by {error:.3g}, over {room:.3g}")
     first, again, sent = written(codec, given, 1)
     law(2, first.equal(again), f"{where}: the message depends on more than vector and key, or has unwritten bytes")
-    law(2, first.equal(sent), f"{where}: send writes another message than encode")
+    law(2, first.equal(sent), f"{where}: encode writes another message where what stays is not kept")
     before, after = float(given.double().norm()), float(residual.double().norm())
     shrinks = not codec.contractive or after <= before * (1 + 1e-6)
     law(8, shrinks, f"{where} is declared contractive, and leaves a norm of {after:.6g} of {before:.6g}")
@@ -126,3 +129,93 @@ def _check_any_bytes(codec: Codec) -> None:
             what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             figures = f"decode makes numbers of any bytes, or refuses them with ValueError; of input {number}: {what}"
             law(9, False, f"{codec} of 300 elements: {figures}")
+
+
+class Trip(NamedTuple):
+    """A vector that went through a codec; the message is what was used of it."""
+
+    decoded: Tensor
+    residual: Tensor
+    message: Tensor
+
+
+def trip(codec: Codec, given: Tensor, key: int = 1) -> Trip:
+    """Encode and decode, on this rank alone."""
+    plan = codec.plan(layout(len(given)), CPU)
+    residual = given.clone()
+    message = torch.full((plan.message_size,), 0xAB, dtype=torch.uint8)
+    plan.encode(residual, message, key)
+    figures = f"{codec} of {len(given)} elements used {plan.used} bytes, and message_size is {plan.message_size}"
+    law(2, 0 <= plan.used <= plan.message_size, figures)
+    message = message[: plan.used]
+    decoded = torch.full_like(given, torch.nan)
+    plan.decode(message[None], decoded, 1.0, False)
+    return Trip(decoded, residual, message)
+
+
+def encode(plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+    """Encode by any plan; see ``FusedPlan.encode``."""
+    if isinstance(plan, FusedPlan):
+        plan.encode(vector, message, key, keep, summands)
+    else:
+        plan.encode(vector if summands is None else torch.add(*summands, out=vector), message, key)
+
+
+def written(codec: Codec, given: Tensor, key: int) -> list[Tensor]:
+    """Law 2: a new plan's message, and, over other fillings, those of one that took others first; nothing kept last."""
+    new, old = (codec.plan(layout(len(given)), CPU) for _ in range(2))
+    found = []
+    for plan, fill, keep in ((new, 0x00, True), (old, 0xFF, True), (old, 0x55, False)):
+        message = torch.full((plan.message_size,), fill, dtype=torch.uint8)
+        if plan is old:
+            plan.encode(10 * make("heavy", len(given), fill), message.clone(), key + 1 & 2**64 - 1)
+        encode(plan, given.clone(), message, key, keep)
+        found.append(message[: plan.used])
+    return found
+
+
+def rows_added(codec: Codec, numel: int, accumulate: bool, anywhere: bool = False) -> tuple[Tensor, Tensor]:
+    """Law 4: three messages decoded at once, and one after the other: nearly equal.
+
+    They are strided rows, as sections of longer messages are; ``anywhere``: at addresses that exchanges never have.
+    """
+    plan = codec.plan(layout(numel), CPU)
+    start, width = (8, plan.message_size + 24) if anywhere else (16, aligned(plan.message_size) + 32)
+    rows = torch.zeros(3, width, dtype=torch.uint8)[:, start : start + plan.message_size]
+    total = torch.zeros(numel)
+    for seed, row in enumerate(rows):
+        plan.encode(make("normal", numel, seed), row, seed)
+        single = torch.zeros(numel)
+        plan.decode(row[None], single, 1.0, False)
+        total += single
+    out = torch.ones(numel)
+    plan.decode(rows, out, 0.25, accumulate)
+    return out, 0.25 * total + accumulate
+
+
+def changing_call(codec: Codec) -> int | None:
+    """Law 6: the first of ``CALLS`` calls of one plan whose message or decode is not that of the first; None: none."""
+    given = make("normal", 64)
+    send = sender(codec, layout(len(given)))
+    first = Trip(*(each.clone() for each in send(given.clone(), 1)))
+    for call in range(2, CALLS + 1):
+        again = send(given.clone(), 1)
+        if not all(before.equal(after) for before, after in zip(first, again, strict=True)):
+            return call
+    return None
+
+
+def sender(codec: Codec, whole: Layout) -> Callable[[Tensor, int], Trip]:
+    """One plan that takes vectors and keys, one after the other; the next one overwrites what it returned."""
+    plan = codec.plan(whole, CPU)
+    message = torch.zeros(1, plan.message_size, dtype=torch.uint8)
+    decoded = torch.empty(whole.numel)
+
+    def send(vector: Tensor, key: int) -> Trip:
+        plan.share(key)
+        plan.encode(vector, message[0], key)
+        used = message[:, : plan.used]
+        plan.decode(used, decoded, 1.0, False)
+        return Trip(decoded, vector, used[0])
+
+    return send

@@ -95,7 +95,7 @@ def _instead(given: object) -> str:
         return f"give an object, made with its settings: check_codec({given.__name__}())"
     if issubclass(kind, Plan | ReducerPlan):
         return "that is a plan; give the codec or reducer that makes it: check_codec(MyCodec())"
-    if isinstance(given, str) and (known := {**CODECS, **REDUCERS}.get(given)):
+    if isinstance(given, str) and (known := CODECS.find(given) or REDUCERS.find(given)):
         return f"give the method itself: check_codec({known.__name__}()), {known.__name__} from {known.__module__}"
     return "give a codec or a reducer, made with its settings: check_codec(MyCodec())"
 

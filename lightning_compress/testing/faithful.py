@@ -78,7 +78,7 @@ class Bias(NamedTuple):
     part: str
 
 
-def largest_bias(send: Send, given: Tensor, target: Tensor, keys: int = KEYS) -> Bias:
+def largest_bias(send: Send, given: Tensor, target: Tensor) -> Bias:
     """The largest bias, among those that are no chance, of the vector, an eighth by place, or an eighth by size.
 
     That is the slope by which the error of what is sent depends on what should be.
@@ -87,17 +87,16 @@ def largest_bias(send: Send, given: Tensor, target: Tensor, keys: int = KEYS) ->
         send: without what stayed behind before.
         given: float32 ``[n]``.
         target: what should be sent on average, ``[n]``.
-        keys: how many to average over.
     """
     parts = {"all elements": torch.arange(len(target))}
     for name, order in (("by place", torch.arange(len(target))), ("by size", target.abs().argsort())):
         parts |= {f"eighth {number + 1} {name}": part for number, part in enumerate(order.chunk(PARTS))}
     right = target.double()
-    slopes = torch.zeros(keys, len(parts), dtype=torch.float64)
-    for key in range(keys):
+    slopes = torch.zeros(KEYS, len(parts), dtype=torch.float64)
+    for key in range(KEYS):
         error = (send(given.clone(), mix(key, 7)).double() - right) * right
         slopes[key] = torch.stack([error[part].sum() / right[part].square().sum() for part in parts.values()])
-    mean, deviation = slopes.mean(0), slopes.std(0) / math.sqrt(keys)
+    mean, deviation = slopes.mean(0), slopes.std(0) / math.sqrt(KEYS)
     sure = mean.abs() > DEVIATIONS * deviation
     worst = int((mean.abs() * sure).argmax())
     return Bias(float(mean[worst] * sure[worst]), float(mean[worst].abs() / deviation[worst]), list(parts)[worst])
@@ -164,7 +163,7 @@ def _least_missing(measured: Measured, scales: Sequence[float], feedback: bool) 
     return min(tried)
 
 
-def likeness(send: Send, given: Tensor, target: Tensor, steps: int = STEPS) -> tuple[float, float]:
+def likeness(send: Send, given: Tensor, target: Tensor) -> tuple[float, float]:
     """How what is sent of a constant gradient, over the last half of the steps, points where it should.
 
     Returns:
@@ -172,11 +171,11 @@ def likeness(send: Send, given: Tensor, target: Tensor, steps: int = STEPS) -> t
         but for a factor; 1.0 where it is another thing.
     """
     total = torch.zeros(len(given), dtype=torch.float64)
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         sent = send(given.clone(), mix(step, 7))
-        if step > steps // 2:
+        if step > STEPS // 2:
             total += sent
-    mean, right = total / (steps - steps // 2), target.double()
+    mean, right = total / (STEPS - STEPS // 2), target.double()
     parts = zip(mean.chunk(PARTS), right.chunk(PARTS), strict=True)
     least = min(float(part @ wanted / (part.norm() * wanted.norm()).clamp_min(1e-30)) for part, wanted in parts)
     factor = float(mean @ right / right.square().sum())

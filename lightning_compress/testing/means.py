@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense, Method
 from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import State, States
 from lightning_compress.exchanges import Exchange, ExchangePlan, composite

@@ -299,7 +299,7 @@ def test_wrong_hidden_states_are_refused() -> None:
     ours, x = sparse(nn.LSTM(INPUT, HIDDEN), 3), torch.randn(STEPS, BATCH, INPUT)
     with pytest.raises(RuntimeError, match="hidden"):
         ours(x, (torch.zeros(1, BATCH, 4), torch.zeros(1, BATCH, HIDDEN)))
-    with pytest.raises(RuntimeError, match="dimensions"):
+    with pytest.raises(RuntimeError, match="hidden"):
         ours(x, (torch.zeros(BATCH, HIDDEN), torch.zeros(BATCH, HIDDEN)))
     with pytest.raises(ValueError, match="2D or 3D"):
         ours(x[0, 0])

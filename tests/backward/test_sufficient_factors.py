@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
 from lightning_compress.backward import sufficient_factors as sf
-from lightning_compress.backward.sufficient_factors import rule
+from lightning_compress.backward.sufficient_factors import decision
 from lightning_compress.backward.sufficient_factors.layers import choose
 from lightning_compress.backward.sufficient_factors.linear import Stash
 from tests.helpers.sizes import by_turns
@@ -185,7 +185,7 @@ def test_bytes_are_those_of_the_formula(pools):
 
 def _beside_topk():
     """The ordinary way is the compressor's; ranks keep the same bits; a rank's NaN reaches all, and no residual."""
-    with patch.object(rule, "product_seconds", lambda layer, rows: rows):  # measured ones decide by chance
+    with patch.object(decision, "product_seconds", lambda layer, rows: rows):  # measured ones decide by chance
         model, handle, compression = wrapped(
             compressor={"name": "topk", "density": 0.05}, layers=["first", "maybe"], link={**LINK, "bytes_per_s": 1e15}
         )
@@ -326,7 +326,7 @@ def test_what_else_uses_the_layers(pools):
 
 
 def _unlike():
-    with pytest.raises(ValueError, match="ranks chose different layers"):
+    with pytest.raises(ValueError, match="layers or settings for sufficient factors of rank 1 differ"):
         wrapped(layers=["first", "maybe"] if dist.get_rank() else ["first"])
 
 

@@ -47,7 +47,7 @@ class _Counted(_timing.Work):
         self.ms[-1] = 1.0
 
 
-@pytest.mark.parametrize("codec", ["dgc", "wangni"])
+@pytest.mark.parametrize("codec", ["dgc", "rows"])
 def test_what_is_drawn_anew_may_vary_in_length(codec):
     row = codecs.measure({"codec": codec, **CODEC})
     assert all("ms" in row[way][part] for way in codecs.WAYS for part in codecs_table.PARTS)

@@ -10,8 +10,8 @@ from benchmarks._scale.check import backward_seconds, predict
 from benchmarks._scale.simulated import Call, Cluster, longer
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import CountingCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import AllGather
 from lightning_compress.exchanges.cost import COPIES, Link
 from lightning_compress.exchanges.message import Section

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, SufficientFactors
-from lightning_compress.callbacks.mesimp import _check_strategy
+from lightning_compress.contrib.mesimp import _check_strategy
 from tests.helpers.training import Net, fit, parameters
 from tests.strategies import test_resume
 

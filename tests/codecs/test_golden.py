@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lightning_compress.codecs import ATOMO, Rotated
+from lightning_compress.codecs import Rotated
 from lightning_compress.codecs.spectral.spectrum import Spectral
+from lightning_compress.contrib.codecs.atomo import ATOMO
 from tests.codecs.helpers import CODECS, CPU, layout
 from tests.golden.messages import KEY, NUMEL, codec_of, saved, unpack
 

@@ -6,20 +6,13 @@ import pytest
 import torch
 
 from lightning_compress.codecs import CODECS as KNOWN
-from lightning_compress.codecs import (
-    DCT,
-    FFT,
-    QSGD,
-    Adaptive,
-    Codec,
-    OneBit,
-    RangeFloat,
-    Rotated,
-    TernGrad,
-    Threshold,
-    TopK,
-    Wangni,
-)
+from lightning_compress.codecs import FFT, QSGD, Codec, OneBit, RangeFloat, Rotated, TopK
+from lightning_compress.contrib.codecs.adaptive import Adaptive
+from lightning_compress.contrib.codecs.dct import DCT
+from lightning_compress.contrib.codecs.qsgd_elias import QSGDElias
+from lightning_compress.contrib.codecs.terngrad import TernGrad
+from lightning_compress.contrib.codecs.threshold import Threshold
+from lightning_compress.contrib.codecs.wangni import Wangni
 from tests.codecs.helpers import CPU, layout, make
 from tests.helpers.memory import check_steady
 
@@ -32,9 +25,9 @@ OTHERS = [
     *(pytest.param(each, marks=pytest.mark.thorough) for each in (FFT(0.97), DCT(block=4096))),
     *(TopK(0.01, "parameter", "sampled", "1bit", "rice"), Threshold(3.0, 3.0), Adaptive(100)),
 ]
-MANY = {Threshold, Adaptive, Wangni}
-"""Whose lists of elements are, at default settings, as long as a good part of the vector."""
-CODECS = [*(kind() for kind in KNOWN.values() if kind not in MANY), *OTHERS]
+MANY = {Threshold, Adaptive, Wangni, QSGDElias}
+"""Whose lists, of elements or of bits, are at default settings as long as a good part of the vector."""
+CODECS = [*(kind() for kind in KNOWN.complete().values() if kind not in MANY), *OTHERS]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

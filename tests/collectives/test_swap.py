@@ -11,8 +11,8 @@ from lightning_compress.collectives import (
     TorchCollective,
     run_threads,
 )
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.collectives.torch import backend_of
-from lightning_compress.core.meter import Meter
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_compress.collectives import CountingCollective, TorchCollective
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.gossip.dpsgd import DPSGD
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours

@@ -11,14 +11,20 @@ import torch
 import lightning_compress
 from lightning_compress import CompressedDDPStrategy, compare, register
 from lightning_compress.codecs import CODECS, Codec, TopK
+from lightning_compress.contrib.codecs import TernGrad
+from lightning_compress.contrib.reducers.signsgd import SignSGD
 from lightning_compress.core import registry
 from lightning_compress.corrections import DGC
-from lightning_compress.reducers import REDUCERS, SignSGD
-from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
+from lightning_compress.exchanges import EXCHANGES, AllGather
+from lightning_compress.exchanges.hierarchical import PLAIN
+from lightning_compress.gossip import ALGORITHMS, DPSGD
+from lightning_compress.gossip.arguments import build_algorithm
+from lightning_compress.reducers import REDUCERS
+from lightning_compress.settings.arguments import COMPRESSORS, build_compressor, build_exchange
 from lightning_compress.settings.settings import Settings
 from tests.core.test_outside import running
 
-TABLES = (CODECS, REDUCERS, COMPRESSORS)
+TABLES = (CODECS, REDUCERS, COMPRESSORS, EXCHANGES, PLAIN, ALGORITHMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +57,11 @@ def offered(monkeypatch):
 
     def offer(**points):
         found = [
-            EntryPoint(name, value, registry.GROUP)
+            EntryPoint(name, value, registry.COMPRESSORS)
             for name, values in points.items()
             for value in ([values] if isinstance(values, str) else values)
         ]
+        registry._offered.cache_clear()
         monkeypatch.setattr(registry, "entry_points", lambda group: reads.append(group) or found)
         return reads
 
@@ -133,7 +140,7 @@ def without(*bases, **attributes):
         ("topk", Mine, "'topk' is the name of lightning_compress.codecs.sparse.topk.TopK already"),
         ("auto", Mine, "'auto' is the name of lightning_compress.settings.automatic.Automatic already"),
         ("mine", dict, "give a class derived from lightning_compress.Codec or lightning_compress.Reducer"),
-        ("mine", DGC, "give a class derived from"),
+        ("mine", int, "or from Corrected, Exchange or Algorithm"),
         ("mine", Mine(), "give a class derived from"),
         ("my codec", Mine, "letters, digits and underscores"),
         (7, Mine, "letters, digits and underscores"),
@@ -168,7 +175,7 @@ def test_a_package_offers_one(offered):
     assert CODECS["mine"] is Mine
     with pytest.raises(ValueError, match=r"unknown compressor 'other'; there are: auto, .*, mine, broken"):
         build_compressor("other")
-    assert reads == [registry.GROUP]  # once
+    assert reads == [registry.COMPRESSORS]  # once
     assert "broken" not in COMPRESSORS
 
 
@@ -183,7 +190,7 @@ def test_a_sparsifier_that_a_package_offers(offered):
         ("nosuch.module:Codec", "which cannot be imported (ModuleNotFoundError: No module named 'nosuch'); repair or"),
         (f"{__name__}:Nosuch", "which cannot be imported (AttributeError"),
         (f"{__name__}:TABLES", "which is none: register('mine', "),
-        ([f"{__name__}:Mine", f"{__name__}:Votes"], "both offer a compressor 'mine'; uninstall one of them"),
+        ([f"{__name__}:Mine", f"{__name__}:Votes"], "both offer the compressor 'mine'; uninstall one of them"),
     ],
 )
 def test_a_bad_offer_is_refused_where_it_is_named(offered, value, words):
@@ -194,11 +201,57 @@ def test_a_bad_offer_is_refused_where_it_is_named(offered, value, words):
 
 
 def test_a_registered_name_is_stronger_than_an_offer(offered):
-    reads = offered(mine="nosuch.module:Codec", topk="nosuch.module:Codec")
+    offered(mine="nosuch.module:Codec", topk="nosuch.module:Codec")
     register("mine", Mine)
     assert build_compressor("mine") == Mine()
     assert build_compressor("topk") == TopK()
-    assert not reads
+
+
+def test_what_we_offer_is_stronger_than_what_others_do(monkeypatch):
+    theirs = EntryPoint("terngrad", f"{__name__}:Mine", registry.COMPRESSORS)
+    ours = EntryPoint("terngrad", "lightning_compress.contrib.codecs.terngrad:TernGrad", registry.COMPRESSORS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [theirs, ours])
+    for table in TABLES:
+        table.pop("terngrad", None)
+    registry._offered.cache_clear()
+    with pytest.raises(ValueError, match=r"is the name of lightning_compress.contrib.codecs.terngrad.TernGrad already"):
+        register("terngrad", Mine)
+    assert type(build_compressor("terngrad")).__name__ == "TernGrad"
+
+
+def test_names_of_ours_without_an_installation_say_so(offered):
+    offered()
+    with pytest.raises(ValueError, match=r"there are: .*; lightning_compress is not installed, or not this version"):
+        build_exchange("butterfly_of_mine")
+
+
+def test_a_state_of_what_we_offer_needs_nothing_from_the_user():
+    state = running({"name": "terngrad", "clip": 1.5})
+    for table in TABLES:
+        table.pop("terngrad", None)
+    assert state["compressor"]["name"] == "terngrad"
+    assert Settings.of("topk").resumed(state).compressor.clip == 1.5
+    direct = running(TernGrad(1.5))  # by its class, as Hydra does
+    assert direct["compressor"] == state["compressor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(AllGather):
+    """An exchange of one's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone(DPSGD):
+    """An algorithm of one's own."""
+
+
+def test_exchanges_and_algorithms_too(offered):
+    offered(ring=f"{__name__}:Ring", alone=f"{__name__}:Alone")
+    assert build_exchange("ring") == Ring()
+    assert build_exchange({"name": "hierarchical", "outer": "ring"}).outer == Ring()
+    assert build_algorithm("alone") == Alone()
+    with pytest.raises(ValueError, match="unknown exchange 'alone'"):
+        build_exchange("alone")
 
 
 def test_what_one_derives_from_is_public():

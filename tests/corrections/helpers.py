@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_compress.collectives import LocalCollective, World, run_threads
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.settings import Settings
 

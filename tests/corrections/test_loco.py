@@ -155,7 +155,7 @@ def _resumes(folder):
 def test_it_resumes_bit_for_bit(pools, tmp_path, size):
     assert all(same and not said for same, said in pools[size].run(_resumes, str(tmp_path)))
     shard = torch.load(next(tmp_path.glob("epoch=0.ckpt.lc/*.rank0.pt")), weights_only=True)
-    kept = [group["states"]["loco"]["numbers"] for group in shard["state"]["groups"]]
+    kept = [group["states"]["loco"]["numbers"] for group in shard["tree"]["groups"]]
     assert {each.dtype for each in kept} == {torch.uint8}
     assert any(each.any() for each in kept)
 

@@ -326,7 +326,7 @@ def test_what_no_rank_uses_does_not_move(pools, compressor, size, how):
 
 @pytest.mark.parametrize(
     ("compressor", "exchange"),
-    [("efsign", "two_shot"), ("onebit", "two_shot"), ({"name": "topk", "density": 0.2}, "gtopk")],
+    [("efsign", "two_shot"), ("onebit", "two_shot"), ({"name": "topk", "density": 0.2}, "binomial")],
 )
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_residuals_of_owners_stay_small_where_one_rank_alone_has_a_gradient(pools, compressor, exchange, size):

@@ -5,7 +5,7 @@ import torch
 
 from lightning_compress.collectives import World
 from lightning_compress.collectives.base import Collective
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.reducers import Reducer
 from lightning_compress.settings.settings import Settings

@@ -92,7 +92,7 @@ def _resumes(folder, name):
 def test_bit_for_bit(pools, tmp_path, name, size):
     assert all(same and not said for same, said in pools[size].run(_resumes, str(tmp_path), name))
     shard = torch.load(next(tmp_path.glob("epoch=0.ckpt.lc/*.rank0.pt")), weights_only=True)
-    kept = [group["states"]["residual"]["numbers"] for group in shard["state"]["groups"]]
+    kept = [group["states"]["residual"]["numbers"] for group in shard["tree"]["groups"]]
     assert {each.dtype for each in kept} == {torch.bfloat16}
     assert any(each.any() for each in kept)
 

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import Codec, TopK
 from lightning_compress.collectives import run_threads
+from lightning_compress.contrib.reducers.signsgd import SignSGD
 from lightning_compress.corrections import DGC
 from lightning_compress.engine.compression import Compression
-from lightning_compress.reducers import SignSGD
 from lightning_compress.settings.settings import Settings
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
@@ -343,7 +343,7 @@ def _head_alone(compressor):
     strategy = CompressedDDPStrategy(compressor, min_numel=1)
     fit(strategy, 5, HeadAlone, limit_train_batches=5)
     compression = strategy.compression
-    return compression.step, len(compression._passes._hooks), compression._passes._patience
+    return compression.step, len(compression._passes._hooks), compression._passes.patience
 
 
 @pytest.mark.parametrize("compressor", ["topk", {"name": "dgc", "momentum": 0.0}])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import attach
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import World, run_threads
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.arguments import build_exchange
 from lightning_compress.settings.settings import Settings

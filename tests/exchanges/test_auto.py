@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import Auto, Hierarchical, auto, nodes, probe
 from lightning_compress.exchanges.cost import CODES, COPIES, UNKNOWN, Link, Speeds
 from lightning_compress.exchanges.message import Section

@@ -27,8 +27,6 @@ def test_by_hand():
     assert wire_seconds(cost(), LINK, sharing=4) == pytest.approx(3e-3 + 4 * 5e-3)
     within = cost(inner_bytes=4000, inner_rounds=2)
     assert wire_seconds(within, LINK, Link(1e-4, 1e8), sharing=2) == pytest.approx(1e-3 + 2e-3 + 2e-4 + 4e-5)
-    waiting = cost(inner_bytes=4000, inner_rounds=2, waited_bytes=9000, inner_waited_bytes=6000)
-    assert wire_seconds(waiting, LINK, Link(1e-4, 1e8)) == pytest.approx(1e-3 + 4e-3 + 2e-4 + 1e-4)
     assert device_seconds(cost(), WORK) == pytest.approx(2e-3 + 2e-3 + 2e-4)
     assert device_seconds(cost(copies=3.0), WORK, copy_s=1e-7) == pytest.approx(4.2e-3 + 3e-4)
     sums, finer = cost(sum_encodes=0.25, sum_decodes=1.0), [(1000, Speeds(4e-6, 3e-6, 1e-4))]

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_compress.codecs import ATOMO, BF16, Codec, Dense, OneBit, Rotated, TopK
+from lightning_compress.codecs import BF16, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import LocalCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.atomo import ATOMO
+from lightning_compress.contrib.exchanges.ok_topk import OkTopK
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
-from lightning_compress.exchanges import AllReduce, Auto, Hierarchical, OkTopK, TwoShot
+from lightning_compress.exchanges import AllReduce, Auto, Hierarchical, TwoShot
 from lightning_compress.exchanges.composite import CompositePlan, plan_group
 from lightning_compress.exchanges.cost import Cost, Link, Speeds, device_seconds, wire_seconds
 from lightning_compress.exchanges.message import Section

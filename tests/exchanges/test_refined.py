@@ -5,11 +5,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, RangeFloat, Rotated, TernGrad
+from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, RangeFloat, Rotated
 from lightning_compress.collectives import CountingCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.terngrad import TernGrad
+from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
-from lightning_compress.exchanges import Auto, Binomial, Hierarchical, TwoShot
+from lightning_compress.exchanges import Auto, Hierarchical, TwoShot
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import Cluster
 from lightning_compress.exchanges.probe import kind_of

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
-from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.core.meter import Meter
-from lightning_compress.engine.group import Group, _extremes
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
+from lightning_compress.engine.group import Group
+from lightning_compress.engine.in_place import extremes
 from lightning_compress.settings.settings import Settings
 
 CPU, SOUND = torch.device("cpu"), torch.tensor(False)
@@ -36,13 +36,13 @@ def averaged(collective, settings, straight, owed=(), steps=2, spoilt=(), spoili
     )
     if collective.rank in owed:
         group.residual.committed.fill_(0.25)
-    ways, goes = [], group._goes_straight
+    ways, goes = [], group._nothing_else
 
     def watched(*arguments):
         ways.append(straight and goes(*arguments))
         return ways[-1]
 
-    group._goes_straight = watched
+    group._nothing_else = watched
     found, flags = [], []
     for step in range(steps):
         parts = gradients(collective.rank, step)
@@ -193,6 +193,6 @@ def test_extremes_of_a_bucket_are_looked_for_once(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(torch, "aminmax", lambda each, found=torch.aminmax: asked.append(each) or found(each))
-    assert _extremes(bucket.split([10, 30, 20])).tolist() == [0.0, 59.0]
+    assert extremes(bucket.split([10, 30, 20])).tolist() == [0.0, 59.0]
     assert len(asked) == 1
-    assert _extremes([bucket[:10], bucket[20:]]).tolist() == [0.0, 9.0, 20.0, 59.0]
+    assert extremes([bucket[:10], bucket[20:]]).tolist() == [0.0, 9.0, 20.0, 59.0]

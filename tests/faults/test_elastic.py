@@ -70,7 +70,7 @@ def mean_of_parts(path):
     parts = [torch.load(part, weights_only=True) for part in path.parent.glob(f"{path.name}.lc/{save}.*")]
     assert len(parts) == 3
     mean = {}
-    for group in (group for part in parts for group in part["state"]["groups"]):
+    for group in (group for part in parts for group in part["tree"]["groups"]):
         one = group["states"]["residual"]
         for name, numbers in zip(one["names"], one["numbers"].split(one["numels"]), strict=True):
             mean[name] = mean.get(name, 0) + numbers / 3

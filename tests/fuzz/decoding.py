@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from lightning_compress.codecs import QSGD, Codec, OneBit, TopK
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.testing.hostile import CodecReader, Guarded
 from tests.cases import CASES

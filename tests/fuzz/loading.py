@@ -17,7 +17,7 @@ from lightning_compress.core import snapshot
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.settings import Settings
 from lightning_compress.strategies.resume import Resume
-from lightning_compress.testing.mutations import mutate
+from lightning_compress.testing.hostile import mutate
 
 CPU = torch.device("cpu")
 METHODS = ["onebit", "powersgd", {"name": "dgc", "density": 0.05}]
@@ -163,7 +163,7 @@ def spoil(tree, random):
 def signed(content):
     """With a checksum that fits, where that can be had."""
     try:
-        state = snapshot.check(content["state"])
+        state = snapshot.check(content["tree"])
         content["checksum"] = snapshot.checksum(state)
     except Exception:
         return content
@@ -186,8 +186,8 @@ def content_of(path, random, mark):
     """Spoil what a file holds, and write it well."""
     content = torch.load(path, weights_only=True)
     for _ in range(random.integers(1, 4)):
-        spoil(content if random.integers(3) == 0 else content["state"], random)
-        if "state" not in content or not isinstance(content["state"], dict):
+        spoil(content if random.integers(3) == 0 else content["tree"], random)
+        if "tree" not in content or not isinstance(content["tree"], dict):
             break
     if random.integers(8) == 0:
         content["code"] = Code(mark)

@@ -7,8 +7,8 @@ import torch
 
 from lightning_compress.codecs import QSGD, Dense, TopK
 from lightning_compress.collectives import World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.exchanges.message import Section
 from tests.fuzz.decoding import randomness

@@ -1,12 +1,12 @@
 """Write messages of the methods and settings that have none yet."""
 
 import base64
-import dataclasses
 import json
 
 import torch
 
 from lightning_compress.codecs import CODECS
+from lightning_compress.core.registry import describe
 from tests.codecs.helpers import CODECS as CHOSEN
 from tests.codecs.helpers import CPU, layout
 from tests.golden.messages import FILE, KEY, NUMEL, codec_of, saved, vector
@@ -20,9 +20,8 @@ def entry(codec):
     plan.encode(vector(), message, KEY)
     message = message[: plan.used]
     plan.decode(message[None], decoded, 1.0, False)
-    name = next(name for name, each in CODECS.items() if each is type(codec))
     return {
-        "compressor": {"name": name, **dataclasses.asdict(codec)},
+        "compressor": describe(codec, CODECS),
         "message": base64.b64encode(message.numpy().tobytes()).decode(),
         "decoded": base64.b64encode(decoded.numpy().tobytes()).decode(),
     }

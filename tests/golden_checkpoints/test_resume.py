@@ -2,11 +2,15 @@
 
 import base64
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 
+from lightning_compress.core import snapshot
+from lightning_compress.strategies import sidecar
 from tests.golden_checkpoints.runs import CASES, NAME, ROUNDED_BY, expected_of, fit, folder_of, machine
 
 IDS = [f"{method}-{size}" for method, size in CASES]
@@ -49,6 +53,17 @@ def test_without_the_ranks_parts_it_goes_elsewhere(pools, tmp_path, method, size
     answers = resumed(pools[size], tmp_path, method, size, parts=False)
     assert any(said for _, _, said in answers)
     assert not any(near(found, weights_of(expected_of(method, size))) for found, _, _ in answers)
+
+
+def test_a_damaged_part_is_refused(tmp_path):
+    (part, _) = sorted(folder_of("topk", 2).glob("*.lc/*"))
+    content = bytearray(part.read_bytes())
+    numbers = max(zipfile.ZipFile(part).infolist(), key=lambda each: each.file_size)
+    content[content.index(numbers.filename.encode()) + len(numbers.filename) + numbers.file_size // 2] ^= 1
+    (tmp_path / part.name).write_bytes(content)
+    saved = sidecar.Saved(2, None, part.name.partition(".")[0], str(tmp_path / part.name).removesuffix("0.pt"))
+    with pytest.raises(ValueError, match="damaged"):
+        saved.part(TorchCheckpointIO(), 0, snapshot.check)
 
 
 def texts(content):

@@ -6,22 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.codecs import (
-    CODECS,
-    QSGD,
-    Dense,
-    EFSign,
-    Natural,
-    RandomK,
-    Rotated,
-    TernGrad,
-    Threshold,
-    TopK,
-    Wangni,
-)
+from lightning_compress.codecs import CODECS, QSGD, Dense, EFSign, RandomK, Rotated, TopK
 from lightning_compress.collectives import run_threads
+from lightning_compress.contrib.codecs.natural import Natural
+from lightning_compress.contrib.codecs.terngrad import TernGrad
+from lightning_compress.contrib.codecs.threshold import Threshold
+from lightning_compress.contrib.codecs.wangni import Wangni
 from lightning_compress.core.layout import Layout
-from lightning_compress.gossip.arguments import ALGORITHMS, build_algorithm, build_gossip_compressor
+from lightning_compress.gossip import ALGORITHMS
+from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.noise import carried, largest_step
@@ -91,11 +84,11 @@ def takes(algorithm, compressor):
 
 
 CANDIDATES = [
-    *(make() for make in CODECS.values()),
+    *(make() for make in CODECS.complete().values()),
     *(TopK(0.1), RandomK(0.1), Threshold(0.01, 0.01, capacity=1.0), QSGD(8), QSGD(2), Rotated(8), Rotated(2)),
     *(Moniqua(1), Moniqua(2), Moniqua(1, "nearest"), Moniqua(2, "nearest"), Moniqua(4), Moniqua(8)),
 ]
-PAIRS = [(name, each) for name in ALGORITHMS for each in CANDIDATES if takes(build_algorithm(name), each)]
+PAIRS = [(name, each) for name in ALGORITHMS.complete() for each in CANDIDATES if takes(build_algorithm(name), each)]
 CHEAP = [
     *(("dpsgd", Moniqua(1)), ("d2", Moniqua(4)), ("choco", TopK())),
     *(("deepsqueeze", TopK()), ("dcd", Rotated()), ("ecd", Rotated(8))),

@@ -12,7 +12,9 @@ from lightning_compress.reducers import REDUCERS
 from tests.cases import CASES
 
 pytestmark = pytest.mark.gpu
-METHODS = list(dict.fromkeys(case.codec.name for case in CASES if case.triton or case.codec.name in REDUCERS))
+METHODS = list(
+    dict.fromkeys(case.codec.name for case in CASES if case.triton or case.codec.name in REDUCERS.complete())
+)
 METHODS.append({"name": "dgc", "density": 0.01})
 DEVICE = "cuda:0"
 

@@ -7,14 +7,15 @@ import torch
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.collectives import World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
+from lightning_compress.core.vector import Vector, kernel_of
 from lightning_compress.corrections.base import zero_where_zero
-from lightning_compress.engine.gradients import add_gradients, copy_gradients
 from lightning_compress.engine.group import Group
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.settings.settings import Settings
+from lightning_compress.testing.alone import encode
 from tests.cases import kernel_settings
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def _messages(given):
         message = torch.zeros(plan.message_size, dtype=torch.uint8)
         if given.get("correlated"):
             plan.correlate(7, rank, 3)
-        plan.send(vector.clone(), message, 7 + rank)
+        encode(plan, vector.clone(), message, 7 + rank, keep=False)
         again = message.clone()
         plan.encode(vector, message, 7 + rank)
         assert message.equal(again)
@@ -77,18 +78,17 @@ def test_same_sums(given, accumulate, both):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-@pytest.mark.parametrize("name", ["topk", "none"])
-def test_sums_in_pieces(name, damaged, both):
+def test_sums_in_pieces(damaged, both):
     """Also of messages whose places are out of order."""
 
     def program():
-        plan, messages, _ = _messages({"name": name} | ({"density": 0.02} if name == "topk" else {}))
+        plan, messages, _ = _messages({"name": "topk", "density": 0.02})
         if damaged:
             messages = messages.roll(4, 1)
             messages.view(torch.int32)[:, 0] = 5
         whole, pieces = torch.ones(LAYOUT.numel), [torch.ones(each.numel) for each in LAYOUT.segments]
         plan.decode(messages, whole, 1 / 4, accumulate=False)
-        plan.decode_pieces(messages, pieces, 1 / 4)
+        plan.decode(messages, pieces, 1 / 4, accumulate=False)
         return whole, torch.cat(pieces)
 
     (whole, pieces), (wanted, same) = both(program)
@@ -105,7 +105,11 @@ def test_adding_gradients(bad, both):
         gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
         if bad is not None:
             gradients[1][3 if bad else slice(None)] = bad
-        return add_gradients(gradients, state, 1.0), state.pending, torch.cat(gradients) + state.committed
+        return (
+            Vector(gradients, torch.empty).add(state.committed, state.pending),
+            state.pending,
+            torch.cat(gradients) + state.committed,
+        )
 
     (sound, pending, wanted), (same, _, _) = both(program)
     assert sound == same == (bad is None)
@@ -122,11 +126,11 @@ def test_velocities(nesterov, clip, both):
         settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
         shapes = [(each.name, each.shape) for each in LAYOUT.segments]
         group = Group(shapes, settings, World(collective, CPU, Meter(CPU)))
-        generator, found, copied = torch.Generator().manual_seed(collective.rank), [], group._copied
+        generator, found, take = torch.Generator().manual_seed(collective.rank), [], group._take
         for step in range(4):
             gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
             gradients[0][17] = torch.inf if step == 2 else 1.0
-            group._copied = None if kernels.compiler(CPU) and step != 2 else copied
+            group._take = None if kernels.compiler(CPU) and step != 2 else take
             rejected = group.reduce(gradients, step, None).isnan()
             found += gradients
             for state in group.states.values():
@@ -188,9 +192,12 @@ def test_copying_gradients(bad):
     if bad is not None:
         gradients[0][3] = bad
     out = torch.full((1037,), 7.0)
-    assert copy_gradients(gradients, out) == (bad is None)
+    vector = Vector(gradients, lambda _: out, fast=kernel_of(CPU))
+    assert vector._copy(out) == (bad is None)
     assert bad is not None or out.equal(torch.cat(gradients))
-    assert not copy_gradients([each.half() for each in gradients], out)
+    assert vector.whole().equal(torch.cat(gradients).nan_to_num(0.0, 0.0, 0.0) * (bad is None))
+    assert bool(vector.flag.isnan()) == (bad is not None)
+    assert not Vector([each.half() for each in gradients], lambda _: out, fast=kernel_of(CPU))._copy(out)
 
 
 def test_random_bits_of_a_tile_are_those_of_the_stream(both):

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_compress.codecs import SparseLoCo
 from lightning_compress.collectives import World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.failures import ExchangeError
-from lightning_compress.core.meter import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.local.inner import average_gradients, forget_nonfinite
 from lightning_compress.local.means import mean_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
 from lightning_compress.reducers import Reducer
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from lightning_compress.collectives import LocalCollective, World
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.reducers.signsgd import SignSGD
+from lightning_compress.contrib.reducers.terngrad_shared import TernGradShared
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
-from lightning_compress.reducers import Reducer, SignSGD, TernGradShared
+from lightning_compress.reducers import Reducer
 from tests.helpers.memory import check_steady
 from tests.reducers.helpers import CPU
 

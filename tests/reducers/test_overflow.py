@@ -7,8 +7,8 @@ import torch
 
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
 from lightning_compress.exchanges import AllGather
 from lightning_compress.exchanges.composite import declared, plan_group
@@ -18,7 +18,7 @@ from tests.reducers.helpers import CPU
 
 
 @pytest.mark.parametrize("largest", ["weight", "bias"])
-@pytest.mark.parametrize("name", REDUCERS)
+@pytest.mark.parametrize("name", REDUCERS.complete())
 def test_a_mean_that_is_not_finite_is_flagged_on_all_ranks(name: str, largest: str) -> None:
     layout, bias = Layout.of([("weight", (64, 48))]), Layout.of([("bias", (48,))])
     sections = [Section(REDUCERS[name](), layout, 0), Section(Dense(), bias, layout.numel)]

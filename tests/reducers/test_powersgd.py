@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_compress.collectives import LocalCollective, World
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.state import State
 from lightning_compress.reducers import powersgd
 from lightning_compress.reducers.powersgd import PowerSGD, normal

@@ -36,20 +36,6 @@ def largest(numbers, count):
     return set(sorted(numbers, key=lambda place: (-abs(numbers[place]), place))[:count])
 
 
-def gtopk(parts):
-    """gTop-k's tree: what rank 0 has in the end, and what each rank dropped while it merged."""
-    held, dropped, distance = list(parts), [{} for _ in parts], 1
-    while distance < len(parts):
-        for rank in range(0, len(parts) - distance, 2 * distance):
-            one, other = held[rank], held[rank + distance]
-            total = add(one, other)
-            kept = largest(total, max(len(one), len(other)))
-            held[rank] = {place: total[place] for place in kept}
-            dropped[rank] = add(dropped[rank], {place: total[place] for place in total.keys() - kept})
-        distance *= 2
-    return held[0], dropped
-
-
 class OkTopk:
     """Ok-Topk over ranks that are numbers in a loop, for one parameter: its threshold, clock and regions."""
 

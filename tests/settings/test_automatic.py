@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import BF16, Dense, Rotated
 from lightning_compress.collectives import LocalCollective, World, run_threads
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.forecast import decide, forecast, label
 from lightning_compress.exchanges import Auto, probe
 from lightning_compress.exchanges.cost import COPIES, Link, Speeds

@@ -186,5 +186,5 @@ def test_a_trainer_says_which_optimizer_it_is(pools, tmp_path):
     assert pools[2].run(_trained, str(tmp_path)) == [[], []]
     for folder, last, kind in (("", 0, "loco"), ("again", 1, "residual")):
         path = next((tmp_path / folder).glob(f"epoch={last}.ckpt.lc/*.rank0.pt"))
-        groups = torch.load(path, weights_only=True)["state"]["groups"]
+        groups = torch.load(path, weights_only=True)["tree"]["groups"]
         assert {each for group in groups for each in group["states"]} == {kind}

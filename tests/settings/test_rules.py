@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, TopK
 from lightning_compress.collectives import CountingCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import Auto
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.rules import kinds_of

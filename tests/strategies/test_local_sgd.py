@@ -840,8 +840,8 @@ def _refused(what):
     [
         ("fragments", "fragments=20 must be at most 10"),
         ("buffers", "'*.queue' matches no floating-point buffer of the model, which has body.1.running_mean, body.1"),
-        ("settings", "settings of local steps differ over the ranks"),
-        ("outer", "settings of local steps differ over the ranks"),
+        ("settings", "settings of local steps of rank 1 differ from those of rank 0"),
+        ("outer", "settings of local steps of rank 1 differ from those of rank 0"),
         ("late", "begun to train different parameters"),
         ("late streaming", "begun to train different parameters"),
         ("late averaged", "begun to train different parameters"),

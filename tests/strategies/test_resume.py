@@ -63,7 +63,7 @@ def test_bit_for_bit(pools, tmp_path, case, size):
         assert not said
     parts = [torch.load(path, weights_only=True) for path in tmp_path.glob("epoch=0.ckpt.lc/*")]
     kept = parts or [torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["lightning_compress"]]
-    assert all(len(each["state"]["groups"]) > 1 for each in kept)
+    assert all(len(each["tree"]["groups"]) > 1 for each in kept)
 
 
 class PlainSGD(Net):
@@ -196,7 +196,7 @@ def test_at_another_world_size_every_rank_goes_on_from_the_mean(pools, tmp_path)
     shards = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("epoch=0.ckpt.lc/*.pt"))]
     assert len(shards) == 3
     total = sum(
-        float(group["states"]["residual"]["numbers"].sum()) for each in shards for group in each["state"]["groups"]
+        float(group["states"]["residual"]["numbers"].sum()) for each in shards for group in each["tree"]["groups"]
     )
     for size in (2, 4):
         answers = pools[size].run(resumed_sums, f"{tmp_path}/{size}", f"{tmp_path}/epoch=0.ckpt")

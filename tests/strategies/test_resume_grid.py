@@ -55,4 +55,4 @@ def test_bit_for_bit(pools, tmp_path, case, size, way):
         assert not said
     parts = [torch.load(path, weights_only=True) for path in tmp_path.glob("epoch=0.ckpt.lc/*")]
     kept = parts or [torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["lightning_compress"]]
-    assert all(len(each["state"]["groups"]) > 1 for each in kept)
+    assert all(len(each["tree"]["groups"]) > 1 for each in kept)

@@ -102,7 +102,7 @@ class Listening(LocalCollective):
 def test_a_mean_is_made_where_the_ranks_talk_and_leaves_the_state_as_it_was():
     ranks, own, checkpoint = Listening(), state(residual=("rank", 1.0), kept=("shared", 2.0)), {}
     sidecar.write_inside(checkpoint, own, ranks, torch.device("meta"))
-    (states,) = (group["states"] for group in checkpoint[sidecar.KEY]["state"]["groups"])
+    (states,) = (group["states"] for group in checkpoint[sidecar.KEY]["tree"]["groups"])
     assert ranks.devices == ["meta"]
     assert states["residual"]["numbers"].is_meta
     assert states["kept"]["numbers"].eq(2).all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_compress.collectives import World, run_threads
-from lightning_compress.core.meter import Meter
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.settings import Settings
 
@@ -98,13 +98,13 @@ def test_as_on_a_cpu(happens, exchange, twice, device, by):
 def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, monkeypatch):
     from lightning_compress.codecs.sign.signs import FusedSigns
 
-    calls, encode_sum = [], FusedSigns.encode_sum
+    calls, encode = [], FusedSigns.encode
 
-    def counted(self, *arguments):
-        calls.append(self)
-        encode_sum(self, *arguments)
+    def counted(self, vector, message, key, keep, summands):
+        calls.extend([self] * (summands is not None))
+        encode(self, vector, message, key, keep, summands)
 
-    monkeypatch.setattr(FusedSigns, "encode_sum", counted)
+    monkeypatch.setattr(FusedSigns, "encode", counted)
     by("triton")
     settings = Settings.of({"name": "onebit", "block": 512}, exchange)
     run_threads(2, lambda collective: program(collective, device, settings, plain, False, False))

@@ -51,10 +51,10 @@ def _encode(plan, rank, parts, got):
     gradient, residual = (part.to(got.device) for part in parts)
     if rank == 1:
         vector = torch.full_like(gradient, torch.nan)
-        plan.encode_sum(gradient, residual, vector, got[rank], 11 * rank)
+        plan.encode(vector, got[rank], 11 * rank, summands=(gradient, residual))
         return vector
     vector = gradient + residual
-    (plan.send if rank == 2 else plan.encode)(vector, got[rank], 11 * rank)
+    plan.encode(vector, got[rank], 11 * rank, keep=rank != 2)
     return vector
 
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from lightning_compress.collectives import LocalCollective, World
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
+from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import DGC
 from lightning_compress.corrections.base import zero_where_zero
 
@@ -17,11 +20,15 @@ def _steps(choice, nesterov, device, by):
     by(choice)
     correction = DGC(nesterov=nesterov).correction
     states = {name: State(each.layout, device) for name, each in correction.state(LAYOUT, COMPRESSED).items()}
-    plan = correction.plan(LAYOUT, COMPRESSED, 2, device, states)
+    world = World(LocalCollective(), device, Meter(device))
+    plan = correction.plan(LAYOUT, COMPRESSED, world, states, None)
     found = []
     for number in range(2):
         gradient = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(number)).to(device)
-        plan.before(gradient, COMPRESSED, number)
+        memory = gradient.clone()
+        vector = Vector(list(gradient.split([2103, 10])), lambda _, memory=memory: memory, number)
+        plan.before(vector)
+        gradient = vector.whole()
         states["velocity"].touch()
         found += [gradient.cpu(), states["velocity"].pending.cpu().clone()]
         states["velocity"].commit(torch.zeros((), dtype=torch.bool, device=device), LAYOUT.names)

@@ -1,20 +1,57 @@
-"""How the gradients of layers travel, decided when the number of their rows is known."""
+"""How the gradients of layers travel, decided when the number of their rows is known: Poseidon's rule.
+
+A layer goes by factors where that sends less, and is expected to take less time. Zhang et al., "Poseidon: An Efficient
+Communication Architecture for Distributed Deep Learning on GPU Clusters", USENIX ATC 2017, arXiv:1706.03292, with a
+ring all-reduce in place of its parameter server.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
-from lightning_compress.backward.sufficient_factors.layers import Layer
-from lightning_compress.backward.sufficient_factors.rule import factor_bytes, limit, matrix_bytes, seconds, sends_less
-from lightning_compress.backward.sufficient_factors.settings import FactorSettings
+from lightning_compress.backward.sufficient_factors.layers import FactorSettings, Layer
 from lightning_compress.collectives import Collective
+from lightning_compress.collectives.counting import all_gather_rounds, all_reduce_rounds, least_ms
 from lightning_compress.exchanges import probe
-from lightning_compress.exchanges.cost import Link
+from lightning_compress.exchanges.cost import Cost, Link, wire_seconds
 
 SHOWN = 3
 """Names in a line, at most."""
+REPEATS = 3
+"""Of a product, whose least time counts."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """A layer with ``rows`` on each of ``ranks``, the most that one has, in numbers of ``size`` bytes."""
+
+    layer: Layer
+    rows: int
+    ranks: int
+    size: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes of a rank by factors: K (M + N) (P - 1) numbers."""
+        return self.rows * self.layer.width * self.size * (self.ranks - 1)
+
+    @property
+    def sends_less(self) -> bool:
+        """Whether factors do: K P < 2 M N / (M + N), where both travel as float32."""
+        return self.rows * self.ranks * self.layer.width * self.size < 2 * self.layer.weight.nbytes
+
+    def seconds(self, link: Link) -> list[float]:
+        """What a step is expected to take by factors, and the ordinary way; runs the products."""
+        gather = Cost(self.sent, 2 * all_gather_rounds(self.ranks))  # their number goes first
+        reduce = Cost(self.layer.matrix_bytes(self.ranks), all_reduce_rounds(self.ranks))
+        return [
+            wire_seconds(gather, link) + product_seconds(self.layer, self.rows * self.ranks),
+            wire_seconds(reduce, link) + product_seconds(self.layer, self.rows),
+        ]
 
 
 def decide(
@@ -39,86 +76,75 @@ def decide(
     Raises:
         ValueError: factors are forced on a layer for which they send more than the matrix; on every rank.
     """
-    ranks = collective.size
-    more = [each for each in layers if not sends_less(each, _rows(each), ranks, sizes[each.name])]
-    if settings.force:
-        if more:
-            raise ValueError(_refusal(more[0], ranks, sizes[more[0].name]))
-        for layer in layers:
-            layer.way = "factors"
-        return _line(layers, [], [], ranks, sizes, "")
-    less = [layer for layer in layers if layer not in more]
-    expected = _expected(less, settings, collective, sizes, device)
-    for layer in layers:
-        layer.way = (
-            "factors" if layer.name in expected and expected[layer.name][0] < expected[layer.name][1] else "ordinary"
-        )
-    faster = [layer for layer in less if layer.way == "factors"]
-    slower = [layer for layer in less if layer.way == "ordinary"]
-    took, takes = (1e3 * sum(expected[layer.name][place] for layer in faster) for place in (1, 0))
-    return _line(faster, more, slower, ranks, sizes, f", {takes:.3g} ms in place of {took:.3g} expected")
-
-
-def _rows(layer: Layer) -> int:
-    """Of a rank, as they travel: the others pad to the most that one has."""
-    assert layer.counts is not None
-    return max(layer.counts)
+    cases = [_Case(each, max(each.counts or [0]), collective.size, sizes[each.name]) for each in layers]
+    more = [case for case in cases if not case.sends_less]
+    faster, slower, times = cases, list[_Case](), ""
+    if settings.force and more:
+        raise ValueError(_refusal(more[0]))
+    if not settings.force:
+        less = [case for case in cases if case.sends_less]
+        expected = _expected(less, settings, collective, device)
+        won = [factors < ordinary for factors, ordinary in expected]
+        faster, slower = list(compress(less, won)), [case for case, each in zip(less, won, strict=True) if not each]
+        takes, took = (1e3 * sum(each[place] for each in compress(expected, won)) for place in (0, 1))
+        times = f", {takes:.3g} ms in place of {took:.3g} expected"
+    for case in cases:
+        case.layer.way = "factors" if case in faster else "ordinary"
+    return _line(faster, more, slower, times)
 
 
 def _expected(
-    layers: Sequence[Layer],
-    settings: FactorSettings,
-    collective: Collective,
-    sizes: Mapping[str, int],
-    device: torch.device,
-) -> dict[str, tuple[float, float]]:
-    """Seconds by factors and the ordinary way, by name: rank 0's figures, on every rank."""
-    if not layers:
-        return {}
+    cases: Sequence[_Case], settings: FactorSettings, collective: Collective, device: torch.device
+) -> list[list[float]]:
+    """Seconds by factors and the ordinary way: rank 0's figures, on every rank."""
+    if not cases:
+        return []
     link = settings.link
     if link is None:
         measured = probe.time_link(collective, device)
         link = Link(*probe.agreed([measured.latency_s, measured.bytes_per_s], collective, device))
     assert isinstance(link, Link)
-    own = [seconds(layer, _rows(layer), collective.size, sizes[layer.name], link) for layer in layers]
-    figures = probe.agreed([each for pair in own for each in pair], collective, device)
-    return {layer.name: (figures[2 * at], figures[2 * at + 1]) for at, layer in enumerate(layers)}
+    figures = probe.agreed([each for case in cases for each in case.seconds(link)], collective, device)
+    return [figures[start : start + 2] for start in range(0, len(figures), 2)]
 
 
-def _refusal(layer: Layer, ranks: int, size: int) -> str:
+def product_seconds(layer: Layer, rows: int) -> float:
+    """How long the gradient of so many rows takes to be formed."""
+    outer, inner = layer.weight.shape
+    out = layer.memory()
+    inputs, gradients = out.new_ones(rows, inner), out.new_ones(rows, outer)
+    return least_ms(out.device, REPEATS, lambda: out.addmm_(gradients.t(), inputs, beta=0), lambda: None) / 1e3
+
+
+def _refusal(case: _Case) -> str:
+    layer, limit = case.layer, 2 * case.layer.weight.nbytes / (case.layer.width * case.size)
     return (
-        f"force=True: {layer.name} has {_rows(layer)} rows on each of {ranks} ranks, so that factors would send more "
-        f"than its {layer.weight.shape[0]} x {layer.weight.shape[1]} matrix: K P = {_rows(layer) * ranks} is not below "
-        f"2 M N / (M + N) = {limit(layer, size):.4g}. Exclude it (exclude={[layer.name]!r}), or leave force=False, "
-        "which sends each layer the cheaper way"
+        f"force=True: {layer.name} has {case.rows} rows on each of {case.ranks} ranks, so that factors would send more "
+        f"than its {layer.weight.shape[0]} x {layer.weight.shape[1]} matrix: K P = {case.rows * case.ranks} is not "
+        f"below 2 M N / (M + N) = {limit:.4g}. Exclude it (exclude={[layer.name]!r}), or leave force=False, which "
+        "sends each layer the cheaper way"
     )
 
 
-def _line(
-    faster: Sequence[Layer],
-    more: Sequence[Layer],
-    slower: Sequence[Layer],
-    ranks: int,
-    sizes: Mapping[str, int],
-    times: str,
-) -> str:
+def _line(faster: Sequence[_Case], more: Sequence[_Case], slower: Sequence[_Case], times: str) -> str:
     said = []
     if faster:
-        sent = sum(factor_bytes(each, _rows(each), ranks, sizes[each.name]) for each in faster)
-        dense = sum(matrix_bytes(each, ranks) for each in faster)
-        rows = sorted({_rows(each) for each in faster})
-        many = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
+        ranks = faster[0].ranks
+        sent = sum(case.sent for case in faster)
+        dense = sum(case.layer.matrix_bytes(ranks) for case in faster)
+        least, most = min(case.rows for case in faster), max(case.rows for case in faster)
+        many = f"{least}" if least == most else f"{least} to {most}"
         said.append(
             f"sufficient factors for {_names(faster)} ({many} rows on each of {ranks} ranks: {sent / 1e6:,.3g} MB in "
             f"place of {dense / 1e6:,.3g} a rank and step{times})"
         )
-    for layers, why in ((more, "factors would send more"), (slower, "factors would take longer")):
-        if layers:
-            said.append(f"the ordinary way for {_names(layers)} ({why})")
+    for cases, why in ((more, "factors would send more"), (slower, "factors would take longer")):
+        if cases:
+            said.append(f"the ordinary way for {_names(cases)} ({why})")
     return ", ".join(said)
 
 
-def _names(layers: Sequence[Layer]) -> str:
-    names = [layer.name or "the model" for layer in layers]
+def _names(cases: Sequence[_Case]) -> str:
+    names = [case.layer.name or "the model" for case in cases]
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

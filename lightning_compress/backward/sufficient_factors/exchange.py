@@ -1,14 +1,21 @@
-"""What the ranks tell each other about one layer in one backward pass."""
+"""What the ranks tell each other about layers in one backward pass: rows, or gradients the ordinary way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress.backward.sufficient_factors import rows as messages
 from lightning_compress.backward.sufficient_factors.layers import Layer
 from lightning_compress.backward.sufficient_factors.linear import Rows
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, consensus
+from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import reduce_now
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""In which rows may travel, by their number."""
 
 
 class Exchange:
@@ -36,31 +43,47 @@ class Exchange:
         Raises:
             ValueError: ranks have rows of different dtypes; on every rank.
         """
-        own = messages.dtype_of(rows, self._rounded)
-        said = [messages.count(rows), -1 if own is None else messages.DTYPES.index(own)]
+        own = self._dtype(rows)
+        said = [sum(len(inputs) for inputs, _ in rows), -1 if own is None else DTYPES.index(own)]
         mine = torch.tensor(said, dtype=torch.int64, device=self._device)
-        everyone = mine.new_empty(self._collective.size, 2)
-        self._collective.all_gather(mine, everyone)
-        counts, numbers = everyone.t().tolist()
-        layer.counts = counts
+        layer.counts, numbers = consensus.gathered(mine, self._collective).t().tolist()
         kinds = sorted({number for number in numbers if number >= 0})
         if len(kinds) > 1:
-            found = ", ".join(str(messages.DTYPES[kind]) for kind in kinds)
+            found = ", ".join(str(DTYPES[kind]) for kind in kinds)
             raise ValueError(f"the rows of {layer.name} are {found} on different ranks; give all the same precision")
         if not kinds:
             return None
-        dtype = messages.DTYPES[kinds[0]]
+        dtype = DTYPES[kinds[0]]
         self.sizes[layer.name] = dtype.itemsize
         return dtype
 
+    def _dtype(self, rows: Rows) -> torch.dtype | None:
+        """What holds all of them; None: there are none."""
+        dtype: torch.dtype | None = None
+        for each in (tensor for pair in rows for tensor in pair):
+            dtype = each.dtype if dtype is None else torch.promote_types(dtype, each.dtype)
+        return torch.bfloat16 if self._rounded and dtype in (torch.float32, torch.float64) else dtype
+
     def gather(self, layer: Layer, rows: Rows, dtype: torch.dtype) -> None:
-        """Collect the rows of all ranks, in their order, in ``layer.gathered``."""
-        outer, inner = layer.weight.shape
+        """Collect the rows of all ranks, in their order, in ``layer.gathered``.
+
+        A message has the inputs, then the output gradients, each padded with zeros to the most rows of a rank.
+        """
         assert layer.counts is not None
-        sent = messages.pack(rows, max(layer.counts), inner, outer, dtype, self._device)
-        received = sent.new_empty(self._collective.size, sent.numel())
-        self._collective.all_gather(sent, received)
-        layer.gathered = messages.unpack(received, layer.counts, inner, outer)
+        outer, inner = layer.weight.shape
+        border = max(layer.counts) * inner
+        sent = torch.empty(border + max(layer.counts) * outer, dtype=dtype, device=self._device)
+        for place, part in enumerate((sent[:border], sent[border:])):
+            filled = 0
+            for pair in rows:
+                numbers = pair[place].numel()
+                part[filled : filled + numbers].view(pair[place].shape).copy_(pair[place])
+                filled += numbers
+            part[filled:].zero_()
+        messages = list(zip(consensus.gathered(sent, self._collective), layer.counts, strict=True))
+        inputs = [message[: count * inner].view(count, inner) for message, count in messages]
+        gradients = [message[border : border + count * outer].view(count, outer) for message, count in messages]
+        layer.gathered = torch.cat(inputs), torch.cat(gradients)
 
 
 def flag_of(layer: Layer) -> Tensor:
@@ -68,3 +91,44 @@ def flag_of(layer: Layer) -> Tensor:
     assert layer.gathered is not None
     largest = [each.abs().amax().to(torch.float32) for each in layer.gathered]
     return torch.stack(largest).sum() * 0.0
+
+
+def average_ordinary(
+    layers: Sequence[Layer],
+    ddp: DistributedDataParallel,
+    compression: Compression | None,
+    collective: Collective,
+    device: torch.device,
+) -> list[Layer]:
+    """Average gradients of layers that do not travel as factors, at the end of backward, as other parameters'.
+
+    Args:
+        layers: the same on all ranks.
+        ddp: says whether some of them may be unused.
+        compression: of the other parameters, which averages these too, each layer as a group; or None, or one that is
+            off: then float32 is summed here.
+        collective: the ranks.
+        device: where gradients are.
+
+    Returns:
+        Those that were averaged here.
+    """
+    if layers and (ddp.find_unused_parameters or ddp.static_graph):
+        local = [layer.local and any(each.grad is not None for each in layer.parameters) for layer in layers]
+        used = consensus.anywhere(local, collective, device)
+        layers = [layer for layer, each in zip(layers, used, strict=True) if each]
+    waits: list[Callable[[], object]] = []
+    for layer in layers:
+        layer.local = False
+        trained = [each for each in layer.parameters if each.requires_grad]
+        for each in trained:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad.contiguous()
+        gradients = [each.grad for each in trained if each.grad is not None]
+        if compression and compression.active:
+            reduce_now(compression, trained, gradients)
+            continue
+        torch._foreach_div_(gradients, collective.size)
+        waits += [collective.begin_all_reduce(each) for each in gradients]
+    for wait in waits:
+        wait()
+    return list(layers) if waits else []

@@ -12,16 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_compress.backward.sufficient_factors.decision import decide
-from lightning_compress.backward.sufficient_factors.exchange import Exchange, flag_of
-from lightning_compress.backward.sufficient_factors.layers import Layer, Way
-from lightning_compress.backward.sufficient_factors.linear import Rows
-from lightning_compress.backward.sufficient_factors.nesting import Outermost
-from lightning_compress.backward.sufficient_factors.ordinary import average_ordinary
-from lightning_compress.backward.sufficient_factors.rule import matrix_bytes
-from lightning_compress.backward.sufficient_factors.settings import FactorSettings
-from lightning_compress.collectives import CountingCollective, TorchCollective
+from lightning_compress.backward.sufficient_factors.exchange import Exchange, average_ordinary, flag_of
+from lightning_compress.backward.sufficient_factors.layers import FactorSettings, Layer, Way, choose
+from lightning_compress.backward.sufficient_factors.linear import Outermost, Rows
+from lightning_compress.collectives import CountingCollective, TorchCollective, consensus
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.collectives.torch import backend_of
 from lightning_compress.core import failures
-from lightning_compress.core.meter import Meter
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import announce
 from lightning_compress.engine.compression import Compression
@@ -52,15 +49,12 @@ class Factors:
 
     def __init__(self, module: nn.Module, layers: list[Layer], settings: FactorSettings, ranks: int) -> None:
         self._module, self._settings, self._ranks = module, settings, ranks
-        self.layers = layers
-        self.sent = 0
-        self.summary = ""
+        self.layers, self.sent, self.summary = layers, 0, ""
         self._task: int | None = None
         self._outermost = Outermost(self._clear, self._finish)
-        self._syncs = self._expected = False
+        self._syncs = self._expected = self._ordered = self._seen = False
         self._next = 0
         self._arrivals: list[str] = []
-        self._ordered = self._seen = False
         self._problem: Exception | None = None
         self._handles: list[RemovableHandle] = []
         self._nodes: list[Any] = []
@@ -270,7 +264,7 @@ class Factors:
         sent = int(self._meter.bytes_sent)
         self.sent, self._sent_before = sent - self._sent_before, sent
         if self._compression:
-            dense = sum(matrix_bytes(layer, self._ranks) for layer in [*formed, *alone])
+            dense = sum(layer.matrix_bytes(self._ranks) for layer in [*formed, *alone])
             flag = torch.stack(flags).sum() if flags else torch.zeros((), device=self._device)
             names = [name for layer in formed for name in layer.names]
             self._compression.beside(names, self.sent, dense, flag)
@@ -367,3 +361,38 @@ class Factors:
         if self._ddp is not None and self._background.idle:  # or a rank left in the middle of a step
             self._transport.close()
         self._ddp = self._compression = None
+
+
+def enable(
+    module: nn.Module, settings: FactorSettings | None = None, collective: TorchCollective | None = None
+) -> Factors | None:
+    """Take the weights of linear layers out of DistributedDataParallel, to average them by their factors.
+
+    A collective call, before the model is wrapped; then ``begin`` with the wrapped one.
+
+    Args:
+        module: the model.
+        settings: which layers, and how; None: the defaults.
+        collective: the ranks that average; None: those of the default process group.
+
+    Returns:
+        the handle; None on one rank, where nothing is changed.
+
+    Raises:
+        ValueError: a layer cannot travel as factors, so many ranks never pay, or ranks chose differently; on every
+            rank, and nothing was changed.
+    """
+    settings = settings or FactorSettings()
+    collective = collective or TorchCollective()
+    problem, layers = None, []
+    try:
+        layers = choose(module, settings, collective.size)
+    except ValueError as error:  # the other ranks wait for word
+        problem = error
+    told = [(each.names, tuple(each.weight.shape), str(each.weight.dtype)) for each in layers]
+    device = next(module.parameters()).device  # of one that is still to move, perhaps none on which the ranks talk
+    device = device if backend_of(device.type, collective.group) else torch.device("cuda")
+    advice = f"; rank {collective.rank} has {[each.name for each in layers]} by {settings}"
+    said = {"layers or settings for sufficient factors": [settings, told]}
+    consensus.check(said, problem, collective, device, advice)
+    return Factors(module, layers, settings, collective.size) if collective.size > 1 else None

@@ -2,22 +2,70 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from threading import Event
-from typing import Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from lightning_compress.backward.rows import Buffer
 from lightning_compress.backward.sufficient_factors.linear import FactoredLinear, Rows, Stash
-from lightning_compress.backward.sufficient_factors.settings import FactorSettings
+from lightning_compress.backward.transform import shared_parameters
+from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.exchanges.cost import Link, link_of
 
 LEAST = 1 << 16
 """Weights of a layer that is taken without being named: what is smaller is cheap in a bucket with others."""
 Way = Literal["factors", "ordinary"]
+Sent = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class FactorSettings:
+    """What the user chose: which layers, and how.
+
+    Args:
+        layers: shell-style patterns of module names, such as ``["classifier.*"]``; None: every linear layer of 65,536
+            weights or more for which so many ranks can pay at all.
+        exclude: patterns of module names that are left out.
+        dtype: "float32": rows travel in the dtype in which backward has them, without loss; "bfloat16": in half as many
+            bytes, rounded.
+        force: every one of these layers goes by factors, measured or not; refused where they would send more.
+        link: what is taken for the ranks' link, in place of a measurement: see ``Link``.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    layers: Sequence[str] | str | None = None
+    exclude: Sequence[str] | str = ()
+    dtype: Sent = "float32"
+    force: bool = False
+    link: Link | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "exclude"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        if self.layers == ():
+            raise ValueError("layers=[] names no layer; name some, as in ['classifier.*'], or give None for all")
+        if self.dtype not in get_args(Sent):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(repr, get_args(Sent)))}")
+        if not isinstance(self.force, bool):
+            raise ValueError(f"force={self.force!r} must be true or false")
+        if self.link is not None:
+            object.__setattr__(self, "link", link_of(self.link))
+
+
+def _patterns(name: str, given: object) -> tuple[str, ...] | None:
+    if given is None and name == "layers":
+        return None
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, Sequence) or not all(isinstance(each, str) and each for each in given):
+        raise ValueError(f"{name}={given!r} must be a pattern of module names, or a list of them")
+    return tuple(given)
 
 
 class Layer:
@@ -54,8 +102,7 @@ class Layer:
         self.gathered: tuple[Tensor, Tensor] | None = None
         self.done = Event()
         self.marks: list[torch.cuda.Event] = []
-        self._memory: Tensor | None = None
-        self._uses: object = None
+        self._buffer: Buffer | None = None
         self._marked: Tensor | None = None
 
     @property
@@ -106,13 +153,16 @@ class Layer:
             summed = gradients.sum(0).div_(ranks)
             self.bias.grad = summed if self.bias.grad is None else self.bias.grad.add_(summed)
 
+    def matrix_bytes(self, ranks: int) -> int:
+        """What a rank sends to all-reduce the parameters: 2 M N (P - 1) / P numbers, and those of the bias."""
+        return all_reduce_bytes(sum(each.nbytes for each in self.parameters), ranks)
+
     def memory(self) -> Tensor:
         """For a gradient of the weight: that of the last step, unless somebody still holds it."""
         # fresh memory costs more than the product: its pages come one by one
-        if self._memory is None or _uses(self._memory) != self._uses or self._memory.dtype != self.weight.dtype:
-            self._memory = torch.empty_like(self.weight, requires_grad=False)
-            self._uses = _uses(self._memory)
-        return self._memory
+        if self._buffer is None or not self._buffer.is_free() or self._buffer.tensor.dtype != self.weight.dtype:
+            self._buffer = Buffer(self.weight)
+        return self._buffer.tensor.detach()
 
     def keep(self) -> None:
         """Keep the rows for a later pass, as long as nobody drops or zeroes ``grad``, which they are a part of."""
@@ -142,14 +192,6 @@ def _mark(gradient: Tensor) -> float:
     return torch.finfo(gradient.dtype).smallest_normal
 
 
-def _uses(tensor: Tensor) -> object:
-    """How often a tensor and its memory are referred to."""
-    counted = getattr(torch._C, "_storage_Use_Count", None)
-    if counted is None or not hasattr(tensor, "_use_count"):
-        return object()  # equal to no other: new memory each time
-    return sys.getrefcount(tensor), int(tensor._use_count()), int(counted(tensor.untyped_storage()._cdata))
-
-
 def choose(module: nn.Module, settings: FactorSettings, ranks: int) -> list[Layer]:
     """The layers that these settings name, in the module's order.
 
@@ -163,7 +205,7 @@ def choose(module: nn.Module, settings: FactorSettings, ranks: int) -> list[Laye
     """
     paths = {known_as(path): path for path, _ in module.named_modules()}
     modules = {known_as(path): each for path, each in module.named_modules()}
-    shared = _tied(module)
+    shared = shared_parameters(module)
     problems = {name: _problem(each, shared) for name, each in modules.items()}
     fit = [name for name, problem in problems.items() if problem is None]
     assert not isinstance(settings.exclude, str)
@@ -212,12 +254,6 @@ def _check_patterns(
         bad = tied or ([] if any(problems[name] is None for name in matched) else matched)
         if bad:
             raise ValueError(f"{setting}={list(patterns)}: {bad[0]!r} {problems[bad[0]]}; {there}")
-
-
-def _tied(module: nn.Module) -> set[int]:
-    """Parameters that several modules share."""
-    owned = [id(each) for child in module.modules() for each in child._parameters.values() if each is not None]
-    return {each for each, count in Counter(owned).items() if count > 1}
 
 
 def _problem(module: nn.Module, shared: set[int]) -> str | None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_compress.codecs.base import Plan
 from lightning_compress.codecs.packing.positions import Ints, Positions
 from lightning_compress.codecs.packing.values import Floats, Values
-from lightning_compress.codecs.variable import Bytes, VariablePlan, check_variable
-from lightning_compress.core.buffers import check
+from lightning_compress.codecs.variable import Bytes, VariablePlan
 from lightning_compress.core.layout import Layout
 
 Found = tuple[Ints, Floats]
@@ -79,12 +78,12 @@ class EntriesPlan(Plan):
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See ``Plan.encode``."""
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         message[self._write(vector, message, key) :] = 0
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         self._add(messages, out, weight, accumulate)
 
     def _write(self, vector: Tensor, message: Tensor, key: int) -> int:
@@ -130,12 +129,12 @@ class VariableEntriesPlan(VariablePlan, EntriesPlan):
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See ``Plan.encode``."""
-        check_variable(vector, message, self.layout.numel, self.message_size, whole=True)
+        self.check(vector, message)
         self._used = self._write(vector, message, key)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
-        check_variable(out, messages, self.layout.numel, self.message_size, whole=False)
+        self.check(out, messages)
         self._add(messages, out, weight, accumulate)
 
 

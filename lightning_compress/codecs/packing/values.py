@@ -147,16 +147,6 @@ class OneMagnitude(LevelValues):
         return np.concatenate([numbers, -numbers], axis=1)
 
 
-class TwoMeans(LevelValues):
-    """A sign each, and for each part the mean of the values >= 0 and that of the others."""
-
-    stored: ClassVar[int] = 2
-
-    def _fit(self, values: Floats, parts: Ints) -> tuple[npt.NDArray[np.uint8], Floats]:
-        codes = (values < 0).astype(np.uint8)
-        return codes, self._means(values, 2 * parts + codes, 2).astype(np.float32)
-
-
 class FourMeans(LevelValues):
     """Four buckets for each part: of either sign what is below the mean of its magnitudes, and the others; their means.
 
@@ -171,27 +161,6 @@ class FourMeans(LevelValues):
         means = np.abs(self._means(values, 2 * parts + signs, 2))
         codes = signs + 2 * (np.abs(values) >= means[parts, signs]).astype(np.uint8)
         return codes, self._means(values, 4 * parts + codes, 4).astype(np.float32)
-
-
-class FixedLevels(LevelValues):
-    """A sign each; what it stands for is known.
-
-    Args:
-        positive: what a value >= 0 becomes.
-        negative: what a value below 0 becomes.
-    """
-
-    stored: ClassVar[int] = 0
-
-    def __init__(self, positive: float, negative: float) -> None:
-        super().__init__(1)
-        self._table = np.array([[positive, negative]], np.float32)
-
-    def _fit(self, values: Floats, parts: Ints) -> tuple[npt.NDArray[np.uint8], Floats]:
-        return (values < 0).astype(np.uint8), np.empty((1, 0), np.float32)
-
-    def _levels(self, numbers: Floats) -> Floats:
-        return self._table
 
 
 def _finite(numbers: Floats) -> Floats:

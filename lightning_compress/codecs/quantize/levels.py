@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import aligned
-from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.codecs.base import FusedPlan, aligned
 from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
@@ -159,11 +158,13 @@ class FusedLevels(FusedPlan):
         self.message_size = body + code_bytes(count, bits)
         self._kernel, self._settings = kernel, (*settings, bits, body)
 
-    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
-        """See ``FusedPlan.write``."""
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """See ``Plan.encode``."""
+        self.check(vector, message)
         stream = self.stream(key)
         self._kernel.encode(vector, summands, message, word_state(stream.key, 0), stream.offset, keep, *self._settings)
 
-    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``FusedPlan.read``."""
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
         self._kernel.decode(messages, out, weight, accumulate, *self._settings)

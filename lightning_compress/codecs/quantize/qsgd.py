@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.base import Codec, FusedPlan, Plan, Summands, aligned
 from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.packing.buckets import Buckets, Norm, bucket_shape
 from lightning_compress.codecs.quantize.levels import BITS, LARGEST, FusedLevels, Quantiser, check_correlated, more_bits
-from lightning_compress.codecs.quantize.qsgd_elias import EliasPlan
-from lightning_compress.core.buffers import check, scratch
+from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import Stream, word_state
+from lightning_compress.core.registry import lookup
 
 Coding = Literal["packed", "elias"]
-LONGEST = 4096
-"""Elements of a bucket whose Elias codes have a length of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +39,14 @@ class QSGD(Codec):
     complements, in planes of 4, 2 and 1 bits of all of them (8 bits are one plane), the first one lowest. A
     bucket whose norm is below 2^-100 sends 0 and stays.
 
-    In Elias codes a message varies in length: every bucket's norm as float32, and the length of its codes in bits as
-    uint16, then the codes of all buckets, the first bit highest. For an integer that is not 0 they are, as in the
-    paper, Elias' omega code of the distance to the one before (to the bucket's beginning, the first place being 1), a
-    sign (1 below 0), and the omega code of ``|q|``. The paper bounds the expected bits of a bucket with the L2 norm by
-    ``(3 + (1.5 + o(1)) log2(2 (s^2 + n) / (s (s + sqrt(n))))) s (s + sqrt(n))``, and for ``s = sqrt(n)`` by ``2.8 n``;
-    on N(0, 1) it takes 0.39 per element for 2 bits and n = 512 (0.52 by that bound), and 2.7 for 6 bits and n = 1024,
-    besides 48 per bucket for norm and length. A message has room for what is expected in the worst case and four
-    standard deviations, with the max norm for all that there can be; buckets that find none send 0 and stay. The values
-    are those of the packed coding, bit for bit. Codes are made and read on the host, also for vectors on an
-    accelerator.
-
     Args:
         bits: 2 (q is 0 or 1) to 8 (0 to 127). From 4 on it counts as harmless beside Adam:
             the paper's runs lose accuracy at 2 bits only, and those of this package nothing at 4.
         bucket: elements that share a norm; a multiple of 8, at least 64 (half a bit each, closest), and as large as one
             likes (a vector that is shorter is one bucket).
         norm: "max", the largest magnitude, or "l2".
-        coding: "packed", or "elias", which pays where few elements are not 0: 2 bits, and the L2 norm.
+        coding: "packed", or "elias", which pays where few elements are not 0: 2 bits, and the L2 norm; see
+            ``contrib.codecs.qsgd_elias``, which makes the messages.
         correlated: ranks round by random bits that they share; see ``Rotated``.
 
     Raises:
@@ -86,11 +74,7 @@ class QSGD(Codec):
             raise ValueError(f"QSGD(norm={self.norm!r}): norm must be one of 'max', 'l2'")
         if self.coding not in get_args(Coding):
             raise ValueError(f"QSGD(coding={self.coding!r}): coding must be one of 'packed', 'elias'")
-        if self.coding == "elias" and self.bucket > LONGEST:
-            raise ValueError(
-                f"QSGD(bucket={self.bucket!r}, coding='elias'): a bucket must have at most {LONGEST} elements, "
-                "since its codes are read one after the other; try 512"
-            )
+        self._coder()
 
     @property
     def block(self) -> int:  # type: ignore[override]
@@ -114,6 +98,13 @@ class QSGD(Codec):
             bits = next((each for each in range(self.bits, BITS + 1) if self._variance(each) <= enough), BITS + 1)
         return replace(self, bits=bits) if bits <= BITS else BF16()
 
+    def _coder(self) -> Codec | None:
+        """What makes messages of another coding."""
+        if self.coding == "packed":
+            return None
+        coder: Codec = lookup(f"{self.name}_{self.coding}", Codec)(self.bits, self.bucket, self.norm)
+        return coder
+
     def _variance(self, bits: int) -> float:
         """The paper's bound for a bucket with the L2 norm, relative to its square."""
         levels: int = 2 ** (bits - 1) - 1
@@ -121,8 +112,8 @@ class QSGD(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
-        if self.coding == "elias":
-            return EliasPlan(layout, device, self.bits, self.bucket, self.norm)
+        if coder := self._coder():
+            return coder.plan(layout, device)
         fused = kernels.backend(__name__, device, "triton")
         if fused and self.bucket <= fused.LONGEST:
             width, count = bucket_shape(layout.numel, self.bucket)
@@ -130,7 +121,7 @@ class QSGD(Codec):
         return _QSGDPlan(layout, device, self)
 
 
-class _QSGDPlan(Plan):
+class _QSGDPlan(FusedPlan):
     def __init__(self, layout: Layout, device: torch.device, codec: QSGD) -> None:
         super().__init__(layout)
         self._buckets = Buckets(layout.numel, codec.bucket, codec.norm, device)
@@ -148,14 +139,8 @@ class _QSGDPlan(Plan):
                 way = _Fast(fast, self._quantiser)
             self._ways.append((buckets, elements, way))
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, message, key, keep=True)
-
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, message, key, keep=False)
-
-    def _encode(self, vector: Tensor, message: Tensor, key: int, keep: bool) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        self.take(vector, message, summands)
         stream = self.stream(key)
         for buckets, elements, way in self._ways:
             rows = vector[elements].view(buckets.stop - buckets.start, -1)
@@ -164,7 +149,7 @@ class _QSGDPlan(Plan):
         message[self._header : self._body] = 0
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
         for buckets, elements, way in self._ways:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, Plan, aligned
-from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.codecs.base import Codec, FusedPlan, Plan, aligned
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, most_mantissa
-from lightning_compress.core.buffers import check, chunk_size, pieces
+from lightning_compress.core.buffers import chunk_size, pieces
 from lightning_compress.core.layout import Layout
 from lightning_compress.kernels import Summands
 
@@ -127,16 +126,18 @@ class _FusedRanges(FusedPlan, _Ranges):
         self._errors = torch.zeros(len(blocks), candidates, dtype=torch.float64, device=device)
         self._shape = kernel.Shape(codec.block, codec.bits, self._nearest, given, self._codes, self._used)
 
-    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
-        """See ``FusedPlan.write``."""
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """See ``Plan.encode``."""
+        self.check(vector, message)
         if not self.layout.numel:
             return
         if self._shape.mantissa < 0:
             self._kernel.measure(vector, summands, self._errors, self._tried, self._shape)
         self._kernel.encode(vector, summands, message, self._errors, self._shape)
 
-    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``FusedPlan.read``."""
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
         if self.layout.numel:
             self._kernel.decode(messages, out, weight, accumulate, self._shape)
 
@@ -160,7 +161,7 @@ class _RangeFloatPlan(_Ranges):
         self._given = torch.tensor(given, device=device)  # made in every step, it would wait for a device
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         if not self.layout.numel:
             return
         cut = self._cut(vector)
@@ -183,7 +184,7 @@ class _RangeFloatPlan(_Ranges):
         message[self._ranges].view(torch.float32).copy_(torch.cat([self._low, self._high]))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         formats: list[list[Formats]] = []
         for message in messages if self.layout.numel else ():
             low, high = message[self._ranges].view(torch.float32).view(2, -1)

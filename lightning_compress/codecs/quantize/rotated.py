@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.base import Codec, FusedPlan, Plan, Summands, aligned
 from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.quantize.levels import BITS, FusedLevels, Quantiser, check_correlated, more_bits
-from lightning_compress.core.buffers import check, scratch
+from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
 
@@ -138,7 +138,7 @@ class Rotated(Codec):
         return _RotatedPlan(layout, device, self)
 
 
-class _RotatedPlan(Plan):
+class _RotatedPlan(FusedPlan):
     def __init__(self, layout: Layout, device: torch.device, codec: Rotated) -> None:
         super().__init__(layout)
         block, self._blocks = _shape(layout.numel, codec.block)
@@ -157,20 +157,14 @@ class _RotatedPlan(Plan):
         else:
             self._way = _Slow(self._quantiser, signs, pieces)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, message, key, keep=True)
-
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self._encode(vector, message, key, keep=False)
-
-    def _encode(self, vector: Tensor, message: Tensor, key: int, keep: bool) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        self.take(vector, message, summands)
         self._way.encode(vector, message[self._body :], self._norms, self.stream(key), keep)
         message[: self._header] = self._norms.view(torch.uint8)
         message[self._header : self._body] = 0
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), self._blocks)
         self._way.decode(messages[:, self._body :], steps, out, accumulate)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import Plan, aligned
 from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
-from lightning_compress.core.buffers import check, chunk_size, pieces, scratch
+from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout, Segment
 
 
@@ -67,7 +67,7 @@ class ColumnPlan(Plan):
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """Move content from the vector into the message; see the base class."""
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         for piece in pieces(self.layout.numel, self._chunk):  # bytes do not end where columns do
             marks = self._marks[: piece.stop - piece.start]
             if vector.device.type == "cpu":  # three times as fast as torch.ge into booleans
@@ -82,7 +82,7 @@ class ColumnPlan(Plan):
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write the weighted sum of the messages; see the base class."""
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         header = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1)
         values = header.view(torch.float32).view(len(messages), *self._values.shape, 1).mul_(weight)
         for own, part, shape in self._pieces:

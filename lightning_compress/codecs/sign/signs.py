@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Plan, aligned
-from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.codecs.base import FusedPlan, Plan, aligned
 from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
 from lightning_compress.codecs.packing.buckets import bucket_shape
-from lightning_compress.core.buffers import check, chunk_size, pieces, scratch
+from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.kernels import Summands
 
@@ -69,7 +68,7 @@ class SignPlan(Signs):
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """Move content from the vector into the message; see the base class."""
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         if self._kernels:
             blocks, elements, bits = self._whole
             words, values = message[bits].numpy().view(np.uint32), self._values[:, blocks].numpy()
@@ -83,7 +82,7 @@ class SignPlan(Signs):
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write the weighted sum of the messages; see the base class."""
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         header = messages[:, : self._header].clone(memory_format=torch.contiguous_format)
         values = (
             header.view(-1).view(torch.float32).view(len(messages), len(self._values), self._blocks, 1).mul_(weight)
@@ -182,10 +181,12 @@ class FusedSigns(FusedPlan, Signs):
         kernel = kernels.backend(__name__, device, "triton")
         return kernel is not None and block <= kernel.LONGEST
 
-    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
-        """See ``FusedPlan.write``."""
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """See ``Plan.encode``."""
+        self.check(vector, message)
         self._kernel.encode(vector, summands, message, *self._shape)
 
-    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``FusedPlan.read``."""
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
         self._kernel.decode(messages, out, weight, accumulate, *self._shape)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.quantize.levels import LARGEST
-from lightning_compress.core.buffers import check
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import PER_WORD, PLACE_BITS, RandomBits, draw_places, mix
 
@@ -113,7 +112,7 @@ class _RandomKPlan(Plan):
             places[slots].add_(mix(key, number) % numel).remainder_(numel).add_(offset)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         values = message.view(torch.float32)
         torch.index_select(vector, 0, self._places, out=values)
         if not self._rescale:
@@ -125,7 +124,7 @@ class _RandomKPlan(Plan):
         vector.index_add_(0, self._places, values, alpha=-1)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         if not accumulate:
             out.zero_()
         for message in messages:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec
+from lightning_compress.codecs.base import Codec, FusedPlan, Summands
 from lightning_compress.codecs.packing.bits import pack, unpack
-from lightning_compress.codecs.variable import VariablePlan, check_variable, damaged
+from lightning_compress.codecs.variable import VariablePlan, damaged
 from lightning_compress.core.layout import Layout
 
 HEADER = 8
@@ -96,7 +96,7 @@ def _blocks(layout: Layout) -> Iterator[_Block]:
                 place, first = place + count * length, first + count
 
 
-class _RowsPlan(VariablePlan):
+class _RowsPlan(FusedPlan, VariablePlan):
     def __init__(self, layout: Layout, device: torch.device, density: float) -> None:
         super().__init__(layout)
         self._blocks = list(_blocks(layout))
@@ -107,16 +107,9 @@ class _RowsPlan(VariablePlan):
         likely = HEADER + density * (4 * layout.numel) + min(4 * density * self._rows, self._bitmap)
         self._expected = min(math.ceil(likely), self.message_size)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
         """See ``Plan.encode``."""
-        self._write(vector, message, clear=True)
-
-    def send(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See ``Plan.send``."""
-        self._write(vector, message, clear=False)
-
-    def _write(self, vector: Tensor, message: Tensor, clear: bool) -> None:
-        check_variable(vector, message, self.layout.numel, self.message_size, whole=True)
+        self.take(vector, message, summands)
         if not self._blocks:
             return
         counts = self._mark(vector)
@@ -128,7 +121,7 @@ class _RowsPlan(VariablePlan):
         if kind == ALL:
             self._used = self.message_size
             message[HEADER:].view(torch.float32).copy_(vector)
-            if clear:
+            if keep:
                 vector.zero_()
             return
         index = self._flags.nonzero().flatten()
@@ -141,7 +134,7 @@ class _RowsPlan(VariablePlan):
         for block, local, part in self._parts(index, counts, values):
             rows = block.of(vector)
             torch.index_select(rows, 0, local, out=part)
-            if clear:
+            if keep:
                 rows.index_fill_(0, local, 0)
 
     def _mark(self, vector: Tensor) -> list[int]:
@@ -167,7 +160,7 @@ class _RowsPlan(VariablePlan):
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
-        check_variable(out, messages, self.layout.numel, self.message_size, whole=False)
+        self.check(out, messages)
         found = [self._read(message) for message in messages] if self._blocks else []
         if not accumulate:
             out.zero_()

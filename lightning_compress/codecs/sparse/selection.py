@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.packing.positions import Ints
-from lightning_compress.codecs.packing.values import Floats
-from lightning_compress.core.buffers import CHUNK, pieces, scratch
+from lightning_compress.core.buffers import CHUNK, scratch
 from lightning_compress.core.layout import Layout
 
 SMALL = 4096
@@ -78,6 +76,7 @@ class CpuSelector(Selector):
     def __init__(self, sampled: bool = True) -> None:
         super().__init__(sampled)
         cpu = torch.device("cpu")
+        self._fast = kernels.backend(__name__, cpu)
         self._magnitude = scratch("selection magnitude", CHUNK, torch.float32, cpu).numpy()
         self._mask = scratch("selection mask", CHUNK, torch.bool, cpu).numpy()
         self._candidates = np.empty(0, np.int32)
@@ -123,14 +122,14 @@ class CpuSelector(Selector):
         """Gather the elements that reach the threshold and are not zero; returns their number."""
         count = 0
         least = max(threshold, np.finfo(np.float32).smallest_subnormal)
-        fast = kernels.backend(__name__, torch.device("cpu"))
-        for piece in pieces(len(source), CHUNK):
-            size = piece.stop - piece.start
-            if fast:
+        for start in range(0, len(source), CHUNK):
+            piece = slice(start, min(start + CHUNK, len(source)))
+            size = piece.stop - start
+            if self._fast:
                 if count + size > len(self._candidates):
                     self._grow(min(len(source), count + 2 * size))
                 found = self._candidates, self._magnitudes
-                count = fast.collect(source, least, piece.start, piece.stop, *found, count)
+                count = self._fast.collect(source, least, start, piece.stop, *found, count)
                 continue
             magnitude = np.abs(source[piece], out=self._magnitude[:size])
             mask = np.greater_equal(magnitude, least, out=self._mask[:size])
@@ -152,7 +151,8 @@ class CpuSelector(Selector):
         least = order[count - k]
         equal = k - np.count_nonzero(order[count - k :] > least)
         filled = 0
-        for piece in pieces(count, CHUNK):
+        for start in range(0, count, CHUNK):
+            piece = slice(start, min(start + CHUNK, count))
             magnitudes = self._magnitudes[piece]
             mask = np.greater(magnitudes, least, out=self._mask[: len(magnitudes)])
             ties = np.flatnonzero(magnitudes == least)[:equal]
@@ -224,34 +224,3 @@ class Choice:
             slots = slice(filled, filled + k)
             self._selector.select(vector, part, key, indices[slots], values[slots])
             filled += k
-
-
-class Crossings:
-    """Looks at a vector chunk by chunk, on a CPU."""
-
-    def __init__(self) -> None:
-        cpu = torch.device("cpu")
-        self._above, self._below = (
-            scratch(name, CHUNK, torch.bool, cpu).numpy() for name in ("crossings above", "crossings below")
-        )
-
-    def find(self, source: Floats, low: float, high: float, most: int) -> Ints:
-        """Positions of elements ``<= low`` or ``>= high``, ascending, the first ``most`` of them.
-
-        Args:
-            source: float32 ``[n]``.
-            low: at most ``high``; -inf for none.
-            high: inf for none.
-            most: no more than these are looked for.
-        """
-        found, count = [np.empty(0, np.int64)], 0
-        for piece in pieces(len(source), CHUNK):
-            if count >= most:
-                break
-            values = source[piece]
-            above = np.greater_equal(values, np.float32(high), out=self._above[: len(values)])
-            below = np.less_equal(values, np.float32(low), out=self._below[: len(values)])
-            hits = np.flatnonzero(np.logical_or(above, below, out=above))[: most - count]
-            found.append(hits + piece.start)
-            count += len(hits)
-        return np.concatenate(found)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
 from lightning_compress.codecs.packing.planes import Planes, code_dtype
-from lightning_compress.core.buffers import CHUNK, check, pieces, scratch
+from lightning_compress.core.buffers import CHUNK, pieces, scratch
 from lightning_compress.core.layout import Layout
 
 LEVELS = 4
@@ -134,7 +134,7 @@ class _SparseLoCoPlan(Plan):
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See ``Plan.encode``."""
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         if not self._blocks:
             return
         places, codes = self._room(vector.device)
@@ -153,7 +153,7 @@ class _SparseLoCoPlan(Plan):
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         if not accumulate:
             out.zero_()
         places, codes = self._room(out.device)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.fused import FusedPlan
+from lightning_compress.codecs.base import Codec, FusedPlan, Plan
 from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
 from lightning_compress.codecs.packing.positions import positions_of
 from lightning_compress.codecs.packing.values import FloatValues, FourMeans, OneMagnitude, Values
 from lightning_compress.codecs.sparse.selection import Choice, rank_of, stride_of
-from lightning_compress.core.buffers import check, scratch
+from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.kernels import Summands
 
@@ -53,6 +52,7 @@ class FloatsPlan(Floats):
     def __init__(self, layout: Layout, device: torch.device, choice: Choice, dtype: torch.dtype) -> None:
         super().__init__(layout, choice, dtype)
         segments = [range(segment.offset, segment.end) for segment in layout.segments if segment.numel]
+        self._fast = kernels.backend(__name__, device, "numba")
         self.in_pieces = device.type == "cpu" and [part for part, _ in choice.parts] == segments
         rounded = self._slots if dtype == torch.float16 else 0
         self._floats = torch.zeros(rounded, device=device)
@@ -60,7 +60,7 @@ class FloatsPlan(Floats):
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See the base class."""
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         indices, values = self._sections(message)
         if self._dtype == torch.float32:
             self._choice.make(vector, key, indices, values)
@@ -71,29 +71,26 @@ class FloatsPlan(Floats):
             values = self._floats.copy_(values)
         vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0, and harmless where a slot is empty
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+    def decode(self, messages: Tensor, out: Tensor | list[Tensor], weight: float, accumulate: bool) -> None:
         """See the base class."""
-        check(out, messages, self.layout.numel, self.message_size)
-        outs = [out[part.start : part.stop] for part, _ in self._choice.parts]
+        whole = out if isinstance(out, Tensor) else None
+        self.check(whole, messages)
+        outs = [out[part.start : part.stop] for part, _ in self._choice.parts] if isinstance(out, Tensor) else out
         if not accumulate and self._in_order(messages, outs, weight):
             return
+        out = torch.empty(self.layout.numel) if whole is None else whole
         sections = [self._sections(message) for message in messages]
         indices = [self._inside(indices) for indices, _ in sections]
         if not accumulate:
             out.zero_()
         for index, (_, values) in zip(indices, sections, strict=True):
             out.index_add_(0, index, values.float(), alpha=weight)
-
-    def decode_pieces(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> None:
-        """See the base class."""
-        if not self._in_order(messages, outs, weight):
-            whole = torch.empty(self.layout.numel)
-            self.decode(messages, whole, weight, accumulate=False)
-            torch._foreach_copy_(list(outs), list(whole.split([each.numel() for each in outs])))
+        if whole is None:
+            torch._foreach_copy_(outs, list(out.split([each.numel() for each in outs])))
 
     def _in_order(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> bool:
         """The sum of messages in one pass over the elements, if they are as ``encode`` writes them."""
-        fast = kernels.backend(__name__, messages.device, "numba")
+        fast = self._fast
         if fast is None or not len(messages):
             return False
         sections = [self._sections(message) for message in messages]
@@ -129,13 +126,15 @@ class FusedFloats(FusedPlan, Floats):
         listed = scratch("top-k candidates", sum(part.room for part in parts), torch.int64, device)
         self._add, self._topk = kernel.add, kernel.TopK(parts, listed, device) if parts else None
 
-    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
-        """See ``FusedPlan.write``."""
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """See ``Plan.encode``."""
+        self.check(vector, message)
         if self._topk:
             self._topk.select(vector, summands, key, *self._sections(message), self._spare)
 
-    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``FusedPlan.read``."""
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
         if not accumulate:
             out.zero_()
         for indices, values in zip(*self._sections(messages), strict=True) if self._topk else ():

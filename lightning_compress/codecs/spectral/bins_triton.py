@@ -1,6 +1,6 @@
 """Which coefficients of a row are the largest, and where they stand among those kept; see ``bins.py``.
 
-A row has ``B`` coefficients, a power of two, and with ``EXTRA`` a last one besides.
+A row has ``B`` coefficients, a power of two, and a last one besides.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from lightning_compress.kernels.triton.launch import pack, unpack
 
 
 @triton.jit
-def largest(energy, last, KEEP: tl.constexpr, EXTRA: tl.constexpr):
+def largest(energy, last, KEEP: tl.constexpr):
     """Choose the ``KEEP`` largest, the first ones among equals.
 
     Args:
         energy: float32 ``[ROWS, B]``, none below 0.
         last: that of the last one, ``[ROWS, 1]``.
         KEEP: how many.
-        EXTRA: whether there is a last one.
 
     Returns:
         which are chosen, how many chosen ones stand before each, int32 ``[ROWS, B]``, and whether the last one is.
@@ -30,17 +29,14 @@ def largest(energy, last, KEEP: tl.constexpr, EXTRA: tl.constexpr):
     while going:  # the largest number that as many reach, bit by bit, until no more than these do
         candidate = least | bit
         found = tl.sum((bits >= candidate).to(tl.int32), axis=1, keep_dims=True)
-        if EXTRA:
-            found += (extra >= candidate).to(tl.int32)
+        found += (extra >= candidate).to(tl.int32)
         least = tl.where(found >= KEEP, candidate, least)
         bit = bit >> 1
         going = (bit > 0) & (tl.max(tl.max((found != KEEP).to(tl.int32), axis=1), axis=0) > 0)
     above, equal = bits > least, bits == least
     both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
     total = tl.sum(both, axis=1, keep_dims=True)
-    wanted = KEEP - (total & 0xFFFF)
-    if EXTRA:
-        wanted -= (extra > least).to(tl.int32)
+    wanted = KEEP - (total & 0xFFFF) - (extra > least).to(tl.int32)
     before = tl.cumsum(both, axis=1) - both
     same = before >> 16
     chosen = above | (equal & (same < wanted))
@@ -49,10 +45,7 @@ def largest(energy, last, KEEP: tl.constexpr, EXTRA: tl.constexpr):
 
 
 @triton.jit
-def write(
-    chosen, before, final, bins, number, inside,
-    KEEP: tl.constexpr, EXTRA: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+def write(chosen, before, final, bins, number, inside, KEEP: tl.constexpr, LISTED: tl.constexpr):
     """Write the bins of rows, as a bitmap or as a list; nothing where all are chosen.
 
     Args:
@@ -63,42 +56,36 @@ def write(
         number: of the rows, int64 ``[ROWS]``.
         inside: whether there are such rows.
         KEEP: see ``largest``.
-        EXTRA: see there.
         LISTED: as a list of 16-bit numbers.
     """
     B: tl.constexpr = chosen.shape[1]
     EACH: tl.constexpr = min(8, B)
-    SIZE: tl.constexpr = (B + EXTRA + 7) // 8
+    SIZE: tl.constexpr = (B + 8) // 8
     row, some = number[:, None], inside[:, None]
-    if KEEP == B + EXTRA:
+    if KEEP == B + 1:
         pass
     elif LISTED:
         target = bins.to(tl.pointer_type(tl.int16)) + row * KEEP
         column = tl.broadcast_to(tl.arange(0, B)[None, :], chosen.shape).to(tl.int16)
         tl.store(target + before, column, mask=chosen & some)
-        if EXTRA:
-            tl.store(target + (KEEP - 1), tl.full(final.shape, B, tl.int32).to(tl.int16), mask=final & some)
+        tl.store(target + (KEEP - 1), tl.full(final.shape, B, tl.int32).to(tl.int16), mask=final & some)
     else:
         target = bins + row * SIZE
         if EACH == 8:
             tl.store(target + tl.arange(0, B // 8)[None, :], pack(chosen.to(tl.int32), 1), mask=some)
-            if EXTRA:
-                tl.store(target + B // 8, final.to(tl.uint8), mask=some)
+            tl.store(target + B // 8, final.to(tl.uint8), mask=some)
         else:  # the last one is in the same byte
             byte = tl.sum(chosen.to(tl.int32) << tl.arange(0, B)[None, :], axis=1, keep_dims=True)
             tl.store(target, (byte + (final.to(tl.int32) << B)).to(tl.uint8), mask=some)
 
 
 @triton.jit
-def read(
-    bins, number, inside,
-    B: tl.constexpr, KEEP: tl.constexpr, EXTRA: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
+def read(bins, number, inside, B: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr):
     """Which are chosen, and how many before each, whatever the bytes: fewer than ``KEEP`` ones are; see ``write``."""
     EACH: tl.constexpr = min(8, B)
-    SIZE: tl.constexpr = (B + EXTRA + 7) // 8
+    SIZE: tl.constexpr = (B + 8) // 8
     row, some, column = number[:, None], inside[:, None], tl.arange(0, B)[None, :]
-    if KEEP == B + EXTRA:
+    if KEEP == B + 1:
         before = tl.broadcast_to(column, [number.shape[0], B])
         chosen, final = before >= 0, some
     elif LISTED:
@@ -112,7 +99,7 @@ def read(
         source = bins + row * SIZE
         if EACH == 8:
             marks = unpack(tl.load(source + tl.arange(0, B // 8)[None, :], mask=some, other=0), 1)
-            final = (tl.load(source + B // 8, mask=some & (EXTRA > 0), other=0) & 1) != 0
+            final = (tl.load(source + B // 8, mask=some, other=0) & 1) != 0
         else:
             byte = tl.load(source, mask=some, other=0).to(tl.int32)
             marks = (byte >> column) & 1

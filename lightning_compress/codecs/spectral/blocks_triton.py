@@ -8,32 +8,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_compress.codecs.spectral.fourier_triton import product, real_inverse, real_transform
+from lightning_compress.codecs.spectral.fourier_triton import real_inverse, real_transform
 
 
 @triton.jit
-def indices(number, inside, start, length, L: tl.constexpr, COSINE: tl.constexpr):
-    """Where the elements of blocks stand in the vector, ``[ROWS, L / 2, 2]``, in the transform's order."""
+def indices(number, inside, start, length, L: tl.constexpr):
+    """Where the elements of blocks stand in the vector, ``[ROWS, L / 2, 2]``."""
     order = 2 * tl.arange(0, L // 2)[:, None] + tl.arange(0, 2)[None, :]
-    if COSINE:  # the odd ones, and then the even ones backwards
-        order = tl.where(order == 0, 0, tl.where(2 * order <= L, 2 * order - 1, 2 * (L - order)))
     index = start + (number * L)[:, None, None] + order[None, :, :]
     return index, inside[:, None, None] & (order < length)[None, :, :]
 
 
 @triton.jit
-def analyse(numbers, table, L: tl.constexpr, COSINE: tl.constexpr):
+def analyse(numbers, table, L: tl.constexpr):
     """Transform blocks.
 
     Args:
-        numbers: float32 ``[ROWS, L / 2, 2]``, in the order of ``indices``.
+        numbers: float32 ``[ROWS, L / 2, 2]``.
         table: as ``transforms.py`` has it, from ``waves``.
         L: the length.
-        COSINE: cosine transform.
 
     Returns:
         scale and its reciprocal, a power of two so that nothing overflows, ``[ROWS, 1]``; coefficients; and the last
-        one of a Fourier transform, which is real, ``[ROWS, 1]``.
+        one, which is real, ``[ROWS, 1]``.
     """
     ROWS: tl.constexpr = numbers.shape[0]
     LIMIT: tl.constexpr = limit(L)
@@ -45,43 +42,25 @@ def analyse(numbers, table, L: tl.constexpr, COSINE: tl.constexpr):
     scaled = tl.minimum(tl.maximum(numbers * inverse[:, :, None], -1.0), 1.0)
     even, odd = tl.split(scaled)
     real, imaginary, last = real_transform(even, odd, table)
-    if COSINE:
-        cosine, sine = _factors(table, L)
-        real, imaginary = product(real, imaginary, cosine, sine)
-        imaginary = tl.where((tl.arange(0, L // 2) == 0)[None, :], last, imaginary)
     return scale, tl.reshape(tl.join(real, imaginary), [ROWS, L]), last
 
 
 @triton.jit
-def synthesise(coefficients, last, table, L: tl.constexpr, COSINE: tl.constexpr):
+def synthesise(coefficients, last, table, L: tl.constexpr):
     """Blocks again, float32 ``[ROWS, L / 2, 2]``; see ``analyse``."""
     ROWS: tl.constexpr = coefficients.shape[0]
     real, imaginary = tl.split(tl.reshape(coefficients, [ROWS, L // 2, 2]))
-    if COSINE:
-        first = (tl.arange(0, L // 2) == 0)[None, :]
-        last = tl.sum(tl.where(first, imaginary, 0.0), axis=1, keep_dims=True)
-        cosine, sine = _factors(table, L)
-        half = tl.where(first, 1.0, 0.5)
-        real, imaginary = product(real, tl.where(first, 0.0, imaginary), cosine * half, -sine * half)
     even, odd = real_inverse(real, imaginary, last, table)
     return tl.join(even, odd)
 
 
 @triton.jit
-def spread(rows, WIDTH: tl.constexpr):
-    """Every element ``WIDTH`` times, for the parts of a coefficient."""
-    if WIDTH == 2:
-        rows = tl.reshape(tl.join(rows, rows), [rows.shape[0], 2 * rows.shape[1]])
-    return rows
+def spread(rows):
+    """Every element twice, for the parts of a coefficient."""
+    return tl.reshape(tl.join(rows, rows), [rows.shape[0], 2 * rows.shape[1]])
 
 
 @triton.constexpr_function
 def limit(length):
     """A value that is scaled down by no more than 2 to this power overflows in no sum of an inverse transform."""
     return 126 - 2 * (length.bit_length() - 1)
-
-
-@triton.jit
-def _factors(table, L: tl.constexpr):
-    k = tl.arange(0, L // 2)
-    return tl.load(table + L + k)[None, :], tl.load(table + L + L // 2 + k)[None, :]

@@ -1,7 +1,7 @@
 """A program reads a few blocks, transforms them in registers, sends what is largest, and transforms that back.
 
-Launched by ``spectrum_triton.py``, whose ``Shape`` says what most arguments are. ``L`` is the length of a block, of
-whose coefficients ``KEEP`` are kept; a Fourier transform has ``L / 2`` complex ones and a last one that is real.
+Launched by ``fft_triton.py``, whose ``Shape`` says what most arguments are. ``L`` is the length of a block, of
+whose coefficients ``KEEP`` are kept: there are ``L / 2`` complex ones and a last one that is real.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_compress.kernels.triton.launch import kernel, read, read_sum, wri
 @kernel(do_not_specialize=["step", "length"])
 def measure(
     first, second, errors, table, step: tl.int64, start, length: tl.int64,
-    L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
+    L: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
     BITS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Squared errors of a block that each number of bits of mantissa makes, a program for each pair of them."""
     mantissa = tl.program_id(1)
     number = tl.program_id(0) * step + tl.arange(0, 1)
-    index, inside = indices(number, number >= 0, start, length, L, COSINE)
+    index, inside = indices(number, number >= 0, start, length, L)
     numbers = read_sum(first, second, index, inside, SUM, False)
-    _, kept, last, _, _, _ = _select(numbers, table, L, COSINE, KEEP)
+    _, kept, last, _, _, _ = _select(numbers, table, L, KEEP)
     format = minifloat_triton.build(*_range(kept, last), mantissa, BITS, True)
     error, final = (
         minifloat_triton.error(kept, *format).to(tl.float64),
@@ -38,16 +38,13 @@ def measure(
 
 
 @triton.jit
-def _select(numbers, table, L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr):
+def _select(numbers, table, L: tl.constexpr, KEEP: tl.constexpr):
     """Scales, what is kept of coefficients and of the last one, 0 elsewhere; and see ``bins_triton.largest``."""
-    scale, coefficients, last = analyse(numbers, table, L, COSINE)
+    scale, coefficients, last = analyse(numbers, table, L)
     energy = coefficients * coefficients
-    if COSINE:
-        last = tl.zeros_like(last)
-    else:
-        energy = tl.sum(tl.reshape(energy, [numbers.shape[0], L // 2, 2]), axis=2)
-    chosen, before, final = bins_triton.largest(energy, last * last, KEEP, 1 - COSINE)
-    kept = tl.where(spread(chosen.to(tl.int32), 2 - COSINE) != 0, coefficients, 0.0)
+    energy = tl.sum(tl.reshape(energy, [numbers.shape[0], L // 2, 2]), axis=2)
+    chosen, before, final = bins_triton.largest(energy, last * last, KEEP)
+    kept = tl.where(spread(chosen.to(tl.int32)) != 0, coefficients, 0.0)
     return scale, kept, tl.where(final, last, 0.0), chosen, before, final
 
 
@@ -64,7 +61,7 @@ def encode(
     first, second, vector, message, ranges, where, body, room, errors, table, start,
     length: tl.int64, base: tl.int64, blocks: tl.int64,
     end0: tl.int64, begin0: tl.int64, end1: tl.int64, begin1: tl.int64, end2: tl.int64, begin2: tl.int64,
-    L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
+    L: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, MANTISSA: tl.constexpr, SAMPLE: tl.constexpr, TRIED: tl.constexpr,
     SUM: tl.constexpr, WHOLE: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
@@ -75,26 +72,24 @@ def encode(
         mantissa = tl.full([], MANTISSA, tl.int32)
     number = base + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some = number < blocks
-    index, inside = indices(number, some, start, length, L, COSINE)
+    index, inside = indices(number, some, start, length, L)
     numbers = read_sum(first, second, index, inside, SUM, WHOLE)
-    scale, kept, last, chosen, before, final = _select(numbers, table, L, COSINE, KEEP)
+    scale, kept, last, chosen, before, final = _select(numbers, table, L, KEEP)
     low, high = _range(kept, last)
     tl.store(ranges + number, tl.max(scale, axis=1), mask=some)
     tl.store(ranges + blocks + number, low, mask=some)
     tl.store(ranges + 2 * blocks + number, high, mask=some)
-    bins_triton.write(chosen, before, final, where, number, some, KEEP, 1 - COSINE, LISTED)
+    bins_triton.write(chosen, before, final, where, number, some, KEEP, LISTED)
     format = minifloat_triton.build(low, high, mantissa, BITS, True)
     codes, sent = minifloat_triton.encode(kept, *format)
     code, end = minifloat_triton.encode(last, *format)
-    WIDTH: tl.constexpr = 2 - COSINE
-    row = ((number - base) * (KEEP * WIDTH))[:, None]
-    target = room + row + (spread(before, WIDTH) * WIDTH + (tl.arange(0, L) % WIDTH)[None, :])
-    tl.store(target, codes, mask=(spread(chosen.to(tl.int32), WIDTH) != 0) & some[:, None])
-    if WIDTH == 2:
-        target = room + row + 2 * (KEEP - 1)
-        tl.store(target, code, mask=final & some[:, None])
-        tl.store(target + 1, tl.zeros_like(code), mask=final & some[:, None])
-    write(vector, index, numbers - synthesise(sent, end, table, L, COSINE) * scale[:, :, None], inside, WHOLE)
+    row = ((number - base) * (2 * KEEP))[:, None]
+    target = room + row + (spread(before) * 2 + (tl.arange(0, L) % 2)[None, :])
+    tl.store(target, codes, mask=(spread(chosen.to(tl.int32)) != 0) & some[:, None])
+    target = room + row + 2 * (KEEP - 1)
+    tl.store(target, code, mask=final & some[:, None])
+    tl.store(target + 1, tl.zeros_like(code), mask=final & some[:, None])
+    write(vector, index, numbers - synthesise(sent, end, table, L) * scale[:, :, None], inside, WHOLE)
     if tl.program_id(0) == 0:
         byte, zeros = tl.arange(0, 16), tl.zeros([16], tl.uint8)
         if HEAD:
@@ -120,11 +115,10 @@ def pack(
 def decode(
     header, ranges, step: tl.int64, where, body, stride: tl.int64, out, weight, table,
     start, length: tl.int64, blocks: tl.int64, count, middle, final,
-    L: tl.constexpr, COSINE: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
+    L: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add up what messages say of coefficients, and transform that once."""
-    WIDTH: tl.constexpr = 2 - COSINE
     BOUND: tl.constexpr = 2.0 ** limit(L)
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     some = number < blocks
@@ -135,23 +129,19 @@ def decode(
         scale = _clamped(row, some, 0.0, BOUND)[:, None] * weight
         low, high = _clamped(row + blocks, some, -L, L), _clamped(row + 2 * blocks, some, -L, L)
         shift, _, below, positive, negative = minifloat_triton.build(low, high, mantissa, BITS, True)
-        chosen, before, end = bins_triton.read(
-            where + message * stride, number, some, L // WIDTH, KEEP, WIDTH - 1, LISTED
-        )
+        chosen, before, end = bins_triton.read(where + message * stride, number, some, L // 2, KEEP, LISTED)
         code = body + message * stride
-        part = (tl.arange(0, L) % WIDTH)[None, :]
-        index = (number * (KEEP * WIDTH))[:, None] + (spread(before, WIDTH) * WIDTH + part)
-        inside = spread(chosen.to(tl.int32), WIDTH) != 0
+        index = (number * (2 * KEEP))[:, None] + (spread(before) * 2 + (tl.arange(0, L) % 2)[None, :])
+        inside = spread(chosen.to(tl.int32)) != 0
         codes = read_code(code, middle, final, index, inside, count, BITS)
         magnitudes, minus = minifloat_triton.decode(codes, shift, below, positive, negative, BITS)
         total += tl.where(minus, -magnitudes, magnitudes) * scale
-        if WIDTH == 2:
-            index = ((number + 1) * (KEEP * WIDTH))[:, None] - 2
-            codes = read_code(code, middle, final, index, end, count, BITS)
-            magnitudes, minus = minifloat_triton.decode(codes, shift, below, positive, negative, BITS)
-            last += tl.where(minus, -magnitudes, magnitudes) * scale
-    element, inside = indices(number, some, start, length, L, COSINE)
-    numbers = synthesise(total, last, table, L, COSINE)
+        index = ((number + 1) * (2 * KEEP))[:, None] - 2
+        codes = read_code(code, middle, final, index, end, count, BITS)
+        magnitudes, minus = minifloat_triton.decode(codes, shift, below, positive, negative, BITS)
+        last += tl.where(minus, -magnitudes, magnitudes) * scale
+    element, inside = indices(number, some, start, length, L)
+    numbers = synthesise(total, last, table, L)
     if ADD:
         numbers += read(out, element, inside, WHOLE)
     write(out, element, numbers, inside, WHOLE)

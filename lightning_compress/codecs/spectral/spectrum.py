@@ -1,26 +1,22 @@
-"""Sparsifying the spectrum of blocks: what ``fft`` and ``dct`` have in common."""
+"""Sparsifying the spectrum of blocks, whatever their transform."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.fused import FusedPlan
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
-from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, most_mantissa
-from lightning_compress.codecs.spectral.layout import SAMPLE, Area, stretches
+from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa
+from lightning_compress.codecs.spectral.layout import Area, stretches
 from lightning_compress.codecs.spectral.transforms import Transform
-from lightning_compress.core.buffers import check, pieces, scratch
+from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.kernels import Summands
 
 LONGEST = 1 << 16
 """The largest block; places are numbers of 16 bits."""
@@ -65,9 +61,6 @@ class Spectral(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
-        fused = kernels.backend(__name__, device)
-        if fused and self.block <= fused.LONGEST:
-            return _FusedSpectra(fused, layout, device, self)
         return _SpectralPlan(layout, device, self)
 
 
@@ -106,45 +99,7 @@ class _Area(Area):
         self.planes.read(self.work.codes(elements.stop - elements.start), elements, message[self.codes :])
 
 
-class _FusedSpectra(FusedPlan):
-    """By the kernels of an accelerator."""
-
-    def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: Spectral) -> None:
-        super().__init__(layout)
-        self._kernel, self._areas, offset = kernel, [], 16
-        mantissa = 23 if codec.mantissa == "auto" and codec.bits == 32 else codec.mantissa  # loses nothing
-        given = -1 if mantissa == "auto" else mantissa
-        for start, blocks, length in stretches(layout.numel, codec.block):
-            area = Area(codec, start, blocks, length, offset)
-            shape = kernel.Shape(
-                start, blocks, length, area.padded, area.transform.width == 1, area.places.keep, area.places.listed,
-                codec.bits, given, area.ranges.start, area.where, area.codes, area.stop,
-                tuple(gap.start for gap in area.gaps),
-            )  # fmt: skip
-            self._areas.append((area, shape, kernel.waves(area.padded, device)))
-            offset = area.stop
-        self.message_size = offset if self._areas else 0
-        room = max((shape.room for _, shape, _ in self._areas), default=0)
-        self._room = scratch("spectrum codes", room, torch.int32, device)
-        candidates = most_mantissa(codec.bits) + 1 if given < 0 else 1
-        self._errors = torch.zeros(SAMPLE, candidates, dtype=torch.float64, device=device)
-
-    def write(self, vector: Tensor, summands: Summands, message: Tensor, key: int, keep: bool) -> None:
-        """See ``FusedPlan.write``."""
-        for number, (area, shape, table) in enumerate(self._areas):
-            if number == 0 and shape.mantissa < 0:
-                self._kernel.measure(vector, summands, self._errors, area.sample, table, shape)
-            self._kernel.encode(vector, summands, message, self._errors, table, self._room, shape)
-
-    def read(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``FusedPlan.read``."""
-        for _, shape, table in self._areas:
-            self._kernel.decode(messages, out, weight, accumulate, table, shape)
-
-
 class _SpectralPlan(Plan):
-    """By tensor operations."""
-
     def __init__(self, layout: Layout, device: torch.device, codec: Spectral) -> None:
         super().__init__(layout)
         self._codec = codec
@@ -157,7 +112,7 @@ class _SpectralPlan(Plan):
         self._given = torch.tensor(given, device=device)  # made in every step, it would wait for a device
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        check(vector, message, self.layout.numel, self.message_size)
+        self.check(vector, message)
         if not self._areas:
             return
         message[:16] = 0
@@ -182,7 +137,7 @@ class _SpectralPlan(Plan):
         rows.sub_(self._synthesise(area, spectrum))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        check(out, messages, self.layout.numel, self.message_size)
+        self.check(out, messages)
         for area in self._areas:
             ranges = [self._ranges(area, message, weight) for message in messages]
             for number, blocks in enumerate(pieces(area.blocks, area.rows)):

@@ -1,4 +1,4 @@
-"""Numbers at ascending indices, cut into stretches, sent, and united: what a butterfly routes."""
+"""Numbers at ascending indices, cut into stretches and sent."""
 
 from __future__ import annotations
 
@@ -71,49 +71,3 @@ class Listed:
             out.add_(self.values)
         else:
             out.index_add_(0, self.indices, self.values)
-
-    def spread(self, out: Tensor) -> None:
-        """Write all numbers of the stretch, zeros too."""
-        if self.indices is None:
-            out.copy_(self.values)
-        else:
-            out.zero_()
-            out[self.indices] = self.values
-
-
-def united(parts: Sequence[Listed]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """All indices of lists of the same stretch, and where among them each list's are; None: all, in order."""
-    numel = parts[0].numel
-    if any(part.indices is None for part in parts):
-        return None, [part.indices for part in parts]
-    marks = torch.zeros(numel, dtype=torch.bool, device=parts[0].values.device)
-    for part in parts:
-        marks[part.indices] = True
-    indices = marks.nonzero().flatten()
-    if len(indices) == numel:
-        return None, [part.indices for part in parts]
-    return indices, [torch.searchsorted(indices, part.indices) for part in parts if part.indices is not None]
-
-
-def added(values: Sequence[Tensor], positions: Sequence[Tensor | None], count: int) -> Tensor:
-    """``[count]`` sums of numbers at positions, in the order of the lists."""
-    total = values[0].new_zeros(count)
-    for each, where in zip(values, positions, strict=True):
-        if where is None:
-            total.add_(each)
-        else:
-            total.index_add_(0, where, each)
-    return total
-
-
-def joined(parts: Sequence[Listed]) -> Listed:
-    """Lists of stretches that follow one another, as one."""
-    values, numel = torch.cat([part.values for part in parts]), sum(part.numel for part in parts)
-    if all(part.indices is None for part in parts):
-        return Listed(numel, None, values)
-    indices, start = [], 0
-    for part in parts:
-        inside = torch.arange(part.numel, device=values.device) if part.indices is None else part.indices
-        indices.append(inside + start)
-        start += part.numel
-    return Listed(numel, torch.cat(indices), values)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs import Codec
+from lightning_compress.codecs import Codec, Dense, RandomK
 from lightning_compress.codecs.base import aligned
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import (
@@ -30,13 +30,12 @@ from lightning_compress.collectives.counting import (
 from lightning_compress.core.buffers import Growing, Messages
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest, of_vectors
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, settle
 from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed
-from lightning_compress.exchanges.sparse.selection import check_selective, expected_count
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
 """Times that copying takes, to write and to read numbers of which many are 0: by tensor operations, by a kernel."""
@@ -91,13 +90,14 @@ class _Plan(ExchangePlan):
             calls=2,
         )
 
+    @of_vectors
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
         self._plan.encode(vector, self._own.all[0], mix(key, rank), flag)
         self._plan.decode(self._own.all, out, 1.0, accumulate=False)
         rooms = [out[span] for span in self._plan.spans]
-        with self._meter.span("encode"):
+        with self._meter.encode:
             held = [Listed.of(room) for room in rooms]
         bounds = self._bounds(held, flag)
         parts = zip(*(_cut(each, edges) for each, edges in zip(held, bounds, strict=True)), strict=True)
@@ -107,10 +107,10 @@ class _Plan(ExchangePlan):
             for peer in range(size)
         ]
         refusal = Refusal()
-        with refusal.kept(), self._meter.span("decode"):
+        with refusal.kept(), self._meter.decode:
             _add(received, shards[rank])
         for message, shard in zip(self._to_all(shards, refusal), shards, strict=True):
-            with self._meter.span("decode"):
+            with self._meter.decode:
                 _read(message, shard)
         for room in rooms:
             settle(room.mul_(1 / size), flag)
@@ -138,7 +138,7 @@ class _Plan(ExchangePlan):
         size, used = self._collective.size, max(sum(aligned(part.used_bytes) for part in each) for each in parts)
         width = longest(used, self._most, self._collective, self._own.device)
         send, received = self._send.rows(size, max(width, used)), self._receive.rows(size, width)
-        with self._meter.span("encode"):
+        with self._meter.encode:
             for row, each in zip(send, parts, strict=True):
                 end = 0
                 for part in each:
@@ -155,7 +155,7 @@ class _Plan(ExchangePlan):
         size = self._collective.size
         most = FLAG + max(sum(aligned(coding.most_bytes(len(part))) for part in shard) for shard in shards)
         message, end = self._send.rows(1, most)[0], FLAG
-        with self._meter.span("encode"):
+        with self._meter.encode:
             refusal.mark(message[:4].view(torch.float32).zero_())
             for sums in shards[self._collective.rank]:
                 end += aligned(coding.write(sums, message[end:]))
@@ -164,6 +164,28 @@ class _Plan(ExchangePlan):
         self._collective.all_gather(message[:width], messages)
         refusal.check(flags_of(messages).isinf().tolist())
         return messages[:, FLAG:]
+
+
+def check_selective(name: str, codec: Codec) -> None:
+    """Refuse a method that sends most elements.
+
+    Raises:
+        ValueError: it does.
+    """
+    if not codec.sparse and not isinstance(codec, Dense | RandomK):
+        raise ValueError(
+            f"exchange={name!r} sends sums as they are, which pays where few elements are sent; "
+            f"{codec} sends all of them: use exchange='auto' or 'two_shot'"
+        )
+
+
+def expected_count(sections: Sequence[Section], ranks: int) -> float:
+    """Elements that one of so many ranks selects at least, if they select independently, or all alike."""
+    count = 0.0
+    for section in sections:
+        choices = ranks if section.codec.sum_dtype is None else 1  # what may be summed is of the same elements
+        count += section.layout.numel * (1 - (1 - section.codec.sent_share) ** choices)
+    return count
 
 
 def _quantiles(held: Listed, parts: int) -> Tensor:

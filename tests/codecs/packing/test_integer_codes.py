@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_compress.codecs.packing import elias, rice
+from lightning_compress.codecs.packing import rice
+from lightning_compress.contrib.codecs import elias
 from tests.reference import sparse as reference
 
 modest = settings(deadline=None, derandomize=True, max_examples=60)

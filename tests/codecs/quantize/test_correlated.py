@@ -4,15 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.codecs import QSGD, Natural, Rotated, TernGrad
+from lightning_compress.codecs import QSGD, Rotated
 from lightning_compress.collectives import World, run_threads
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.natural import Natural
+from lightning_compress.contrib.codecs.terngrad import TernGrad
+from lightning_compress.contrib.exchanges.binomial import Binomial
+from lightning_compress.contrib.exchanges.run_length import RunLength
+from lightning_compress.contrib.gossip.dcd import DCD
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.core.random import permutation
-from lightning_compress.exchanges import AllGather, Binomial, RunLength, TwoShot
+from lightning_compress.exchanges import AllGather, TwoShot
 from lightning_compress.exchanges.message import Section
 from lightning_compress.gossip.arguments import build_gossip_compressor
-from lightning_compress.gossip.dcd import DCD
 from lightning_compress.settings.settings import Settings
 from tests.codecs.helpers import CPU, layout, make
 from tests.codecs.quantize.test_quantisers import check_levels

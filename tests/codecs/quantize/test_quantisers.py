@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightning_compress.codecs import QSGD, Natural, Rotated
+from lightning_compress.codecs import QSGD, Rotated
 from lightning_compress.codecs.quantize.rotated import Hadamard
+from lightning_compress.contrib.codecs.natural import Natural
 from tests.codecs.helpers import CPU, KINDS, make, trip, vectors
 from tests.reference import codecs as reference
 

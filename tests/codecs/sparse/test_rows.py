@@ -8,8 +8,8 @@ import torch
 
 from lightning_compress.codecs import Rows
 from lightning_compress.collectives import Collective, World, run_threads
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import Auto, Exchange
 from lightning_compress.exchanges.cost import Link
 from lightning_compress.exchanges.message import Section
@@ -37,7 +37,7 @@ def of_few_rows(rank: int, share: float, layout: Layout = LAYOUT) -> torch.Tenso
 def message_of(vector: torch.Tensor, layout: Layout) -> torch.Tensor:
     plan = Rows().plan(layout, CPU)
     message = torch.zeros(plan.message_size, dtype=torch.uint8)
-    plan.send(vector.clone(), message, 0)
+    plan.encode(vector.clone(), message, 0, keep=False)
     return message[: plan.used]
 
 

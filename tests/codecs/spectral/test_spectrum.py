@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.codecs import DCT, FFT, TopK
+from lightning_compress.codecs import FFT, TopK
 from lightning_compress.codecs.spectral.bins import Places
 from lightning_compress.codecs.spectral.spectrum import Spectral
+from lightning_compress.contrib.codecs.dct import DCT
 from tests.codecs.helpers import CPU, KINDS, layout, make, trip
 from tests.reference import codecs as reference
 

@@ -5,10 +5,11 @@ from functools import cache
 import pytest
 import torch
 
-from lightning_compress.codecs import ATOMO, Codec, RandomK, TopK
+from lightning_compress.codecs import Codec, RandomK, TopK
 from lightning_compress.collectives import CountingCollective, World, run_threads
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.meter import Meter
 from lightning_compress.exchanges import EXCHANGES, Auto
 from lightning_compress.exchanges.message import Section
 from tests.cases import CASES

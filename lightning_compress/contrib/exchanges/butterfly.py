@@ -1,0 +1,395 @@
+"""Nested layers of small all-to-alls: down to the sums of one stretch a rank, and up again through the same ranks.
+
+Kylix: Zhao, Canny, "Kylix: A Sparse Allreduce for Commodity Clusters", ICPP 2014.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec
+from lightning_compress.codecs.base import aligned
+from lightning_compress.collectives import World
+from lightning_compress.contrib.exchanges.lists import added, joined, spread, united
+from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_messages, seal
+from lightning_compress.contrib.exchanges.selection import Compact
+from lightning_compress.core.random import mix
+from lightning_compress.core.state import States
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, of_vectors
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.message import MessagePlan, Section, settle
+from lightning_compress.exchanges.sparse import coding
+from lightning_compress.exchanges.sparse.lists import Listed
+from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
+
+BAD, AGAIN = 1, 2
+"""What a rank says first: its gradient is not finite; it has numbers at the indices of the step before only."""
+PACKET = 65536
+"""Bytes from which on a message is worth its start: half a millisecond at 1 Gbit/s."""
+
+T = TypeVar("T")
+
+
+def chosen(ranks: int, volume: Callable[[int], float]) -> tuple[int, ...]:
+    """Degrees of the layers, whose product is ``ranks``.
+
+    In each layer the largest degree whose messages still have ``PACKET`` bytes; where there is none, the largest prime
+    factor of what is left.
+
+    Args:
+        ranks: to factor.
+        volume: bytes that a rank has left once so many ranks were merged, the same on all ranks.
+    """
+    degrees, left = [], ranks
+    while left > 1:
+        fit = [each for each in divisors(left) if volume(ranks // left) / each >= PACKET]
+        degrees.append(max(fit, default=max(each for each in divisors(left) if _prime(each))))
+        left //= degrees[-1]
+    return tuple(sorted(degrees, reverse=True))
+
+
+def check_degrees(degrees: Sequence[int], ranks: int) -> None:
+    """Refuse degrees that make up another number of ranks.
+
+    Raises:
+        ValueError: they do; the message lists those that do not.
+    """
+    if math.prod(degrees) != ranks:
+        fitting = "; ".join(str(each) for each in factorings(ranks)[:8])
+        raise ValueError(
+            f"Butterfly(degrees={tuple(degrees)}): their product is {math.prod(degrees)}, and there are {ranks} ranks; "
+            f"use one of: {fitting}, or null"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Those above 1, ascending."""
+    return [each for each in range(2, number + 1) if number % each == 0]
+
+
+def factorings(number: int, most: int | None = None) -> list[tuple[int, ...]]:
+    """All ways to write a number as a product of numbers above 1, the largest first."""
+    if number == 1:
+        return [()]
+    fitting = [each for each in divisors(number)[::-1] if most is None or each <= most]
+    return [(first, *rest) for first in fitting for rest in factorings(number // first, first)]
+
+
+def _prime(number: int) -> bool:
+    return divisors(number) == [number]
+
+
+class Layer(NamedTuple):
+    """One layer as a rank sees it: the ranks, its index among them, where the vector is cut, bytes of a message."""
+
+    ranks: list[int]
+    digit: int
+    bounds: list[int]
+    most: int
+
+    @property
+    def peers(self) -> list[tuple[int, int]]:
+        """Indices and ranks of the others."""
+        return [(index, rank) for index, rank in enumerate(self.ranks) if index != self.digit]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The stretch that this rank goes on with."""
+        return self.bounds[self.digit], self.bounds[self.digit + 1]
+
+
+def layers_of(rank: int, degrees: Sequence[int], numel: int) -> list[Layer]:
+    """The layers from the first on."""
+    layers, stride, start, stop = [], 1, 0, numel
+    for degree in degrees:
+        digit = rank // stride % degree
+        ranks = [rank + (index - digit) * stride for index in range(degree)]
+        bounds = [start + (stop - start) * index // degree for index in range(degree + 1)]
+        stride *= degree
+        widest = -(-numel // stride)
+        most = HEADER + aligned(coding.HEADER + coding.bitmap_bytes(widest) + 4 * widest)
+        layers.append(Layer(ranks, digit, bounds, most))
+        start, stop = layers[-1].own
+    return layers
+
+
+@dataclass
+class Route:
+    """The way of numbers through a layer: how many go to and come from each rank, and what they are added to."""
+
+    cuts: list[int]
+    positions: list[Tensor | None]
+    counts: list[int]
+    total: int
+    back: list[int]
+
+
+@dataclass
+class Configuration:
+    """Indices of this rank's numbers and of the sum's, and the ways between."""
+
+    own: Tensor | None
+    routes: list[Route]
+    result: Tensor | None
+
+
+class Network:
+    """What travels through the layers, down and up again.
+
+    Args:
+        layers: from the first on.
+        world: the ranks.
+        rounds: in which lengths are told.
+    """
+
+    def __init__(self, layers: Sequence[Layer], world: World, rounds: Rounds) -> None:
+        self._layers = layers
+        self._rank = world.collective.rank
+        self._rounds = rounds
+        self._meter = world.meter
+        most = max((len(layer.ranks) * layer.most for layer in layers), default=0)
+        self._send, self._receive = new_messages(2, most, world.device)
+
+    def configure(self, held: Listed) -> tuple[Listed, Configuration]:
+        """Add up over the ranks, and remember the ways; what is wrong with a message is told in the next round."""
+        own, routes = held.indices, []
+        for layer in self._layers:
+            start = layer.bounds[0]
+            cuts = held.cuts([bound - start for bound in layer.bounds])
+            edges = zip(pairwise(layer.bounds), pairwise(cuts), strict=True)
+            parts = [held.part(a - start, b - start, first, last) for (a, b), (first, last) in edges]
+            width = parts[layer.digit].numel
+            parts = self._lists(layer, dict(enumerate(parts)), [width] * len(parts))
+            indices, positions = united(parts)
+            total = width if indices is None else len(indices)
+            held = Listed(width, indices, added([part.values for part in parts], positions, total))
+            routes.append(Route(cuts, positions, [len(part.values) for part in parts], total, []))
+        for layer, route in zip(self._layers[::-1], routes[::-1], strict=True):
+            parts = self._lists(layer, {layer.digit: held}, [b - a for a, b in pairwise(layer.bounds)])
+            route.back = [len(part.values) for part in parts]
+            held = joined(parts)
+        return held, Configuration(own, routes, held.indices)
+
+    def values_only(self, values: Tensor, known: Configuration, sound: bool) -> Tensor:
+        """The same for other numbers at the indices of the configuration; damaged messages are refused."""
+        for layer, route in zip(self._layers, known.routes, strict=True):
+            parts = [values[first:last] for first, last in pairwise(route.cuts)]
+            got = self._floats(layer, dict(enumerate(parts)), route.counts, sound)
+            values = added(got, route.positions, route.total)
+        for layer, route in zip(self._layers[::-1], known.routes[::-1], strict=True):
+            values = torch.cat(self._floats(layer, {layer.digit: values}, route.back, sound))
+        return values
+
+    def _lists(self, layer: Layer, parts: Mapping[int, Listed], widths: Sequence[int]) -> list[Listed]:
+        """Lists of every rank of a layer, this one's included; ``widths``: of the stretches that they are of."""
+
+        def read(index: int, body: Tensor) -> Listed:
+            return Listed.read(body, widths[index])
+
+        found = self._move(layer, parts, Listed.write, read, None)
+        nothing = torch.zeros(0, device=self._send.device)
+        return [found.get(index) or Listed(width, nothing.long(), nothing) for index, width in enumerate(widths)]
+
+    def _floats(self, layer: Layer, parts: Mapping[int, Tensor], counts: Sequence[int], sound: bool) -> list[Tensor]:
+        """Numbers of every rank of a layer, this one's included."""
+
+        def write(values: Tensor, body: Tensor) -> int:
+            body[: 4 * len(values)].view(torch.float32).copy_(values)
+            return 4 * len(values)
+
+        def read(index: int, body: Tensor) -> Tensor:
+            return body[: 4 * counts[index]].view(torch.float32)
+
+        lengths = [HEADER + aligned(4 * count) for count in counts]
+        found = self._move(layer, parts, write, read, lengths, sound)
+        return [
+            found[index] if index in found else torch.zeros(count, device=self._send.device)
+            for index, count in enumerate(counts)
+        ]
+
+    def _move(
+        self,
+        layer: Layer,
+        parts: Mapping[int, T],
+        write: Callable[[T, Tensor], int],
+        read: Callable[[int, Tensor], T],
+        lengths: Sequence[int] | None,
+        sound: bool = True,
+    ) -> dict[int, T]:
+        """Send each rank of a layer its part, or all of them the only one.
+
+        Args:
+            layer: whose ranks.
+            parts: by index in the layer.
+            write: a part into a body; returns bytes.
+            read: a body of the rank at an index.
+            lengths: of the messages that come, if they are known.
+            sound: whether the messages may be believed.
+
+        Returns:
+            what came, by index, and the own part; without what could not be read.
+        """
+        sizes, one = [0] * len(layer.ranks), len(parts) == 1
+        slots = {index: 0 if one else index for index, _ in layer.peers}
+        with self._meter.encode:
+            for index, slot in {0: 0}.items() if one else slots.items():
+                message = self._slot(self._send, layer, slot)
+                sizes[slot] = seal(message, write(parts[layer.digit if one else index], message[HEADER:]))
+                message[0] ^= not sound
+        rows = None if lengths else self._rounds.agree(sizes, layer.most)
+        sends, receives, indices = {}, {}, {}
+        for index, peer in layer.peers:
+            indices[peer], theirs = index, 0 if one else layer.digit
+            size = rows[self._rank][1 + slots[index]] if rows else sizes[slots[index]]
+            length = rows[peer][1 + theirs] if rows else lengths[index] if lengths else 0
+            sends[peer] = self._slot(self._send, layer, slots[index])[:size]
+            receives[peer] = self._slot(self._receive, layer, index)[:length]
+        found = {layer.digit: parts[layer.digit]}
+
+        def keep(peer: int, body: Tensor) -> None:
+            found[indices[peer]] = read(indices[peer], body)
+
+        self._rounds.swap(sends, receives, keep)
+        return found
+
+    @staticmethod
+    def _slot(buffer: Tensor, layer: Layer, slot: int) -> Tensor:
+        return buffer[slot * layer.most : (slot + 1) * layer.most]
+
+
+@dataclass(frozen=True)
+class Butterfly(Exchange):
+    """Layers of degrees d: all-to-all among d ranks of what is left, cut in d; then all-gathers on the way back.
+
+    Volume shrinks from layer to layer as far as ranks select the same elements; few, large messages: ``sum (d - 1)`` a
+    rank on either way. Sums are exact, so that nothing is lost twice. Indices travel with the values, and every rank
+    remembers the way of each number. As long as every rank has numbers at indices of the last such step only (a mask
+    that stays, or nearly everything), and at half of them at least, values alone travel. All ranks decide so together.
+
+    Args:
+        degrees: of the layers, the first among neighbours in the order of ranks; their product is the number of ranks,
+            and they should fall. None: the largest whose messages still are worth their start, else prime factors.
+
+    Raises:
+        ValueError: a degree is no number above 1, or (from ``plan``) the product is not the number of ranks.
+    """
+
+    degrees: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.degrees is None:
+            return
+        given = self.degrees
+        try:
+            degrees = tuple(given)
+        except TypeError:
+            degrees = (0,)
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each > 1 for each in degrees):
+            raise ValueError(f"Butterfly(degrees={given!r}): give numbers above 1, such as (4, 2) for 8 ranks, or null")
+        object.__setattr__(self, "degrees", degrees)  # frozen; equal settings are equal, however they were given
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        check_selective("butterfly", codec)
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``.
+
+        Raises:
+            ValueError: degrees are of another number of ranks, on every rank.
+        """
+        numel = sum(section.layout.numel for section in sections)
+
+        def volume(merged: int) -> float:
+            return coding.used_bytes(expected_count(sections, merged) / merged, -(-numel // merged))
+
+        degrees = chosen(world.collective.size, volume) if self.degrees is None else self.degrees
+        check_degrees(degrees, world.collective.size)
+        return _Plan(sections, degrees, world)
+
+
+class _Plan(ExchangePlan):
+    def __init__(self, sections: Sequence[Section], degrees: Sequence[int], world: World) -> None:
+        self.description = f"butterfly of {' x '.join(map(str, degrees)) or '1'}"
+        collective, device, meter = world
+        self._collective = collective
+        self._meter = meter
+        self._plan = MessagePlan(sections, device, meter)
+        self._compact = Compact(sections, device)
+        self._layers = layers_of(collective.rank, degrees, self._compact.numel)
+        self._rounds = Rounds(world, max(degrees, default=1))
+        self._network = Network(self._layers, world, self._rounds)
+        self._own = new_messages(1, self._plan.size, device)
+        self._known: Configuration | None = None
+        self.cost = Cost(
+            bytes_sent=self._expected(sections),
+            rounds=4 * len(degrees) + 2 if degrees else 0,
+            encodes=1.0,
+            decodes=1.0 + sum(degree - 1 for degree in degrees),
+            calls=2,
+        )
+
+    def _expected(self, sections: Sequence[Section]) -> int:
+        """Of a step in which indices travel too, if the ranks select independently."""
+        merged, total, size = 1, 0, self._collective.size
+        for layer in self._layers:
+            bounds = list(pairwise(layer.bounds))
+            for index, _ in layer.peers:
+                total += _message_bytes(sections, merged, *bounds[index]) + _message_bytes(sections, size, *layer.own)
+            merged *= len(layer.ranks)
+        return total + (2 * len(self._layers) + 2) * self._rounds.table_bytes if self._layers else 0
+
+    @of_vectors
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        rank, size = self._collective.rank, self._collective.size
+        self._plan.share(key)
+        self._plan.encode(vector, self._own[0], mix(key, rank), flag)
+        self._plan.decode(self._own, out, 1.0, accumulate=False)
+        room = self._compact.take(out)
+        if self._layers:
+            self._sum(room, flag)
+        settle(room.mul_(1 / size), flag)
+        self._compact.put(room, out)
+
+    def _sum(self, room: Tensor, flag: Tensor) -> None:
+        known, self._known = self._known, None  # whatever happens, all ranks have it or none has
+        with self._meter.encode:
+            held = Listed.of(room)
+            again = known is not None and _covered(room, held, known.own)
+        self._rounds.begin()
+        rows = self._rounds.agree([], 0, BAD * int(flag.isnan()) + AGAIN * again)
+        flag.fill_(torch.nan if any(row[0] & BAD for row in rows) else 0.0)
+        if known is not None and all(row[0] & AGAIN for row in rows):
+            values = self._network.values_only(Listed.at(known.own, room).values, known, sound=again)
+            result = Listed(len(room), known.result, values)
+        else:
+            result, known = self._network.configure(held)
+        self._rounds.finish()
+        spread(result, room)
+        self._known = known
+
+
+def _message_bytes(sections: Sequence[Section], merged: int, start: int, stop: int) -> int:
+    inside, end = [], 0
+    for section in sections:
+        first, end = end, end + section.layout.numel
+        if max(start, first) < min(stop, end):
+            cut = section.layout.cut(max(start, first) - first, min(stop, end) - first)
+            inside.append(replace(section, layout=cut))
+    count = expected_count(inside, merged)
+    return HEADER + aligned(int(coding.used_bytes(count, stop - start, exact=True)))
+
+
+def _covered(room: Tensor, held: Listed, known: Tensor | None) -> bool:
+    """Whether numbers are at known indices only, and at so many of them that values alone take less."""
+    count = len(held.values)
+    if known is None:
+        return 2 * count >= len(room)
+    return 2 * count >= len(known) and int(room[known].count_nonzero()) == count

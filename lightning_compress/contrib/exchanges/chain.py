@@ -1,0 +1,207 @@
+"""A chain of ranks in each node, and an exchange between those that lead them.
+
+Awan, Hamidouche, Hashmi, Panda, "S-Caffe: Co-designing MPI Runtimes and Caffe for Scalable Deep Learning on Modern GPU
+Clusters", PPoPP 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs import Codec
+from lightning_compress.collectives import Collective, World, consensus
+from lightning_compress.collectives.counting import all_gather_rounds
+from lightning_compress.core.state import States
+from lightning_compress.exchanges.auto import Auto
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, of_vectors, scatter
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.hierarchical import read_outer
+from lightning_compress.exchanges.message import Section, settle
+from lightning_compress.exchanges.nodes import nodes_of, side_by_side
+from lightning_compress.exchanges.refusal import UNREADABLE, Refusal
+
+CHUNK = 1 << 18
+"""Elements that are worth a message of their own: at 10 GB/s they travel for a tenth of a millisecond."""
+MOST = 64
+"""Chunks at most."""
+
+
+@dataclass(frozen=True)
+class Chain(Exchange):
+    """Dense sums along a chain of each node's ranks, a compressed exchange between their first ranks, and back.
+
+    Sums go from rank to rank of a node in chunks, a vector of float32 from each, to the first one, which encodes and
+    sends all of it while the others wait; the mean comes back by way of all. No rank is sent two messages at once, and
+    nodes may differ in size. S-Caffe's reduction is ``Chain("binomial")``. The residual is the first rank's.
+
+    Args:
+        outer: the exchange between first ranks, by name, mapping or object; not "auto", which all ranks choose.
+        node_size: ranks of a node, which are neighbours in the order of ranks; None: those with the same host name.
+
+    Raises:
+        ValueError: the outer exchange is unknown or no fit, or node_size is below 1.
+    """
+
+    outer: Exchange | dict[str, object] | str = "binomial"
+    node_size: int | None = None
+
+    talks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        outer = read_outer("Chain", self.outer, self.node_size)
+        if isinstance(outer, Auto):  # which all ranks have to measure, and choose
+            raise ValueError(
+                "Chain(outer='auto'): the first rank of a node alone talks to others, and cannot choose for all; name "
+                "the exchange between nodes, such as outer='binomial'"
+            )
+        object.__setattr__(self, "outer", outer)  # frozen; equal settings are equal, however they were given
+
+    def check(self, codec: Codec) -> None:
+        """See ``Exchange.check``."""
+        cast(Exchange, self.outer).check(codec)
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``.
+
+        Raises:
+            ValueError: the exchange between first ranks is no fit; on every rank.
+        """
+        (collective, device, _), between = world, cast(Exchange, self.outer)
+        nodes = nodes_of(collective.uncounted, self.node_size, device, one_size=False)
+        if len(nodes) == 1 or len(nodes) == collective.size:
+            return between.plan(sections, world)
+        inside = collective.part(nodes)
+        leading = collective.part([[node[0] for node in nodes], [rank for node in nodes for rank in node[1:]]])
+        led = None if inside.rank else lambda: between.plan(side_by_side(sections), world.among(leading))
+        outer = agreed(led, collective.uncounted, device)
+        return LeadersPlan(sections, outer, inside, len(nodes) / collective.size, device)
+
+
+class Links:
+    """The ranks of a node as a chain, from the last one to the first, the leader.
+
+    While a rank sends one chunk on it gets the next one; no rank gets more than one message at a time. Numbers have no
+    checksum: whatever a rank sent, all of the chain get the same in the end, but another node's chain does not.
+
+    Attributes:
+        row: float32 ``[numel]``: what is summed, then what is shared.
+        cost: of this rank, all of it within the node.
+    """
+
+    def __init__(self, inside: Collective, numel: int, device: torch.device) -> None:
+        self._inside = inside
+        size = inside.size
+        count = min(MOST, max(1, numel // CHUNK)) if size > 2 else 1  # two ranks have nothing to overlap
+        chunk, part = -(-numel // count), -(-numel // size)
+        room = torch.zeros(max(count * chunk, size * part), device=device)
+        self.row = room[:numel]
+        self._chunks, self._parts = room[: count * chunk].view(count, chunk), room[: size * part].view(size, part)
+        self._received, self._own = torch.empty(chunk, device=device), torch.empty(part, device=device)
+        self._steps = count + size - 2 if size > 1 else 0
+        rounds = self._steps + 1 + all_gather_rounds(size) if size > 1 else 0
+        scattered, gathered = 4 * (size - 1) * part, 4 * (size - 1) * part
+        sent = gathered + (4 * count * chunk if inside.rank else scattered)
+        self.cost = Cost(bytes_sent=sent, rounds=rounds, inner_bytes=sent, inner_rounds=rounds)
+
+    def reduce(self) -> None:
+        """Leave the sum over the ranks in the leader's row, added from the last rank on."""
+        rank, count = self._inside.rank, len(self._chunks)
+        before = self._inside.size - 1 - rank  # ranks that a chunk passes before this one
+        for step in range(self._steps):
+            sent, due = step - before, step - before + 1
+            sends = {rank - 1: self._chunks[sent]} if rank and 0 <= sent < count else {}
+            receives = {rank + 1: self._received} if before and 0 <= due < count else {}
+            self._inside.swap(sends, receives)
+            if receives:
+                self._chunks[due].add_(self._received)
+
+    def share(self) -> None:
+        """Make the leader's row every rank's: each gets a part of it and shows that to all (van de Geijn)."""
+        rank, size = self._inside.rank, self._inside.size
+        if size == 1:
+            return
+        others = {peer: self._parts[peer] for peer in range(1, size)}
+        self._own.copy_(self._parts[0])
+        self._inside.swap({} if rank else others, {0: self._own} if rank else {})
+        self._inside.all_gather(self._own, self._parts)
+
+
+def agreed(
+    plan: Callable[[], ExchangePlan] | None, collective: Collective, device: torch.device
+) -> ExchangePlan | None:
+    """What the leaders plan, and None on the other ranks; a collective call.
+
+    Raises:
+        ValueError: a leader's plan does; on every rank.
+    """
+    made, refusal = None, Refusal()
+    with refusal.kept():
+        made = plan() if plan else None
+    if any(consensus.anywhere([bool(refusal)], collective, device)):
+        refusal.stop("the first rank of a node refuses the exchange between nodes, and says why")
+    return made
+
+
+class LeadersPlan(ExchangePlan):
+    """Along the chain to its leader, between the leaders, and to all ranks of the node.
+
+    The leader encodes for its node and keeps what was not sent; the vectors of the others are left with zeros.
+
+    Args:
+        sections: what the vectors consist of.
+        outer: the leaders' exchange of the same sections side by side; None on other ranks, whose price lacks it.
+        inside: the ranks of this rank's node.
+        share: of all ranks, how many lead.
+        device: where vectors are.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        outer: ExchangePlan | None,
+        inside: Collective,
+        share: float,
+        device: torch.device,
+    ) -> None:
+        self._spans = [each.span for each in sections]
+        self._numel = sum(each.layout.numel for each in sections)
+        self._outer = outer
+        self._share = share
+        self._chain = Links(inside, self._numel + 1, device)  # with the flag
+        self._mean = torch.empty(self._numel if outer else 0, device=device)
+        self.description = f"{outer.description if outer else 'leaders'} between chains of {inside.size}"
+        self.cost = self._chain.cost
+        if outer:
+            self.cost, self.sum_ranks = self.cost + outer.cost, outer.sum_ranks
+        self.cost = replace(self.cost, copies=5.0)  # into the row, its sum, what is left, the mean, out of the row
+
+    @of_vectors
+    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.mean``."""
+        row, refusal = self._chain.row, Refusal()
+        gather(vector, self._spans, row)
+        row[-1] = flag
+        self._chain.reduce()
+        for span in self._spans:
+            vector[span] = 0.0
+        if self._outer:
+            own = row[:-1]
+            torch.mul(row[-1], 0.0, out=flag)
+            settle(own, flag)
+            with refusal.kept():  # the others of the node wait for this one
+                self._outer.mean(own, self._mean, key, flag)
+            refusal.mark(flag)
+            scatter(own, self._spans, vector)
+            torch.mul(self._mean, self._share, out=own)
+            row[-1] = flag
+        self._chain.share()
+        flag.copy_(row[-1])
+        if flag.isinf():
+            refusal.stop(f"the first rank of a node {UNREADABLE}")
+        flag.mul_(0.0)
+        scatter(row, self._spans, out)

@@ -1,0 +1,57 @@
+"""Lists of numbers at ascending indices, united and joined: what a butterfly routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_compress.exchanges.sparse.lists import Listed
+
+
+def united(parts: Sequence[Listed]) -> tuple[Tensor | None, list[Tensor | None]]:
+    """All indices of lists of the same stretch, and where among them each list's are; None: all, in order."""
+    numel = parts[0].numel
+    if any(part.indices is None for part in parts):
+        return None, [part.indices for part in parts]
+    marks = torch.zeros(numel, dtype=torch.bool, device=parts[0].values.device)
+    for part in parts:
+        marks[part.indices] = True
+    indices = marks.nonzero().flatten()
+    if len(indices) == numel:
+        return None, [part.indices for part in parts]
+    return indices, [torch.searchsorted(indices, part.indices) for part in parts if part.indices is not None]
+
+
+def added(values: Sequence[Tensor], positions: Sequence[Tensor | None], count: int) -> Tensor:
+    """``[count]`` sums of numbers at positions, in the order of the lists."""
+    total = values[0].new_zeros(count)
+    for each, where in zip(values, positions, strict=True):
+        if where is None:
+            total.add_(each)
+        else:
+            total.index_add_(0, where, each)
+    return total
+
+
+def joined(parts: Sequence[Listed]) -> Listed:
+    """Lists of stretches that follow one another, as one."""
+    values, numel = torch.cat([part.values for part in parts]), sum(part.numel for part in parts)
+    if all(part.indices is None for part in parts):
+        return Listed(numel, None, values)
+    indices, start = [], 0
+    for part in parts:
+        inside = torch.arange(part.numel, device=values.device) if part.indices is None else part.indices
+        indices.append(inside + start)
+        start += part.numel
+    return Listed(numel, torch.cat(indices), values)
+
+
+def spread(numbers: Listed, out: Tensor) -> None:
+    """Write all numbers of the stretch, zeros too."""
+    if numbers.indices is None:
+        out.copy_(numbers.values)
+    else:
+        out.zero_()
+        out[numbers.indices] = numbers.values

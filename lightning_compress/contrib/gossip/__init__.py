@@ -1,0 +1,9 @@
+"""Algorithms of gossip that stand beside those of the core for comparison, one to a file."""
+
+from __future__ import annotations
+
+from lightning_compress.contrib.gossip.dcd import DCD
+from lightning_compress.contrib.gossip.deepsqueeze import DeepSqueeze
+from lightning_compress.contrib.gossip.ecd import ECD
+
+__all__ = ["DCD", "ECD", "DeepSqueeze"]

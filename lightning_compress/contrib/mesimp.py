@@ -1,0 +1,227 @@
+"""Neurons that are hardly ever among the largest gradients are removed, cycle by cycle: meSimp."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_compress.backward.selection import Amount, count_of
+from lightning_compress.backward.transform import amounts_of, pattern_of
+from lightning_compress.callbacks.meprop import Amounts, MePropMixin
+from lightning_compress.callbacks.wrapping import wraps_model
+from lightning_compress.contrib.pruning import check_optimizers, cut, followers
+
+__all__ = ["MeSimp", "MeSimpMixin"]
+
+
+class MeSimpMixin(MePropMixin):
+    """Turns a ``Callback`` into one that removes neurons; see ``MeSimp``."""
+
+    def __init__(
+        self,
+        k: Amounts = 0.1,
+        *,
+        cycle: int = 5,
+        prune: float = 0.1,
+        pairs: Mapping[str, str] | None = None,
+        skip: Sequence[str] = (),
+        memory: float = 0.0,
+        share: bool = False,
+        per_example: bool = False,
+        sparse_bias: bool = False,
+    ) -> None:
+        super().__init__(k, skip=skip, memory=memory, share=share, per_example=per_example, sparse_bias=sparse_bias)
+        if isinstance(cycle, bool) or not isinstance(cycle, int) or cycle < 1:
+            raise ValueError(f"MeSimp(cycle={cycle!r}): must be a whole number of epochs, 1 or more")
+        if isinstance(prune, bool) or not isinstance(prune, (int, float)) or not 0 < prune < 1:
+            raise ValueError(f"MeSimp(prune={prune!r}): must be a share of the examples between 0 and 1, such as 0.1")
+        self._given = k
+        self.cycle, self.prune, self.pairs = cycle, float(prune), dict(pairs or {})
+        self.history: list[dict[str, int]] = []
+        self._following: dict[str, str] = {}
+        self._counted: Mapping[str, Any] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Change the model's layers, and begin to count.
+
+        Raises:
+            ValueError: layers, optimizers or the strategy are not such that neurons can be removed; on every rank.
+        """
+        _check_strategy(trainer.strategy)
+        check_optimizers(trainer.optimizers)
+        resumed = bool(self.history)
+        self.k = _amounts_left(pl_module, self._given, self.skip) if resumed else self._given
+        super().on_fit_start(trainer, pl_module)
+        self._following = followers(pl_module, self.layers, self.pairs)
+        for name, sparsity in self.layers.items():
+            if sparsity.k == sparsity.width and not resumed:
+                raise ValueError(
+                    f"{name} keeps all of its {sparsity.width} outputs (k={sparsity.k}), so that none is rarer "
+                    f"than the others; give a smaller k, or skip=[{name!r}]"
+                )
+            sparsity.hits, sparsity.seen = torch.zeros(sparsity.width, dtype=torch.int64), 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Go on counting where a checkpoint ended: rank 0 has what all had counted, and the others begin at zero."""
+        super().on_train_start(trainer, pl_module)
+        for name, (hits, seen) in (self._counted or {}).items() if trainer.is_global_zero else ():
+            if name in self.layers and len(hits) == self.layers[name].width:
+                self.layers[name].hits, self.layers[name].seen = torch.tensor(hits), seen
+        self._counted = None
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """At the end of a cycle, remove neurons; not at the end of the training, which should go on afterwards."""
+        done = trainer.current_epoch + 1
+        if done % self.cycle or done == trainer.max_epochs or 0 <= trainer.max_steps <= trainer.global_step:
+            return
+        if not trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False):
+            self._prune(trainer, pl_module)
+
+    def _prune(self, trainer: Any, pl_module: Any) -> None:
+        kept = {name: self._frequent(name) for name in self._following}
+        cuts = {name: each for name, each in kept.items() if len(each) < self.layers[name].width}
+        for name, each in cuts.items():
+            cut(pl_module, name, self._following[name], each, trainer.optimizers)
+            self._narrow(name, each)
+        for sparsity in self.layers.values():
+            sparsity.hits, sparsity.seen = torch.zeros(sparsity.width, dtype=torch.int64), 0
+        self.history.append({name: len(each) for name, each in kept.items()})
+        told = ", ".join(f"{name} {len(each)}" for name, each in kept.items())
+        rank_zero_info(f"meSimp: after epoch {trainer.current_epoch} neurons are {told}")
+        if cuts:
+            _wrap_again(trainer.strategy)
+
+    def _counts(self, name: str) -> tuple[Tensor, int]:
+        """``hits`` and ``seen`` of a layer, of all ranks where these are here; a collective call."""
+        sparsity = self.layers[name]
+        assert sparsity.hits is not None
+        counts = torch.cat([sparsity.hits.cpu(), torch.tensor([sparsity.seen])])
+        if self._together():
+            counts = counts.to(self._trainer.strategy.root_device)
+            torch.distributed.all_reduce(counts)
+        return counts[:-1].cpu(), int(counts[-1])
+
+    def _frequent(self, name: str) -> Tensor:
+        """Neurons of a layer that stay, the same on all ranks; one at least."""
+        hits, seen = self._counts(name)
+        if not seen:  # all outputs are kept now
+            return torch.arange(len(hits))
+        frequent = hits >= self.prune * seen
+        frequent[hits.argmax()] = True
+        return frequent.nonzero().flatten()
+
+    def _narrow(self, name: str, keep: Tensor) -> None:
+        """What is known of the layer, in as many numbers as it has neurons now."""
+        sparsity = self.layers[name]
+        sparsity.width = len(keep)
+        if sparsity.memory is not None:
+            sparsity.memory = sparsity.memory[keep.to(sparsity.memory.device)]
+        patterns = amounts_of(self._given)
+        amount = patterns[pattern_of(name, patterns) or "*"]
+        sparsity.k = count_of(min(amount, sparsity.width) if isinstance(amount, int) else amount, sparsity.width, name)
+        for each in (name, self._following[name]):
+            if each in self.layers:
+                self.layers[each].gradients.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sizes so far, and the counters of all ranks; a collective call, as ``MeProp``'s is."""
+        found = {name: self._counts(name) for name in self._following}
+        counts = {name: (hits.tolist(), seen) for name, (hits, seen) in found.items()}
+        return {**super().state_dict(), "counts": counts, "history": self.history}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See ``state_dict``."""
+        super().load_state_dict(state_dict)
+        self._counted, self.history = state_dict["counts"], list(state_dict["history"])
+
+
+def _amounts_left(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict[str, Amount]:
+    """What layers keep that have fewer neurons by now than they are to keep: all. The output layer is none of them."""
+    patterns, matched, found = amounts_of(given), {}, {}
+    for name, layer in [each for each in model.named_modules() if isinstance(each[1], nn.Linear)][:-1]:
+        pattern = None if any(fnmatchcase(name, each) for each in skip) else pattern_of(name, patterns)
+        if pattern is None:
+            continue
+        matched[name], amount = pattern, patterns[pattern]
+        if isinstance(amount, int) and layer.out_features < amount:
+            found[name] = layer.out_features
+    used = {pattern for name, pattern in matched.items() if name not in found}
+    gone = {matched[name] for name in found} - used  # would match no layer that is left
+    return {**found, **{pattern: amount for pattern, amount in patterns.items() if pattern not in gone}}
+
+
+def _check_strategy(strategy: Any) -> None:
+    kinds = {each.__name__ for each in type(strategy).__mro__}
+    if not (wraps_model(strategy) or "SingleDeviceStrategy" in kinds):
+        raise ValueError(
+            f"MeSimp removes neurons on one device or under DDPStrategy (CompressedDDPStrategy too), and not under "
+            f"{type(strategy).__name__}, which holds the parameters in another form"
+        )
+    if (method := getattr(strategy, "_start_method", "popen")) != "popen":
+        raise ValueError(
+            f"MeSimp cannot train with start_method={method!r} (strategies ..._spawn, _fork, _notebook): the main "
+            "process has the model with all neurons, and Lightning would load the smaller weights into it; use "
+            "start_method='popen', as strategy='ddp' does, in a script"
+        )
+    settings: Any = getattr(strategy, "_settings", None)
+    if getattr(settings, "correction", None) is not None:
+        raise ValueError(
+            f"MeSimp cannot cut the velocities and moments that {settings.compressor} keeps in the optimizer's place; "
+            "use another compressor, such as 'topk' or 'rows'"
+        )
+
+
+def _wrap_again(strategy: Any) -> None:
+    """DistributedDataParallel knows the parameters that it was made with: make another one, with new buckets."""
+    if not isinstance(strategy.model, DistributedDataParallel):
+        return
+    if hasattr(strategy, "rebuild"):
+        strategy.rebuild()
+        return
+    strategy.model = strategy.lightning_module
+    gc.collect()  # the old one takes its hooks from the parameters that stayed
+    strategy.configure_ddp()
+
+
+class MeSimp(MeSimpMixin, Callback):
+    """meProp that removes neurons: meSimp (Sun et al., arXiv:1711.06528).
+
+    While ``MeProp`` trains, each layer's outputs are counted that are among the ``k`` largest and not zero. After each
+    ``cycle`` epochs, those that were so in less than ``prune`` of the choices (minibatches, or examples with
+    ``per_example``) of all ranks are removed: rows of the layer's weight and bias, columns of the next layer's weight,
+    and the same of the optimizer's state. Training goes on with a smaller model, whose ``state_dict`` is smaller, too.
+    Nothing is removed after the last epoch.
+
+    Linear layers of an ``nn.Sequential`` with nothing but activations and dropout between them are known to follow one
+    another; others are given by ``pairs``. All ranks remove the same neurons. DistributedDataParallel is made anew
+    then, with buckets of the new sizes; under ``CompressedDDPStrategy`` residuals begin at zero there, and
+    ``exchange="auto"`` chooses again. Other callbacks must not hold copies of parameters (weight averaging), and a main
+    process must not hold the model for others that train it (``ddp_spawn``, ``ddp_notebook``).
+
+    To resume or to load, make the model as small first:
+    ``contrib.pruning.shrink(Model(), torch.load(path)["state_dict"])``.
+
+    Args:
+        k: as in ``MeProp``; a count is at most the neurons that are left.
+        cycle: epochs from one removal to the next; the paper's code has 5.
+        prune: share of the choices, between 0 and 1; the paper's code has 0.1.
+        pairs: names of layers and of the linear layer that alone takes its outputs, with nothing but what works by
+            element between.
+        skip: as in ``MeProp``.
+        memory: likewise.
+        share: likewise.
+        per_example: likewise; as the paper counts.
+        sparse_bias: likewise.
+
+    Raises:
+        ValueError: a value is not allowed; when training begins: ``MeProp``'s reasons, or it is not known which layer
+            follows, or optimizer or strategy cannot be cut.
+    """

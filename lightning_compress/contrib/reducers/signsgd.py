@@ -1,0 +1,173 @@
+"""signSGD and Signum: one bit up, and a majority's bit down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
+from lightning_compress.collectives import World
+from lightning_compress.collectives.counting import (
+    all_gather_rounds,
+    all_reduce_bytes,
+    all_reduce_rounds,
+    all_to_all_rounds,
+)
+from lightning_compress.contrib.reducers.tally import Tally
+from lightning_compress.core.buffers import chunk_size, pieces, scratch
+from lightning_compress.core.layout import Layout
+from lightning_compress.core.random import RandomBits, mix
+from lightning_compress.core.state import Declared, State, States
+from lightning_compress.reducers.base import Reducer, ReducerPlan
+
+Vote = Literal["majority", "tally"]
+MOMENTUM = "momentum"
+
+
+@dataclass(frozen=True)
+class SignSGD(Reducer):
+    """Give the optimizer the sign of the sum of the ranks' signs: every element is ``scale`` or ``-scale``.
+
+    A rank votes with the signs of ``m = momentum * m + (1 - momentum) * gradient`` (Signum), or of the gradient itself
+    if momentum is 0 (signSGD); 0 and -0.0 count as positive. Where just half of an even number of ranks vote for either
+    side, a random bit decides, the same for all ranks. With "tally" every element is ``scale`` times the mean of the
+    signs, from -1 to 1, and nothing is tied.
+
+    Magnitudes are gone, so that the learning rate is the length of a step in every element: for scale 1 as for
+    Adam, 1e-4 and less, not SGD's 0.1. Use plain SGD, whose momentum stays 0 (it is here), with weight decay if
+    wanted. 1-D and small parameters vote like all others; what stays dense by ``exclude`` is averaged as it is, and
+    takes that small learning rate too. Beware of elements that are exactly 0 on all ranks in many steps: the vote is
+    positive, and they drift; but not rows of an ``nn.Embedding`` and whole parameters that are 0 on all ranks, which
+    stay where they are, whatever their momentum.
+
+    Every rank owns the same number of bytes of the packed signs. An all-to-all brings it the others' bits, it counts
+    them, and an all-gather takes the outcome to all: for n elements a rank sends ``W - 1`` times
+    ``s = ceil(ceil(n / 8) / W)`` bytes up, and as much down: 1 bit per element each. A tally takes as many bits
+    down as W has, ``s`` bytes each: 2 for 2 or 3 ranks, 3 for up to 7. What is carried is summed as float32.
+
+    Nothing is conserved: the vector is left 0, and error feedback is refused. Fewer than half of the ranks cannot turn
+    the vote of the others where these agree. Not convergent in general; made for noise that is symmetric. State:
+    the momentum, float32, each rank's own.
+
+    Args:
+        vote: "majority" or "tally".
+        momentum: 0 to below 1; 0.9 is the papers' Signum.
+        scale: what an element is multiplied by; above 0. It moves the learning rate's scale, no more.
+
+    Raises:
+        ValueError: a setting is none of these.
+
+    Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018,
+    arXiv 1802.04434. Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication
+    Efficient and Fault Tolerant", ICLR 2019, arXiv 1810.05291.
+    """
+
+    name: ClassVar[str] = "signsgd"
+    conserves: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    vote: Vote = "majority"
+    momentum: float = 0.9
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.vote not in get_args(Vote):
+            raise ValueError(f"SignSGD(vote={self.vote!r}): vote must be one of 'majority', 'tally'")
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ValueError(f"SignSGD(momentum={self.momentum!r}): momentum must be in [0, 1); try 0.9, or 0 for none")
+        if not _is_number(self.scale) or not 0 < self.scale < math.inf:
+            raise ValueError(f"SignSGD(scale={self.scale!r}): scale must be a number above 0; 1.0 gives signs as such")
+
+    @property
+    def safe_with_adam(self) -> bool:
+        """Adam would normalise a second time, by the size of signs."""
+        return False
+
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        """The momentum, if there is any."""
+        return {MOMENTUM: Declared(layout)} if self.momentum else {}
+
+    def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
+        """Make ready for vectors of this layout; see the base class."""
+        return _SignSGDPlan(layout.numel, carried, world, self, states.get(MOMENTUM))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class _SignSGDPlan(ReducerPlan):
+    def __init__(self, numel: int, carried: int, world: World, method: SignSGD, momentum: State | None) -> None:
+        collective, device, self._meter = world
+        size = collective.size
+        self._collective = collective
+        self._method = method
+        self._momentum = momentum
+        self._pieces = list(pieces(numel, chunk_size(device)))
+        most = min(chunk_size(device), numel)
+        self._bits = scratch("sign bits", most, torch.bool, device)
+        self._floats = scratch("sign floats", 8 * packed_size(most), torch.float32, device)
+        width = -(-packed_size(numel) // size)
+        self._send = torch.zeros(size, width, dtype=torch.uint8, device=device)
+        self._receive = torch.zeros(size, width, dtype=torch.uint8, device=device)
+        self._tally = Tally(size, width, device)
+        self._random = RandomBits(width // 2 + 4, device)  # 16 bits are two bytes' worth
+        majority = method.vote == "majority"
+        self._outcome = torch.zeros(1 if majority else len(self._tally.planes), width, dtype=torch.uint8, device=device)
+        self._outcomes = torch.zeros(size, *self._outcome.shape, dtype=torch.uint8, device=device)
+        sent = self._send[0].numel() + self._outcome.numel()
+        self.bytes_sent = (size - 1) * sent + all_reduce_bytes(4 * carried, size)
+        self.rounds = all_to_all_rounds(size) + all_gather_rounds(size) + bool(carried) * all_reduce_rounds(size)
+
+    def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
+        if carried.numel():
+            self._collective.all_reduce(carried)
+        with self._meter.encode:
+            for piece in self._pieces:
+                self._pack(self._advance(vector, piece), piece)
+            vector.zero_()
+        self._collective.all_to_all(self._send, self._receive)
+        with self._meter.decode:
+            self._tally.count(self._receive)
+            if self._method.vote == "majority":
+                ties = self._random.draw(mix(key, self._collective.rank), 0, self._send.shape[1] // 2 + 1)
+                self._tally.majority(self._collective.size, ties.view(torch.uint8), self._outcome[0])
+            else:
+                self._outcome.copy_(self._tally.planes)
+        self._collective.all_gather(self._outcome.view(-1), self._outcomes.view(self._collective.size, -1))
+        with self._meter.decode:
+            self._write(out)
+
+    def _advance(self, vector: Tensor, piece: slice) -> Tensor:
+        """What this rank votes with; the momentum moves on."""
+        part = vector[piece]
+        if self._momentum is None:
+            return part
+        beta, moved = self._method.momentum, self._momentum.pending[piece]
+        return torch.mul(self._momentum.base()[piece], beta, out=moved).add_(part, alpha=1 - beta)
+
+    def _pack(self, part: Tensor, piece: slice) -> None:
+        bits = self._bits[: len(part)]
+        if part.device.type == "cpu":  # three times as fast as torch.ge into booleans
+            np.greater_equal(part.numpy(), 0, out=bits.numpy())
+        else:
+            torch.ge(part, 0, out=bits)
+        pack(bits, self._send.view(-1)[piece.start // 8 : packed_size(piece.stop)])
+
+    def _write(self, out: Tensor) -> None:
+        """From the packed outcome to ``scale`` times -1 to 1."""
+        most = 1 if self._method.vote == "majority" else self._collective.size
+        planes = self._outcomes.transpose(0, 1).flatten(1)  # [bits of an outcome, all bytes]
+        for piece in self._pieces:
+            part = out[piece].fill_(-most)
+            floats = self._floats[: 8 * packed_size(len(part))]
+            for place, plane in enumerate(planes):
+                unpack(plane[piece.start // 8 : packed_size(piece.stop)], floats)
+                part.add_(floats[: len(part)], alpha=2 ** (place + 1))
+            if self._method.scale != most:
+                part.mul_(self._method.scale / most)
