@@ -87,7 +87,7 @@ def safety(steps: int, images: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     for _ in range(3):
         step(model, optimizer, images, labels)
     clock = Clock()
-    for method in ("look", "begin", "clear", "restore"):
+    for method in ("remember", "before", "after", "restore"):
         clock.watch("unused", Unused, method)
     clock.watch("commit", Compression, "after_step")
     clock.watch("guard", DriftGuard, "note")

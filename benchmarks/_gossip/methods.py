@@ -19,6 +19,7 @@ METHODS: dict[str, Settings] = {
     "Moniqua, 4 bits": _moniqua(4),
     "Moniqua, 4 bits, every 2nd step": _moniqua(4, every=2),
     "Moniqua, 4 bits, every 4th step": _moniqua(4, every=4),
+    "Moniqua, 8 bits, every 3rd step": _moniqua(8, every=3),
     "Moniqua, 2 bits": _moniqua(2),
     "Moniqua, 1 bit": _moniqua(1),
     "CHOCO, 1 bit": {"algorithm": {"name": "choco", "gamma": 0.4}, "compressor": "efsign"},

@@ -44,8 +44,8 @@ class Vector:
         sent: float32 ``[numel]``, what is averaged, once it was made; afterwards what this rank did not send.
         summands: two vectors whose sum ``sent`` is to be, if the exchange is to add them up as it encodes.
         sound: every parameter has a gradient that is finite and not 0 everywhere; else nothing is known.
-        means: float32, the means, in pieces: where the gradients are, on a CPU that has these as float32.
-        mean: float32 ``[numel]``, the same, where they stand side by side, as on an accelerator.
+        means: float32, the means, in pieces.
+        mean: float32 ``[numel]``, the same, where they stand side by side; or None.
     """
 
     pieces: list[Tensor]
@@ -69,8 +69,6 @@ class Vector:
         self.device = self.pieces[0].device
         self.flag = torch.zeros((), device=self.device)
         self.sizes = [each.numel() for each in self.pieces]
-        if self.device.type == "cpu" and self.pieces[0].dtype == torch.float32:
-            self.means = self.pieces
 
     def whole(self) -> Tensor:
         """The gradients side by side, as ``gradient``; copied when it is called first."""
@@ -135,10 +133,12 @@ class Vector:
                 yield slice(start + piece.start, start + piece.stop), mean[piece]
             start += len(mean)
 
-    def out(self) -> Tensor:
-        """Where the means are written side by side, if not where the gradients are."""
-        free = self.gradient is not None and self.gradient is not self.sent
-        self.mean = self.gradient if free and self.gradient is not None else self.take("mean")
+    def out(self, in_pieces: bool) -> Tensor | list[Tensor]:
+        """Where the means are written: over the gradients, if ``in_pieces`` and these are float32, or to one vector."""
+        if in_pieces and self.pieces[0].dtype == torch.float32:
+            self.means = self.pieces
+            return self.pieces
+        self.mean = self.take("mean" if self.sent is self.gradient else "gradient")
         self.means = self.split(self.mean)
         return self.mean
 

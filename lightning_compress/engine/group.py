@@ -269,7 +269,7 @@ class Group:
         """Average what the stages made over the ranks; what was not sent stays in it."""
         meter = self._world.meter
         before = reduce(torch.add, vector.summands or (sent,)).norm() if meter.sampling else None
-        plan.mean(sent, vector.means or vector.out(), mix(*vector.draws), vector.flag, vector.summands)
+        plan.mean(sent, vector.out(plan.in_pieces), mix(*vector.draws), vector.flag, vector.summands)
         if before is not None:
             meter.add_error(before, sent.norm())
 

@@ -40,6 +40,7 @@ class _Plan(ExchangePlan):
         self._own = Messages(1, plan.size, device)
         self._messages = Messages(collective.size, plan.size, device)
         size = collective.size
+        self.in_pieces = plan.in_pieces
         self.cost = Cost(
             bytes_sent=(size - 1) * plan.expected_size + length_bytes(plan, size),
             rounds=length_rounds(plan, size) + all_gather_rounds(size),

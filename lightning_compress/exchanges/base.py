@@ -118,6 +118,7 @@ class ExchangePlan(ABC):
         description: which exchange this is, for the log.
         sum_ranks: sums are encoded by ``Codec.refined`` of so many.
         dense_spans: slices of the vector that are sent as they are.
+        in_pieces: ``mean`` needs no vector for means that go to several tensors.
         in_place: nothing is encoded, and ``mean`` may be given the gradients, a list, as ``vector`` and ``out``.
     """
 
@@ -126,6 +127,7 @@ class ExchangePlan(ABC):
     sum_ranks: int = 1
     dense_spans: Sequence[slice] = ()
     in_place: bool = False
+    in_pieces: bool = False
 
     @property
     def compared(self) -> Cost:

@@ -120,6 +120,7 @@ class MessagePlan:
         expected_size: bytes that it usually takes.
         variable: messages differ in length.
         correlated: ``correlate`` has an effect.
+        in_pieces: a section at least is decoded into several tensors as fast as into one.
         sum_runs: what to sum, and how; None if some section cannot be summed.
     """
 
@@ -136,6 +137,7 @@ class MessagePlan:
         self._header = aligned(LENGTHS + LENGTH * len(plans)) if self.variable else ALIGNMENT
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
+        self.in_pieces = not self.variable and any(plan.in_pieces for plan in plans)
         self._ends = [self._header + each for each in accumulate(aligned(plan.message_size) for plan in plans)]
         counts = [sum(segment.numel > 0 for segment in section.layout.segments) for section in sections]
         self._pieces = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
