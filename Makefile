@@ -19,7 +19,7 @@ demo: install
 	$(BIN)/python -m benchmarks.demo
 
 results: install
-	$(BIN)/python -m recipes.results $(if $(quick),--quick,--data $(DATA))
+	$(BIN)/python -m recipes.tables.results $(if $(quick),--quick,--data $(DATA))
 
 lint: install
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ from benchmarks._arguments import file_to_write, positive, positives
 from benchmarks._faults.injection import INJECTIONS
 from benchmarks._faults.training import METHODS
 from benchmarks._faults.trial import SkippedError, Trials
-from recipes.lineage import exit_on_sigterm
+from recipes.tables.lineage import exit_on_sigterm
 
 
 def main() -> None:

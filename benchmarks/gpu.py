@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from recipes.lineage import exit_on_sigterm
+from recipes.tables.lineage import exit_on_sigterm
 
 SHARES = {"kernels": 2, "tests": 3, "large": 1, "codecs": 4, "step": 4, "train": 9}
 """Of the seconds, in the order in which the parts are run."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import file_to_write, natural, plain_errors, positive
-from recipes.lineage import exit_on_sigterm, start_lineage
+from recipes.tables.lineage import exit_on_sigterm, start_lineage
 
 METHODS = {
     "dense": ["experiment=resnet_digits", "compressor=none"],

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 from hydra.utils import get_class
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from recipes.task import Task
 
-__all__ = ["load", "main", "read_checkpoint"]
+__all__ = ["load", "main", "read_checkpoint", "refuse_other_recipe"]
 
 CONF = Path(__file__).parents[1] / "conf" / "recipe"
 RECIPES = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -46,6 +46,24 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     if not isinstance(content, dict) or "state_dict" not in content or "recipe" not in content:
         raise ValueError(f"{path} is no checkpoint of `python -m recipes.train`: it does not say its recipe")
     return content
+
+
+def refuse_other_recipe(cfg: DictConfig) -> None:
+    """Stop a run whose ``ckpt_path`` is of another recipe, before anything else takes its time.
+
+    Args:
+        cfg: the composed config.
+
+    Raises:
+        ValueError: it is, or there is no such checkpoint.
+    """
+    if cfg.ckpt_path is None:
+        return
+    if not Path(cfg.ckpt_path).exists():
+        raise ValueError(f"ckpt_path={cfg.ckpt_path}: there is no such checkpoint; null begins anew")
+    found = read_checkpoint(cfg.ckpt_path)["recipe"]
+    if found != (own := getattr(get_class(cfg.recipe._target_), "recipe", found)):
+        raise ValueError(f"ckpt_path={cfg.ckpt_path} is of recipe={found}, not of recipe={own}, which this run trains")
 
 
 def module_of(recipe: str) -> type[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import netrc
 import os
@@ -9,16 +10,17 @@ import ssl
 import urllib.error
 import urllib.request
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import lightning.pytorch.loggers as loggers
 from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["WandbLogger", "flat", "why_offline"]
+__all__ = ["WandbLogger", "close", "flat", "go_on_writing", "log_settings", "why_offline"]
 
 log = logging.getLogger(__name__)
 
@@ -191,3 +193,38 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
+
+
+def log_settings(loggers: Sequence[Logger], settings: dict[str, Any], choices: dict[str, Any]) -> None:
+    """Tell every logger the settings of a run, and W&B what was chosen of each config group: ``compressor: topk``."""
+    for logger in loggers:
+        logger.log_hyperparams(settings)
+        if isinstance(logger, WandbLogger):
+            logger.log_hyperparams(choices)  # one word each, as in a sweep
+
+
+def go_on_writing(loggers: Sequence[Logger], fitted: Mapping[str, Any]) -> None:
+    """Let loggers go on after spawned processes, whose columns and bytes this process has not seen.
+
+    Args:
+        loggers: the trainer's.
+        fitted: what training left in ``trainer.callback_metrics``.
+    """
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.so_far = {
+                "time/seconds": float(fitted["run/seconds"]),
+                "comm/total_bytes_sent": float(fitted["run/total_bytes_sent"]),
+            }
+        if not isinstance(logger, CSVLogger) or getattr(rank_zero_only, "rank", 0) != 0:  # other ranks write nothing
+            continue
+        if os.path.isfile(path := logger.experiment.metrics_file_path):
+            with open(path, newline="") as file:
+                logger.experiment.metrics_keys = next(csv.reader(file), [])
+
+
+def close(loggers: Sequence[Logger]) -> None:
+    """End the runs of W&B."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.close()

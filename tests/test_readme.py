@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from recipes import predict
-from recipes.build import whole_paths
+from recipes.config import whole_paths
 from tests.config.composing import composed
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_compress.backward import enable
 from lightning_compress.backward.sparsity import Sparsity
-from recipes.build import CONF, build
+from recipes.config import CONF, build
 
 RECIPES = {
     "ResNet-20, digits": ["recipe=resnet"],

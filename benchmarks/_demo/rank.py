@@ -26,7 +26,7 @@ from benchmarks._demo.pace import Wire, pace
 from benchmarks._network.lab import bits_per_second, set_rate
 from lightning_compress import CompressedDDPStrategy
 from recipes import task as recipe
-from recipes.build import build
+from recipes.config import build
 
 CONF = Path(__file__).parents[2] / "conf"
 QUIET = [

@@ -20,9 +20,8 @@ from lightning_compress.gossip.arguments import build_algorithm, build_gossip_co
 from lightning_compress.gossip.base import Mixing
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
-from recipes.resnet.augment import crop_and_flip
 from recipes.resnet.cifar10 import FOLDER, MEAN, STD, TEST_FILES, TRAIN_FILES, read_batches
-from recipes.resnet.data import Split
+from recipes.resnet.data import Split, crop_and_flip
 from recipes.resnet.model import ResNet
 
 MOMENTUM, DECAY = 0.9, 5e-4

@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._gpu.echo import device_of
 from benchmarks._gpu.nccl import share_a_gpu
 from lightning_compress import attach
-from recipes.draws import draw
-from recipes.resnet.augment import crop_and_flip
+from recipes.loading import draw
+from recipes.resnet.data import crop_and_flip
 from recipes.resnet.model import ResNet
-from recipes.schedule import lr_factor
-from recipes.task import parameter_groups
+from recipes.task import lr_factor, parameter_groups
 
 Images = tuple[Tensor, Tensor]
 REFERENCE = 128

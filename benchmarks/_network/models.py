@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from recipes.resnet.alexnet import AlexNet
-from recipes.resnet.model import ResNet
+from recipes.resnet.model import AlexNet, ResNet
 
 
 class Recurrent(nn.Module):

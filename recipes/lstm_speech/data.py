@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.buckets import BucketSampler, refuse_overfitting
-from recipes.draws import draw
-from recipes.lstm_speech.features import Features, Masks, spec_augment
-from recipes.lstm_speech.text import Alphabet
+from ..loading import BucketSampler, draw, refuse_overfitting
+from .features import Features, Masks, spec_augment
+from .text import Alphabet
 
 __all__ = ["Batch", "SpeechData", "Utterance", "Utterances"]
 

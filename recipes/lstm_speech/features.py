@@ -1,18 +1,63 @@
-"""What the network hears: log-mel frames, a few of them side by side, with parts masked in training."""
+"""What the network hears: wavs as log-mel frames, a few of them side by side, with parts masked in training."""
 
 from __future__ import annotations
 
 import math
+import wave
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recipes.draws import draw
+from ..loading import draw
 
-__all__ = ["Features", "Masks", "log_mel", "mel_filters", "spec_augment", "stack"]
+__all__ = ["Features", "Masks", "log_mel", "mel_filters", "read_wav", "spec_augment", "stack"]
+
+
+def read_wav(path: Path, rate: int) -> Tensor:
+    """Read a wav; the channels of stereo are averaged.
+
+    Args:
+        path: a 16-bit PCM file.
+        rate: samples per second that it must have.
+
+    Returns:
+        float32 [samples] in [-1, 1].
+
+    Raises:
+        ValueError: the file is missing, truncated, empty or not such a wav, or its sample rate differs.
+    """
+    try:
+        with wave.open(str(path), "rb") as file:
+            channels, width, found, frames = file.getparams()[:4]
+            raw = file.readframes(frames)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: no such file; give the path of a wav, or correct the manifest that names it"
+        ) from None
+    except (wave.Error, EOFError, OSError) as error:
+        reason = str(error) or "it ends inside its header"
+        raise ValueError(f"{path}: not a PCM wav ({reason}); convert it: sox in.xyz -b 16 out.wav") from None
+    if width != 2:
+        raise ValueError(f"{path}: {8 * width} bits per sample, expected 16; convert it: sox in.wav -b 16 out.wav")
+    if found != rate:
+        raise ValueError(
+            f"{path}: {found:,} samples per second, expected {rate:,}; convert it: sox in.wav -r {rate} out.wav, or "
+            "train on a set of that rate"
+        )
+    if not frames:
+        raise ValueError(f"{path}: no sound at all; record it again, or leave it out")
+    if len(raw) < frames * channels * width:
+        raise ValueError(
+            f"{path}: truncated, {len(raw):,} bytes of sound where its header says {frames * channels * width:,}; "
+            "copy it again, or leave it out"
+        )
+    samples = torch.frombuffer(bytearray(raw), dtype=torch.int16).view(frames, channels)
+    return samples.float().mean(1) / 32768
+
 
 WINDOW, HOP = 0.025, 0.010
 """Seconds of a frame, and from one to the next."""
@@ -162,7 +207,7 @@ def spec_augment(batch: Tensor, lengths: Tensor, bits: Tensor, mels: int, masks:
     Args:
         batch: float32 [N, T, frames * mels].
         lengths: int64 [N], steps of each utterance.
-        bits: int64 [N] in [0, 2^32) that decide, as from :func:`recipes.draws.draw`.
+        bits: int64 [N] in [0, 2^32) that decide, as from :func:`recipes.loading.draw`.
         mels: filters per frame.
         masks: how many, and how wide.
 

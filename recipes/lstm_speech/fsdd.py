@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from recipes.lstm_speech.audio import read_wav
-from recipes.lstm_speech.data import PARTS, SpeechData, Utterance
-from recipes.lstm_speech.digits import ALPHABET, WORDS, cuts
-from recipes.lstm_speech.text import Alphabet
+from .data import PARTS, SpeechData, Utterance
+from .features import read_wav
+from .text import ALPHABET, WORDS, Alphabet, cuts
 
 __all__ = ["FSDD"]
 

@@ -13,14 +13,11 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.text import CharErrorRate, WordErrorRate
 
-from recipes.lstm_speech.audio import read_wav
-from recipes.lstm_speech.data import Batch
-from recipes.lstm_speech.decode import beam_search, greedy
-from recipes.lstm_speech.features import Features
-from recipes.lstm_speech.model import SpeechLSTM, ctc_loss
-from recipes.lstm_speech.text import Alphabet
-from recipes.schedule import Schedule
-from recipes.task import Score, Task
+from ..task import Schedule, Score, Task
+from .data import Batch
+from .features import Features, read_wav
+from .model import SpeechLSTM, beam_search, ctc_loss, greedy
+from .text import Alphabet
 
 __all__ = ["SpeechModule"]
 

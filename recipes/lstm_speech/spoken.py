@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.cache import made_once, release
-from recipes.lstm_speech import speaking
-from recipes.lstm_speech.data import PARTS, SpeechData, Utterance
-from recipes.lstm_speech.digits import ALPHABET, WORDS
-from recipes.lstm_speech.text import Alphabet
+from ..loading import made_once, release
+from . import speaking
+from .data import PARTS, SpeechData, Utterance
+from .text import ALPHABET, WORDS, Alphabet
 
 __all__ = ["Spoken"]
 

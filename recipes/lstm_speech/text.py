@@ -1,13 +1,14 @@
-"""Characters as numbers."""
+"""Texts as symbols, and strings of spoken digits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Alphabet"]
+__all__ = ["ALPHABET", "WORDS", "Alphabet", "cuts"]
 
 
 class Alphabet:
@@ -41,3 +42,27 @@ class Alphabet:
     def decode(self, symbols: Sequence[int]) -> str:
         """The text; symbols from 1. Spaces at the ends and double ones, which no transcript has, are left out."""
         return " ".join("".join(self.characters[symbol - 1] for symbol in symbols).split())
+
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+"""How digits are written: with words of characters, WER (words) and CER (characters) are two figures, as in speech."""
+ALPHABET = Alphabet.of([*WORDS, " "])
+
+
+def cuts(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
+    """Endless strings of 3 to 5 numbers below ``count``: a random order of all of them, cut up, then another order.
+
+    Args:
+        count: how many recordings there are, at least 1.
+        rng: decides.
+
+    Yields:
+        3 to 5 numbers; none is used more than once more often than another.
+    """
+    waiting: list[int] = []
+    while True:
+        length = int(rng.integers(3, 6))
+        while len(waiting) < length:
+            waiting += rng.permutation(count).tolist()
+        yield waiting[:length]
+        waiting = waiting[length:]

@@ -6,9 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from recipes.lstm_speech.audio import read_wav
-from recipes.lstm_speech.data import PARTS, SpeechData, Utterance
-from recipes.lstm_speech.text import Alphabet
+from .data import PARTS, SpeechData, Utterance
+from .features import read_wav
+from .text import Alphabet
 
 __all__ = ["WavDir", "read_manifest"]
 

@@ -14,8 +14,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.buckets import BucketSampler, refuse_overfitting
-from recipes.nmt.tokenizer import BOS, EOS, PAD, Tokenizer, cached_model
+from ..loading import BucketSampler, refuse_overfitting
+from .tokenizer import BOS, EOS, PAD, Tokenizer, cached_model
 
 __all__ = ["Batch", "Pair", "Pairs", "TranslationData", "padded"]
 

@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
-from recipes.nmt.data import Batch, padded
-from recipes.nmt.lstm import LSTM
-from recipes.nmt.search import beam_search
-from recipes.nmt.tokenizer import EOS, PAD, Tokenizer
-from recipes.nmt.transformer import Transformer
-from recipes.schedule import Schedule
-from recipes.task import Score, Task
+from ..task import Schedule, Score, Task
+from .data import Batch, padded
+from .model import LSTM, Transformer
+from .search import beam_search
+from .tokenizer import EOS, PAD, Tokenizer
 
 __all__ = ["TranslationModule", "corpus_scores"]
 

@@ -14,8 +14,8 @@ from babel.dates import format_date
 from lightning.pytorch.utilities import rank_zero_info
 from num2words import num2words
 
-from recipes.cache import made_once, release
-from recipes.nmt.data import PARTS, Pair, TranslationData
+from ..loading import made_once, release
+from .data import PARTS, Pair, TranslationData
 
 __all__ = ["Numbers", "drawn"]
 

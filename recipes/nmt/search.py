@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from recipes.nmt.tokenizer import BOS, EOS, PAD
+from .tokenizer import BOS, EOS, PAD
 
 __all__ = ["Decoder", "beam_search"]
 

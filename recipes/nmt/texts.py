@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from recipes.nmt.data import PARTS, Pair, TranslationData
+from .data import PARTS, Pair, TranslationData
 
 __all__ = ["Multi30k", "Parallel", "read_lines", "read_pairs"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_info
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from recipes.cache import made_once
+from ..loading import made_once
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "Tokenizer", "cached_model", "train_model"]
 

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from recipes.resnet.data import ImageData, Split
+from .data import ImageData, Split
 
 __all__ = ["Cifar10", "read_batches"]
 

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from recipes.resnet.data import ImageData, Split
+from .data import ImageData, Split
 
 __all__ = ["Digits"]
 

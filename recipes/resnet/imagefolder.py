@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from recipes.draws import draw, own_seed
-from recipes.resnet.data import IGNORE, image_facts
-from recipes.resnet.pictures import SUFFIXES, as_tensor, centre, check, random_part, read
+from ..loading import draw, own_seed
+from .data import IGNORE, image_facts
+from .pictures import SUFFIXES, as_tensor, centre, check, random_part, read
 
 __all__ = ["ImageFolder", "Pictures", "class_names", "list_pictures"]
 

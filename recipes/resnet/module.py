@@ -14,13 +14,10 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from recipes.resnet.alexnet import AlexNet
-from recipes.resnet.data import IGNORE
-from recipes.resnet.imagenet import ImageNetResNet
-from recipes.resnet.model import ResNet
-from recipes.resnet.pictures import ready
-from recipes.schedule import Schedule
-from recipes.task import Score, Task
+from ..task import Schedule, Score, Task
+from .data import IGNORE
+from .model import AlexNet, ImageNetResNet, ResNet
+from .pictures import ready
 
 __all__ = ["AlexNetModule", "Classifier", "Form", "ResNetModule"]
 

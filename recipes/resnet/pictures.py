@@ -87,7 +87,7 @@ def random_part(picture: Image.Image, size: int, bits: int, least: float = 0.08)
     Args:
         picture: of any size.
         size: pixels a side of the result.
-        bits: decides, as from :func:`recipes.draws.draw`.
+        bits: decides, as from :func:`recipes.loading.draw`.
         least: smallest share of the area, in (0, 1].
     """
     drawn = random.Random(bits)

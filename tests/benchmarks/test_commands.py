@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._network import lab
-from recipes.lineage import PARENT
+from recipes.tables.lineage import PARENT
 from tests.test_docs import PAGES
 from tests.test_house import ROOT
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
-from recipes.build import build
+from recipes.config import build
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

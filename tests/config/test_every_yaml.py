@@ -20,8 +20,8 @@ from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.strategies.names import LOCAL_STEPS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
-from recipes.build import build, by_group, recipe_of, refuse_foreign_data
-from recipes.idle import Outlasted, refuse_idle
+from recipes.config import build, by_group, recipe_of, refuse_foreign_data
+from recipes.tables.idle import Outlasted, refuse_idle
 from tests.config.composing import CONF, built, composed, lay_out
 from tests.helpers.sounds import write_wavdir
 

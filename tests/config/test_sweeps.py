@@ -12,10 +12,10 @@ import pytest
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.engine.checks import check_clipping
-from recipes.build import build, recipe_of
-from recipes.cells import Cell, overrides, read_sweep
+from recipes.config import build, recipe_of
 from recipes.predict import module_of
-from recipes.record import read_result
+from recipes.tables.cells import Cell, overrides, read_sweep
+from recipes.tables.record import read_result
 from recipes.train import train
 from tests.config.composing import ROOT, built, composed
 from tests.helpers.processes import Pools

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from recipes.buckets import WIDTH, BucketSampler
+from recipes.loading import WIDTH, BucketSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 90, 1000).tolist()
 GRID = [{"budget": 500}, {"budget": 90}, {"size": 16}, {"size": 1}]

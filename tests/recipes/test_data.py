@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from recipes.draws import draw
+from recipes.loading import draw
 from recipes.resnet import cifar10
-from recipes.resnet.augment import crop_and_flip
 from recipes.resnet.cifar10 import FOLDER, TEST_FILES, TRAIN_FILES, Cifar10, fetch
-from recipes.resnet.data import IGNORE, Images, Split
+from recipes.resnet.data import IGNORE, Images, Split, crop_and_flip
 from recipes.resnet.digits import Digits
 
 ROWS = 40

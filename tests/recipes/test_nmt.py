@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_compress import CompressedDDPStrategy
-from recipes.buckets import BucketSampler
+from recipes.loading import BucketSampler
 from recipes.nmt.data import padded
 from recipes.nmt.module import TranslationModule, corpus_scores
 from recipes.nmt.numbers import Numbers

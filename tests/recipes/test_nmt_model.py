@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.nmt.data import padded
-from recipes.nmt.lstm import LSTM
+from recipes.nmt.model import LSTM, Transformer
 from recipes.nmt.tokenizer import BOS, EOS, PAD
-from recipes.nmt.transformer import Transformer
 
 VOCABULARY = 30
 SMALL: dict[str, Any] = {"width": 16, "hidden": 32, "layers": 2, "dropout": 0.3}

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_compress import LocalSGDStrategy
-from recipes.record import Recorder
 from recipes.resnet.module import ResNetModule
+from recipes.tables.record import Recorder
 from tests.helpers.processes import Pools
 from tests.helpers.training import quiet_trainer
 

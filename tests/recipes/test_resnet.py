@@ -15,8 +15,7 @@ from recipes.resnet.data import IGNORE, Split
 from recipes.resnet.digits import Digits
 from recipes.resnet.model import BasicBlock, ResNet
 from recipes.resnet.module import ResNetModule
-from recipes.schedule import lr_factor
-from recipes.task import parameter_groups
+from recipes.task import lr_factor, parameter_groups
 
 QUIET = {
     "accelerator": "cpu",

@@ -14,9 +14,9 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 
 from lightning_compress import CompressedDDPStrategy
-from recipes import results, results_page
-from recipes.build import build
-from recipes.results import Comparison, Run, main, read_rows, read_table
+from recipes.config import build
+from recipes.tables import results, results_page
+from recipes.tables.results import Comparison, Run, main, read_rows, read_table
 from tests.config.composing import ROOT, composed
 
 TABLE = read_table()
@@ -188,7 +188,7 @@ def test_make_gives_no_more_than_is_needed(given: str, words: list[str]) -> None
     command = ["make", "-n", "--no-print-directory", "results", given]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1].split() == [".venv/bin/python", "-m", "recipes.results", *words]
+    assert done.stdout.splitlines()[-1].split() == [".venv/bin/python", "-m", "recipes.tables.results", *words]
 
 
 def test_data_that_is_not_there_is_named(
@@ -242,4 +242,4 @@ def test_what_ends_a_run_is_told_in_a_line(
 def test_two_at_once_are_refused(tmp_path: Path, trained: Pretended, capsys: pytest.CaptureFixture[str]) -> None:
     with FileLock(tmp_path / ".lock"):
         assert main(["--out", str(tmp_path)]) == 1
-    assert "another python -m recipes.results" in capsys.readouterr().err
+    assert "another python -m recipes.tables.results" in capsys.readouterr().err

@@ -21,10 +21,10 @@ from recipes import predict
 from recipes.lstm_speech.module import SpeechModule
 from recipes.lstm_speech.wavdir import WavDir
 from recipes.nmt.module import TranslationModule
-from recipes.record import COSTS, Recorder
 from recipes.resnet.digits import Digits
 from recipes.resnet.imagefolder import ImageFolder
 from recipes.resnet.module import AlexNetModule, Classifier
+from recipes.tables.record import COSTS, Recorder
 from recipes.task import Task
 from tests.helpers.processes import Pools
 from tests.helpers.sounds import write_wavdir

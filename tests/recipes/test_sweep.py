@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes import sweep
-from recipes.cells import Outcome, overrides, quoted, read_sweep, run
+from recipes.tables import sweep
+from recipes.tables.cells import Outcome, overrides, quoted, read_sweep, run
 from tests.config.composing import ROOT
 
 WHOLE: dict[str, Any] = {
@@ -235,7 +235,7 @@ def test_quoted() -> None:
 
 CHAIN = """
 import os, subprocess, sys, time
-from recipes.lineage import start_lineage
+from recipes.tables.lineage import start_lineage
 start_lineage()
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
 print(child.pid, flush=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_compress import CompressedDDPStrategy, GossipStrategy
-from recipes.portrait import COLUMNS, FAMILIES, Portrait, curves, layers, picture
+from recipes.tables.portrait import COLUMNS, FAMILIES, Portrait, curves, layers, picture
 from recipes.tracking import WandbLogger, flat, why_offline
 from tests.helpers.wandb_server import Server
 
@@ -149,7 +149,7 @@ class Shown:
 
 @pytest.mark.parametrize("kind", ["gossip", "averages"])
 def test_gossip_has_no_table_since_it_sends_no_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.portrait.WandbLogger", Shown)
+    monkeypatch.setattr("recipes.tables.portrait.WandbLogger", Shown)
     monkeypatch.setattr(GossipStrategy, "compression", None)
     strategy = GossipStrategy() if kind == "gossip" else SimpleNamespace()
     trainer = SimpleNamespace(loggers=[Shown()], is_global_zero=True, strategy=strategy, world_size=2)

@@ -22,19 +22,20 @@ from hydra.types import RunMode
 from lightning.pytorch.loggers import CSVLogger
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from recipes.build import build, whole_paths
-from recipes.idle import Outlasted, refuse_idle
-from recipes.lineage import PARENT
-from recipes.record import read_result
-from recipes.train import (
-    _report,
-    go_on_writing,
+from recipes.config import (
+    build,
     in_a_line,
     null_for_none,
     refuse_multirun,
     refuse_unknown_choice,
     refuse_unwritable,
+    whole_paths,
 )
+from recipes.tables.idle import Outlasted, refuse_idle
+from recipes.tables.lineage import PARENT
+from recipes.tables.record import read_result
+from recipes.tracking import go_on_writing
+from recipes.train import _report
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
@@ -456,7 +457,7 @@ def test_csv_files_keep_what_spawned_processes_wrote(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_hyperparams({"seed": 0})
     _in_a_process_of_its_own(logger, {"train/loss": 2.0, "epoch": 0}, 3)
-    go_on_writing([logger])
+    go_on_writing([logger], {})
     _in_a_process_of_its_own(logger, {"test/acc": 0.5, "epoch": 0}, 4)
     header, *rows = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
     assert header == "epoch,step,test/acc,train/loss"

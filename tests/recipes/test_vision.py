@@ -12,11 +12,9 @@ from lightning.pytorch import Trainer
 from PIL import Image
 from torch import nn
 
-from recipes.resnet.alexnet import AlexNet
 from recipes.resnet.data import IGNORE
 from recipes.resnet.digits import Digits
-from recipes.resnet.imagenet import ImageNetResNet
-from recipes.resnet.model import ResNet
+from recipes.resnet.model import AlexNet, ImageNetResNet, ResNet
 from recipes.resnet.module import AlexNetModule, ResNetModule
 from tests.recipes.test_resnet import QUIET, pytestmark  # noqa: F401
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from recipes.lstm_speech import speaking
-from recipes.lstm_speech.audio import read_wav
-from recipes.lstm_speech.digits import WORDS
+from recipes.lstm_speech.features import read_wav
 from recipes.lstm_speech.fsdd import FSDD
 from recipes.lstm_speech.spoken import Spoken
+from recipes.lstm_speech.text import WORDS
 from recipes.lstm_speech.wavdir import WavDir, read_manifest
 from tests.helpers.data import public_data
 from tests.helpers.sounds import tone, write_fsdd, write_wav, write_wavdir

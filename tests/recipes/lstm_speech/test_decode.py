@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.lstm_speech.decode import beam_search, greedy
-from recipes.lstm_speech.digits import ALPHABET, WORDS
-from recipes.lstm_speech.text import Alphabet
+from recipes.lstm_speech.model import beam_search, greedy
+from recipes.lstm_speech.text import ALPHABET, WORDS, Alphabet
 
 
 def all_texts(log_probabilities: torch.Tensor) -> dict[tuple[int, ...], float]:

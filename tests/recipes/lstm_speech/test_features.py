@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.draws import draw
+from recipes.loading import draw
 from recipes.lstm_speech.features import Features, Masks, log_mel, mel_filters, spec_augment, stack
 from tests.helpers.sounds import tone
 

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from recipes.cache import release
+from recipes.loading import release
 from recipes.task import Score
 
 __all__ = ["FILE", "Recorder", "describe", "read_result", "writable", "write_result", "write_whole"]

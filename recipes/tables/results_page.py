@@ -1,4 +1,4 @@
-"""Tables and plots of what ``recipes.results`` found, from its CSV files alone."""
+"""Tables and plots of what ``recipes.tables.results`` found, from its CSV files alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipes.results import Comparison, Run
+    from recipes.tables.results import Comparison, Run
 
 __all__ = ["write_page"]
 

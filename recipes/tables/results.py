@@ -1,13 +1,13 @@
 """Regenerate ``docs/results/``: every recipe, dense and compressed, at equal steps and seeds on two ranks.
 
-    python -m recipes.results --data data             # hours; what the CSV files have already is not run again
-    python -m recipes.results --quick                 # minutes, on embedded data, into outputs/results
-    python -m recipes.results --only resnet_cifar10   # one comparison of recipes/results.yaml
-    python -m recipes.results --page                  # tables and plots of what there is, nothing is run
-    python -m recipes.results --data data --time      # only time the steps again, on an idle machine
+    python -m recipes.tables.results --data data             # hours; what the CSV files have already is not run again
+    python -m recipes.tables.results --quick                 # minutes, on embedded data, into outputs/results
+    python -m recipes.tables.results --only resnet_cifar10   # one comparison of recipes/tables/results.yaml
+    python -m recipes.tables.results --page                  # tables and plots of what there is, nothing is run
+    python -m recipes.tables.results --data data --time      # only time the steps again, on an idle machine
 
-What is compared is in ``recipes/results.yaml``. Each run is ``python -m recipes.train`` in processes of its own and one
-row of its comparison's CSV file, written when it ends: interrupt this whenever you like, and start it again.
+What is compared is in ``recipes/tables/results.yaml``. Each run is ``python -m recipes.train`` in processes of its own
+and one row of its comparison's CSV file, written when it ends: interrupt this whenever you like, and start it again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 import lightning_compress
-from recipes import cells
-from recipes.build import composed
-from recipes.lineage import exit_on_sigterm
-from recipes.record import writable, write_whole
-from recipes.results_page import write_page
+from recipes.config import composed
+from recipes.tables import cells
+from recipes.tables.lineage import exit_on_sigterm
+from recipes.tables.record import writable, write_whole
+from recipes.tables.results_page import write_page
 
 __all__ = ["COLUMNS", "Comparison", "Run", "main", "pending", "read_rows", "read_table", "run_one", "write_rows"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".yaml")
 SHARED = ["trainer=cpu_2proc"]
 """Overrides of every run: two processes on this machine's CPU."""
@@ -64,7 +64,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One entry of ``recipes/results.yaml``, whose head says what each field is."""
+    """One entry of ``recipes/tables/results.yaml``, whose head says what each field is."""
 
     name: str
     title: str
@@ -118,7 +118,7 @@ def read_table(path: Path = TABLE) -> list[Comparison]:
     """Read what is compared.
 
     Args:
-        path: a YAML file like ``recipes/results.yaml``.
+        path: a YAML file like ``recipes/tables/results.yaml``.
 
     Raises:
         ValueError: a comparison has an unknown key or lacks one, or seeds of an unknown method.
@@ -292,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="folder of the CSV files; default docs/results, quick: outputs/results"
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="comparisons of recipes/results.yaml")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="comparisons of results.yaml")
     parser.add_argument("--quick", action="store_true", help="minutes, on embedded data")
     parser.add_argument("--page", action="store_true", help="run nothing, write tables and plots of what there is")
     parser.add_argument("--time", action="store_true", help="time 60 steps of each method for the tables, and no more")
@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed = [] if given.time else train_all(pending(chosen, data, out), out)
             write_page(out, [(each, each.runs(data)) for each in table])
     except Timeout:
-        print(f"{out}/.lock is held: another python -m recipes.results writes there", file=sys.stderr)
+        print(f"{out}/.lock is held: another python -m recipes.tables.results writes there", file=sys.stderr)
         return 1
     except (ValueError, RuntimeError) as error:  # the latter of a training that was to be timed
         print(error, file=sys.stderr)

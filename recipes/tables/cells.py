@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import os
@@ -18,10 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from recipes.lineage import start_lineage
-from recipes.record import FILE, read_result
+from recipes.config import nearest, quoted
+from recipes.tables.lineage import start_lineage
+from recipes.tables.record import FILE, read_result
 
-__all__ = ["Cell", "Outcome", "Sweep", "nearest", "overrides", "quoted", "read_sweep", "run", "spelled"]
+__all__ = ["Cell", "Outcome", "Sweep", "overrides", "read_sweep", "run", "spelled"]
 
 Cell = dict[str, Any]
 """One value for each parameter of a sweep."""
@@ -159,12 +159,6 @@ def read_sweep(path: Path, *, count: int | None = None, seed: int | None = None)
     )
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A question that names what is written most like it; empty where nothing is."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else ""
-
-
 def _known(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in given:
         if key not in known:
@@ -274,11 +268,6 @@ def _why(log: Path, code: int) -> str:
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b|In '[^']*':|Could not", line)]
     ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
     return (errors or lines or [ended])[-1].removesuffix(" (HYDRA_FULL_ERROR=1 shows where)")
-
-
-def quoted(value: str) -> str:
-    """A text as Hydra reads it whole, whatever is in it."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if re.search(r"[^\w./-]", value) else value
 
 
 def spelled(cell: Cell) -> str:

@@ -18,7 +18,7 @@ from lightning_compress import (
     SufficientFactors,
     ThetaRecovery,
 )
-from recipes.build import CONF
+from recipes.config import CONF
 
 __all__ = ["Outlasted", "refuse_idle"]
 

@@ -1,6 +1,6 @@
 """Run the cells of a sweep here, one after another, without W&B.
 
-    python -m recipes.sweep recipes/resnet/sweeps/topk_density.yaml data.root=data trainer.max_epochs=3
+    python -m recipes.tables.sweep recipes/resnet/sweeps/topk_density.yaml data.root=data trainer.max_epochs=3
 
 Overrides after the file go to every cell, and are stronger than the file's. Each cell is a process of its own, with its
 folder below ``outputs/sweeps/<recipe>_<file>``; beside them grow ``cells.csv``, where each row says such overrides, and
@@ -21,9 +21,9 @@ from pathlib import Path
 
 from hydra.errors import HydraException
 
-from recipes.build import composed
-from recipes.cells import Cell, Outcome, Sweep, overrides, read_sweep, run, spelled
-from recipes.record import FILE, writable, write_whole
+from recipes.config import composed
+from recipes.tables.cells import Cell, Outcome, Sweep, overrides, read_sweep, run, spelled
+from recipes.tables.record import FILE, writable, write_whole
 
 __all__ = ["main", "plot", "run_cells"]
 
@@ -160,7 +160,7 @@ def plot(sweep: Sweep, rows: list[dict[str, str]], path: Path) -> None:
 def arguments_of(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Take the command line apart; what has a ``=`` and no hyphens is an override."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m recipes.tables.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="a sweep file, such as recipes/resnet/sweeps/topk_density.yaml")
     parser.add_argument("overrides", nargs="*", help="Hydra's overrides for every cell")
@@ -182,7 +182,7 @@ def main(words: list[str] | None = None) -> int:
         )
         rows = run_cells(sweep, extra, folder, again=parsed.again)
     except (ValueError, OSError) as error:
-        print(f"recipes.sweep: {error}", file=sys.stderr)
+        print(f"recipes.tables.sweep: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)

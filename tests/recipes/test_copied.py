@@ -1,0 +1,48 @@
+"""What a user copies, a recipe's folder with the two shared modules beside it, trains elsewhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.config.composing import ROOT
+
+SCRIPT = """
+import sys
+sys.modules.update(dict.fromkeys(("hydra", "omegaconf", "wandb", "recipes")))  # importing one of them fails
+import lightning.pytorch as pl
+from lightning_compress import CompressedDDPStrategy
+from mine.{data} import {Data}
+from mine.{module} import {Module}
+
+if __name__ == "__main__":
+    data = {Data}({small})
+    strategy = CompressedDDPStrategy(compressor="topk", process_group_backend="gloo", start_method="fork")
+    options = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = pl.Trainer(strategy=strategy, max_steps=3, limit_val_batches=0, enable_model_summary=False, **options)
+    trainer.fit({Module}(**data.dims), datamodule=data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data", "small", "module"),
+    [
+        ("resnet", "digits.Digits", "", "module.ResNetModule"),
+        ("lstm_speech", "spoken.Spoken", "", "module.SpeechModule"),
+        ("nmt", "numbers.Numbers", "vocab_size=300", "module.TranslationModule"),
+    ],
+)
+def test_a_copied_folder_trains(tmp_path, recipe, data, small, module):
+    shutil.copytree(ROOT / "recipes" / recipe, tmp_path / "mine" / recipe)
+    for shared in ("task.py", "loading.py"):
+        shutil.copy(ROOT / "recipes" / shared, tmp_path / "mine")
+    (where, kind), (what, model) = data.split("."), module.split(".")
+    names = {"data": f"{recipe}.{where}", "Data": kind, "module": f"{recipe}.{what}", "Module": model, "small": small}
+    (tmp_path / "train.py").write_text(SCRIPT.format(**names))
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "`Trainer.fit` stopped: `max_steps=3` reached." in done.stderr, done.stderr[-3000:]
