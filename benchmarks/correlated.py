@@ -25,8 +25,10 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.natural import Natural
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges import AllGather, Auto, Exchange
+from lightning_compress.exchanges import AllGather, Pattern
+from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.message import Section
+from lightning_compress.planning.choose import Auto
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of([("matrix", (128, 128)), ("odd", (37, 101))])
@@ -44,7 +46,7 @@ LINK = {"latency_s": 1e-6, "bytes_per_s": 1.25e8}
 """On which bytes count: small vectors go the way of large ones."""
 
 
-def variance(codec: Codec, exchange: Exchange, ranks: int, common: float, steps: int) -> tuple[float, str]:
+def variance(codec: Codec, exchange: Pattern, ranks: int, common: float, steps: int) -> tuple[float, str]:
     """Of the mean, see above; and which exchange it was.
 
     Args:
@@ -57,7 +59,7 @@ def variance(codec: Codec, exchange: Exchange, ranks: int, common: float, steps:
     shared = common**0.5 * _normal(1000)
 
     def program(collective: Collective) -> tuple[float, str]:
-        plan = exchange.plan([Section(codec, LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
+        plan = plan_of(exchange, [Section(codec, LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
         parts = [shared + (1 - common) ** 0.5 * _normal(rank) for rank in range(ranks)]
         exact, square = torch.stack(parts).double().mean(0), torch.stack(parts).double().square().sum() / ranks
         out, total = torch.empty(LAYOUT.numel), 0.0

@@ -35,7 +35,7 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.hook import register
 from lightning_compress.engine.unused import Unused
-from lightning_compress.exchanges import Auto
+from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.settings import Settings
 from recipes.resnet.model import ResNet
 

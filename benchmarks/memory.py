@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks._arguments import file_to_write, positive, positives
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.engine.compression import Compression
-from lightning_compress.exchanges import Auto
-from lightning_compress.exchanges.cost import UNKNOWN
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.cost import UNKNOWN
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.settings import Settings
 

@@ -46,7 +46,8 @@ from benchmarks._optimizers.stages import STAGES
 from benchmarks._teacher import MLP, Teacher
 from lightning_compress import attach
 from lightning_compress.contrib.exchanges.binomial import Binomial
-from lightning_compress.exchanges import AllGather, Auto, Exchange, TwoShot
+from lightning_compress.exchanges import AllGather, Pattern, TwoShot
+from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.settings import Settings
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ BEST = {"lstm": {"sgd": 1.0, "adamw": 1e-2}, "mlp": {"sgd": 0.2, "adamw": 5e-3}}
 ones, the smaller), and 1.796, 1.591, 1.333, 1.205, 1.265 for AdamW; MLP, 8 ranks: 0.152, 0.130, 0.107, 0.120, 0.343 for
 AdamW."""
 RANKS, BATCH, LENGTH, LAST = 2, 16, 64, 20
-EXCHANGES: dict[str, Exchange] = {
+EXCHANGES: dict[str, Pattern] = {
     "auto": Auto(fallback="never"),
     "all_gather": AllGather(),
     "two_shot": TwoShot(),

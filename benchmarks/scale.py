@@ -38,9 +38,9 @@ from lightning_compress.exchanges import (
     SplitGather,
     TwoShot,
 )
-from lightning_compress.exchanges.cost import Link, Speeds, device_seconds
 from lightning_compress.exchanges.message import Section
-from lightning_compress.exchanges.probe import time_codec
+from lightning_compress.planning.cost import Link, Speeds, device_seconds
+from lightning_compress.planning.link import time_codec
 
 CPU = torch.device("cpu")
 RANKS = [2**power for power in range(1, 13)]

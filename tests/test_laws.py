@@ -13,8 +13,10 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.contrib.codecs.natural import Natural
 from lightning_compress.contrib.codecs.terngrad import TernGrad
-from lightning_compress.exchanges import EXCHANGES, AllGather, Auto, Exchange, Hierarchical, probe
-from lightning_compress.exchanges.cost import Link
+from lightning_compress.exchanges import EXCHANGES, AllGather, Hierarchical, Pattern
+from lightning_compress.planning import link as probe
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.cost import Link
 from lightning_compress.reducers import REDUCERS
 from lightning_compress.testing import means
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE
@@ -43,7 +45,7 @@ def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
 
 
 def pattern(exchange):
-    return exchange if isinstance(exchange, Exchange) else PATTERNS[exchange]
+    return exchange if isinstance(exchange, Pattern) else PATTERNS[exchange]
 
 
 def can_travel(case, exchange, size=2):

@@ -157,7 +157,7 @@ def hearing_auto() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("lightning_compress.exchanges.auto")
+    log = logging.getLogger("lightning_compress.planning.choose")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:

@@ -14,7 +14,7 @@ from lightning_compress.collectives.counting import (
     all_reduce_rounds,
     all_to_all_rounds,
 )
-from lightning_compress.exchanges.cost import Link
+from lightning_compress.planning.cost import Link
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_compress.backward.sufficient_factors import Factors, FactorSettings, enable
 from lightning_compress.backward.sufficient_factors.layers import Sent
 from lightning_compress.callbacks.wrapping import wraps_model
-from lightning_compress.exchanges.cost import Link
+from lightning_compress.planning.cost import Link
 
 
 class SufficientFactorsMixin:

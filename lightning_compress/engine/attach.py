@@ -18,7 +18,8 @@ from lightning_compress.collectives import Collective, TorchCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
-from lightning_compress.engine.forecast import decide, forecast
+from lightning_compress.planning.decide import decide
+from lightning_compress.planning.summary import forecast
 from lightning_compress.settings.arguments import CompressorLike, ExchangeLike
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings

@@ -18,10 +18,10 @@ from lightning_compress.core.registry import describe
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import FiniteGuard, Passes
 from lightning_compress.engine.drift import DriftGuard
-from lightning_compress.engine.forecast import Forecast
 from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
+from lightning_compress.planning.summary import Forecast
 from lightning_compress.settings import resuming
 from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.settings.compensation import kind_of
@@ -78,7 +78,7 @@ class Compression:
         parameters = checks.trained_parameters(module, ignored)
         self.settings = self.next_settings = settings.bound(kinds_of(module) if kinds is None else kinds)
         self._scheduled: dict[str, object] = {}  # what the schedule said last, as primitives
-        self.family = settings.family
+        self.family, self._keeper = settings.family, settings.optimizing
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
         self.step = self.epoch = 0
@@ -256,7 +256,7 @@ class Compression:
             ValueError: the method cannot work with this optimizer.
         """
         self._optimizers.see(optimizer)
-        workers = [each for each in (self.settings.correction, self.settings.exchange) if each and each.optimizes]
+        workers = [each for each in (self.settings.correction, self._keeper) if each]
         for said in self._optimizers.take_over(optimizer, workers) if self.active else ():
             if self._collective.rank == 0:
                 log.info(said)

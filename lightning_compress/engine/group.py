@@ -24,7 +24,7 @@ from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.in_place import average_in_place, extremes
 from lightning_compress.engine.unused import KeptStates, plan_unused
-from lightning_compress.exchanges import AllReduce, composite
+from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.rules import Shape
@@ -103,14 +103,13 @@ class Group:
         kept = {RESIDUAL: Declared(layout, dtype=settings.residual_dtype)} if fed_back else {}
         corrected = settings.correction.state(layout, self._compressed) if settings.correction else {}
         self._corrected = list(corrected)
-        exchanged = {f"{composite.EXCHANGE}.{name}": each for name, each in settings.exchange.state(layout).items()}
+        declared = composite.declared(self._sections, settings.exchange, layout)
+        exchanged = [name for name in declared if name.startswith(f"{composite.EXCHANGE}.")]
         self._always = [*kept, *corrected, *exchanged]  # also in dense steps
         averaged = [each for each in self._sections if isinstance(settings.compensation(each.method), LoCo)]
         errors = {LOCO: LoCo.state([each for part in averaged for each in part.layout.segments])} if averaged else {}
-        self.states: States = {
-            name: State(each.layout, self._world.device, each.initial, each.holder, each.dtype)
-            for name, each in {**kept, **composite.declared(self._sections), **corrected, **exchanged, **errors}.items()
-        }
+        everything = {**kept, **declared, **corrected, **errors}
+        self.states: States = composite.states_by(everything, self._world.device)
 
     def _plan_stages(self, unused: bool) -> list[Stage]:
         settings, world, residual = self.settings, self._world, self.residual
@@ -158,15 +157,23 @@ class Group:
             self._dense = None
             return self._exchange
         if self._dense is None:
-            whole = [Section(self._plain_method, self.layout, 0)]
-            kept = composite.states_of(composite.EXCHANGE, self.states)
-            special = self.settings.exchange.plan_dense(self._encoded, self._world, kept)
-            self._dense = special or AllReduce().plan(whole, self._world)
+            exchange = self.settings.exchange
+            if exchange.keeper:
+                assert isinstance(exchange, Exchange)
+                self._dense = exchange.keeper.plan_dense(exchange, *self._kept)
+            else:
+                self._dense = AllReduce().plan([Section(self._plain_method, self.layout, 0)], self._world)
         return self._dense
+
+    @property
+    def _kept(self) -> tuple[list[Section], World, States]:
+        """What the exchange's keeper keeps, and of what."""
+        return self._encoded, self._world, composite.states_of(composite.EXCHANGE, self.states)
 
     def adopted(self) -> None:
         """State was taken over from other groups."""
-        self._exchange.adopted()
+        if keeper := self.settings.exchange.keeper:
+            keeper.adopted(*self._kept)
 
     def forget(self, kept: Kept) -> None:
         """Roll back what is kept of parameters whose averaged gradients were thrown away."""

@@ -5,23 +5,24 @@ from __future__ import annotations
 from lightning_compress.core.registry import Names
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.auto import Auto
-from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, Keeper, Pattern, Planner
 from lightning_compress.exchanges.hierarchical import GONE, GROUP, PLAIN, Hierarchical
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
-EXCHANGES: Names[Exchange] = Names({**PLAIN, "hierarchical": Hierarchical}, (Exchange,), GROUP, GONE)
+EXCHANGES: Names[Pattern] = Names({**PLAIN, "hierarchical": Hierarchical}, (Pattern,), GROUP, GONE)
 """What ``exchange=`` takes by name."""
 
 __all__ = [
     "EXCHANGES",
     "AllGather",
     "AllReduce",
-    "Auto",
     "Exchange",
     "ExchangePlan",
     "Hierarchical",
+    "Keeper",
+    "Pattern",
+    "Planner",
     "SplitGather",
     "TwoShot",
 ]

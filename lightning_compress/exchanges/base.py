@@ -151,58 +151,54 @@ class ExchangePlan(ABC):
             summands: gradient and residual, whose sum the vector becomes first; ``out`` may be the gradient.
         """
 
-    def adopted(self) -> None:  # noqa: B027  # most keep nothing
-        """State was taken over from groups that were laid out otherwise; called on all ranks."""
 
-
-class Exchange(ABC):
-    """A pattern in which messages travel; a frozen dataclass of its settings.
+class Keeper(ABC):
+    """What an exchange keeps from step to step; written in every step, dense ones included.
 
     Attributes:
-        hands_over: what a rank sent may end in the residual of another one.
-        talks: it asks for nodes, whose gradients it adds up: planning is a collective call, which is impossible on
-            ``META``.
+        optimizes: it does a part of the optimizer's work, and ``out`` is another thing than the mean.
+        counts_steps: see ``Correction.counts_steps``.
     """
 
+    optimizes: ClassVar[bool] = False
     counts_steps: ClassVar[bool] = False
-    hands_over: ClassVar[bool] = False
-    talks: ClassVar[bool] = False
 
-    @property
-    def optimizes(self) -> bool:
-        """Whether it does a part of the optimizer's work, and ``out`` is another thing than the mean."""
-        return False
+    @abstractmethod
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        """What is kept of vectors of this layout, by a name of it."""
+
+    def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:
+        """Make ready for steps in which everything is sent as it is, between the same owners."""
+        dense = [replace(each, method=Dense(), unit=each.codec.block) for each in sections]
+        plan = exchange.plan(dense, world, states)
+        plan.dense_spans = [each.span for each in sections]
+        return plan
+
+    def adopted(self, sections: Sequence[Section], world: World, states: States) -> None:  # noqa: B027
+        """State was taken over from groups that were laid out otherwise; called on all ranks."""
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
         """See that the optimizer does not do the same work again; see ``Correction.take_over``."""
         return None
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
-        """What is kept from step to step, by a name of it; written in every step, dense ones included."""
-        return {}
 
-    def measure(self, codecs: Sequence[Codec], collective: Collective, world: Collective, device: torch.device) -> None:  # noqa: B027
-        """Measure what the choice among several patterns depends on; a collective call over ``world``."""
+class Pattern(ABC):  # noqa: B024  # two kinds of it have methods to fill in
+    """What ``exchange=`` takes: an exchange, or a planner that chooses one; a frozen dataclass of its settings.
 
-    def measured(self) -> dict[str, Any]:
-        """What it measured, as primitives, with which a resumed run goes on."""
-        return {}
+    Attributes:
+        hands_over: what a rank sent may end in the residual of another one.
+        talks: it asks for nodes, whose gradients it adds up: planning is a collective call, which is impossible on
+            ``META``.
+        keeper: of what is kept from step to step; None: nothing is.
+    """
 
-    def given(self, measured: Mapping[str, Any]) -> Exchange:
-        """The same that has measured this already.
+    hands_over: ClassVar[bool] = False
+    talks: ClassVar[bool] = False
 
-        Raises:
-            ValueError: it is not what ``measured`` gave.
-        """
-        return self
-
-    def fixed(self) -> Exchange:
-        """The same that measures nothing: equal runs choose alike."""
-        return self
-
-    def flat(self) -> Exchange:
-        """The same that averages what each rank sends, and no sums of several ranks."""
-        return self
+    @property
+    def keeper(self) -> Keeper | None:
+        """See above."""
+        return None
 
     def check(self, codec: Codec) -> None:  # noqa: B027  # most take any method
         """Refuse a method whose messages cannot travel in this pattern.
@@ -211,6 +207,10 @@ class Exchange(ABC):
             ValueError: they cannot; the message says in which they can.
         """
 
+
+class Exchange(Pattern):
+    """A pattern in which messages travel."""
+
     @abstractmethod
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """Make ready for vectors that consist of these sections, whose codecs passed ``check``.
@@ -218,14 +218,57 @@ class Exchange(ABC):
         Args:
             sections: what the vectors consist of.
             world: the ranks.
-            states: what ``state`` declared.
+            states: what the ``keeper`` declared.
         """
 
-    def plan_dense(
-        self, sections: Sequence[Section], world: World, states: States | None = None
-    ) -> ExchangePlan | None:
-        """The same for steps in which everything is sent as it is; None where an all-reduce will do."""
-        return None
+
+class Planner(Pattern):
+    """Chooses the exchange of each group."""
+
+    @abstractmethod
+    def choose(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> Exchange:
+        """The exchange for vectors that consist of these sections; a collective call.
+
+        Args:
+            sections: what the vectors consist of.
+            world: the ranks that exchange them.
+            deciding: all ranks that have to decide alike; None: those.
+        """
+
+    @abstractmethod
+    def measured(self) -> dict[str, Any]:
+        """What was measured, as primitives, with which a resumed run goes on."""
+
+    @abstractmethod
+    def given(self, measured: Mapping[str, Any]) -> Planner:
+        """The same that has measured this already.
+
+        Raises:
+            ValueError: it is not what ``measured`` gave.
+        """
+
+    @abstractmethod
+    def fixed(self) -> Planner:
+        """The same that measures nothing: equal runs choose alike."""
+
+    @abstractmethod
+    def flat(self) -> Planner:
+        """The same whose exchanges average what each rank sends, and no sums of several ranks."""
+
+
+def exchange_of(
+    pattern: Pattern, sections: Sequence[Section], world: World, deciding: Collective | None = None
+) -> Exchange:
+    """The pattern itself, or what it chooses; see ``Planner.choose``."""
+    if isinstance(pattern, Planner):
+        return pattern.choose(sections, world, deciding)
+    assert isinstance(pattern, Exchange)
+    return pattern
+
+
+def plan_of(pattern: Pattern, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+    """The plan of the pattern, or of what it chooses; see ``Exchange.plan``."""
+    return exchange_of(pattern, sections, world).plan(sections, world, states)
 
 
 def agree_length(plan: MessagePlan, used: int, collective: Collective, device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import World
+from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.core.state import Declared, States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, of_vectors, scatter
+from lightning_compress.core.state import Declared, State, States
+from lightning_compress.exchanges.base import ExchangePlan, Pattern, gather, of_vectors, plan_of, scatter
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section, settle
 from lightning_compress.reducers import Reducer, ReducerPlan
@@ -22,14 +23,31 @@ EXCHANGE = "exchange"
 """Under which name an exchange's state is kept."""
 
 
-def declared(sections: Sequence[Section]) -> dict[str, Declared]:
-    """What the group's reducers keep, by names that say which rule it belongs to, and outlive other settings."""
+def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> dict[str, Declared]:
+    """What reducers keep, and the exchange of vectors of this layout.
+
+    Names of the former say which rule it belongs to, and outlive other settings.
+    """
+    kept = exchange.keeper.state(layout) if exchange.keeper else {}
     return {
         f"{_keeper(section)}.{name}": each
         for section in sections
         if isinstance(section.method, Reducer)
         for name, each in section.method.state(section.layout).items()
-    }
+    } | {f"{EXCHANGE}.{name}": each for name, each in kept.items()}
+
+
+def states_by(declared: Mapping[str, Declared], device: torch.device) -> States:
+    """The states that were declared, at their beginning."""
+    return {name: State(each.layout, device, each.initial, each.holder, each.dtype) for name, each in declared.items()}
+
+
+def plan_alone(
+    sections: Sequence[Section], exchange: Pattern, layout: Layout, world: World
+) -> tuple[ExchangePlan, States]:
+    """``plan_group`` with states of its own, for vectors of this layout."""
+    states = states_by(declared(sections, exchange, layout), world.device)
+    return plan_group(sections, exchange, world, states), states
 
 
 def encoded(sections: Sequence[Section]) -> list[Section]:
@@ -37,11 +55,11 @@ def encoded(sections: Sequence[Section]) -> list[Section]:
     return [each for each in sections if isinstance(each.method, Codec)]
 
 
-def plan_group(sections: Sequence[Section], exchange: Exchange, world: World, states: States) -> ExchangePlan:
+def plan_group(sections: Sequence[Section], exchange: Pattern, world: World, states: States) -> ExchangePlan:
     """Make ready for vectors that consist of these sections; ``states`` has what ``declared`` names."""
     messages = encoded(sections)
     if len(messages) == len(sections):
-        return exchange.plan(messages, world, states_of(EXCHANGE, states))
+        return plan_of(exchange, messages, world, states_of(EXCHANGE, states))
     carries = all(isinstance(section.codec, Dense) for section in messages)
     carried = 1 + sum(section.layout.numel for section in messages) if carries else 0
     plans: list[tuple[slice, ReducerPlan]] = []
@@ -51,7 +69,7 @@ def plan_group(sections: Sequence[Section], exchange: Exchange, world: World, st
             plans.append((section.span, section.method.plan(section.layout, 0 if plans else carried, world, own)))
     if carries:
         return _ReducersPlan(plans, [section.span for section in messages], carried, world)
-    both = exchange.plan(messages, world), _ReducersPlan(plans, [], 0, world)
+    both = plan_of(exchange, messages, world), _ReducersPlan(plans, [], 0, world)
     return CompositePlan(both, (1.0, 1.0), "exchange and reducer", one_key=True)
 
 

@@ -7,21 +7,19 @@ of the same index in the other nodes, so that all of a node's ranks encode, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
-from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import Names, build, lookup
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.auto import Auto
-from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, Pattern, Planner, plan_of
 from lightning_compress.exchanges.message import Section
-from lightning_compress.exchanges.nodes import nodes_of, plan_parts
+from lightning_compress.exchanges.nodes import Between, nodes_of
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
@@ -32,33 +30,32 @@ GONE = {
     "with the ranks; or 'split_gather', as 'auto' does, by which all that the ranks selected arrives"
 }
 """What is no exchange any more, and what to use."""
-PLAIN: Names[Exchange] = Names(
+PLAIN: Names[Pattern] = Names(
     {
-        "auto": Auto,
         "all_reduce": AllReduce,
         "all_gather": AllGather,
         "two_shot": TwoShot,
         "split_gather": SplitGather,
     },
-    (Exchange,),
+    (Pattern,),
     GROUP,
     GONE,
 )
-"""What goes between nodes."""
+"""What goes between nodes; ``planning`` adds what chooses among them."""
 
 Inner = Literal["reduce_scatter", "chain"]
 """How a node adds up."""
 
 
-def read_outer(name: str, given: object, node_size: object) -> Exchange:
+def read_outer(name: str, given: object, node_size: object) -> Pattern:
     """An exchange between nodes as users write it, and of how many ranks a node is.
 
     Raises:
         ValueError: the exchange is unknown, knows nodes itself or keeps state; or node_size is below 1.
     """
-    outer = build("exchange", given, PLAIN, (Exchange,))
-    assert isinstance(outer, Exchange)
-    if outer.talks or outer.state(Layout(())):
+    outer = build("exchange", given, PLAIN, (Pattern,))
+    assert isinstance(outer, Pattern)
+    if outer.talks or outer.keeper:
         raise ValueError(
             f"{name}(outer={outer}): between nodes goes an exchange that has no nodes of its own and keeps nothing "
             "from step to step, such as 'auto' or 'two_shot' without adagrad"
@@ -87,7 +84,7 @@ class Hierarchical(Exchange):
         ValueError: the outer exchange is unknown or no fit, node_size is below 1, or inner is unknown.
     """
 
-    outer: Exchange | dict[str, object] | str = "auto"
+    outer: Pattern | dict[str, object] | str = "auto"
     node_size: int | None = None
     inner: Inner = "reduce_scatter"
 
@@ -102,27 +99,15 @@ class Hierarchical(Exchange):
 
     def _chain(self) -> Exchange | None:
         """What plans in place of this one, with the same settings."""
-        return lookup(self.inner, Exchange)(self.outer, self.node_size) if self.inner == "chain" else None
-
-    def fixed(self) -> Exchange:
-        """See ``Exchange.fixed``."""
-        return replace(self, outer=self._outer.fixed())
-
-    def measured(self) -> dict[str, Any]:
-        """See ``Exchange.measured``."""
-        return self._outer.measured()
-
-    def given(self, measured: Mapping[str, Any]) -> Exchange:
-        """See ``Exchange.given``."""
-        return replace(self, outer=self._outer.given(measured))
+        return lookup(self.inner, Pattern)(self.outer, self.node_size) if self.inner == "chain" else None
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
         self._outer.check(codec)
 
     @property
-    def _outer(self) -> Exchange:
-        assert isinstance(self.outer, Exchange)
+    def _outer(self) -> Pattern:
+        assert isinstance(self.outer, Pattern)
         return self.outer
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
@@ -136,5 +121,19 @@ class Hierarchical(Exchange):
         collective, device, _ = world
         nodes = nodes_of(collective.uncounted, self.node_size, device)
         if len(nodes) == 1 or len(nodes) == collective.size:
-            return self._outer.plan(sections, world)
-        return plan_parts(self._outer, nodes, sections, world)
+            return plan_of(self._outer, sections, world)
+        return Between(self._outer, nodes).plan(sections, world)
+
+
+def replanned(pattern: Pattern, change: Callable[[Planner], Planner]) -> Pattern:
+    """The same, where another planner chooses the exchange, or that between nodes."""
+    if isinstance(pattern, Planner):
+        return change(pattern)
+    outer = getattr(pattern, "outer", None)
+    return replace(pattern, outer=change(outer)) if isinstance(outer, Planner) else pattern  # type: ignore[type-var]
+
+
+def measured_by(pattern: Pattern) -> dict[str, Any]:
+    """What the exchange was chosen by, or that between nodes, as primitives."""
+    planner = getattr(pattern, "outer", pattern)
+    return planner.measured() if isinstance(planner, Planner) else {}

@@ -46,6 +46,7 @@ class Section:
         number: index of the method among those of the rules, which names what a reducer keeps.
         precise: sums of it are encoded by ``PRECISE``, where that has more bits: its own method, which is biased, would
             need a residual.
+        unit: shards are cut at multiples of so many elements; None: the codec's own.
     """
 
     method: Method
@@ -54,6 +55,7 @@ class Section:
     fed_back: bool = True
     number: int = 0
     precise: bool = False
+    unit: int | None = None
 
     @property
     def codec(self) -> Codec:
@@ -79,10 +81,9 @@ class Section:
 
     def shard(self, index: int, count: int) -> Section:
         """One of ``count`` parts of nearly equal size, cut on the codec's block boundaries."""
-        blocks = -(-self.layout.numel // self.codec.block)
-        first, last = (
-            min(blocks * position // count * self.codec.block, self.layout.numel) for position in (index, index + 1)
-        )
+        unit = self.unit or self.codec.block
+        blocks = -(-self.layout.numel // unit)
+        first, last = (min(blocks * position // count * unit, self.layout.numel) for position in (index, index + 1))
         return replace(self, layout=self.layout.cut(first, last), start=self.start + first)
 
 

@@ -14,9 +14,19 @@ from torch import Tensor
 from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix
-from lightning_compress.exchanges.base import META, Exchange, ExchangePlan, gather, of_vectors, scatter
+from lightning_compress.core.state import States
+from lightning_compress.exchanges.base import (
+    META,
+    Exchange,
+    ExchangePlan,
+    Pattern,
+    exchange_of,
+    gather,
+    of_vectors,
+    scatter,
+)
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.message import Section, codecs_of, settle
+from lightning_compress.exchanges.message import Section, settle
 
 
 @dataclass(frozen=True)
@@ -68,26 +78,29 @@ def nodes_of(collective: Collective, size: int | None, device: torch.device, one
     return nodes
 
 
-def plan_parts(
-    outer: Exchange, nodes: Sequence[Sequence[int]], sections: Sequence[Section], world: World
-) -> ExchangePlan:
+@dataclass(frozen=True)
+class Between(Exchange):
     """Each rank takes one part of its node's sum to the ranks of the same index in the other nodes.
 
     Args:
         outer: by which these exchange it.
-        nodes: several, of one size above 1.
-        sections: what the vectors consist of.
-        world: the ranks.
+        nodes: the ranks of each: several nodes, of one size above 1.
     """
-    collective, device, _ = world
-    inside, between = collective.part(nodes), collective.part(list(zip(*nodes, strict=True)))
-    parts = [[section.shard(index, inside.size) for section in sections] for index in range(inside.size)]
-    outer.measure(codecs_of(sections), between, collective, device)
-    own, apart = parts[inside.rank], world.among(between)
-    widest = max(parts, key=_numel)
-    plan = outer.plan(side_by_side(own), apart)
-    most = plan if own is widest else outer.plan(side_by_side(widest), apart._replace(device=META))
-    return _PartsPlan(parts, plan, most.cost, inside, device)
+
+    outer: Pattern
+    nodes: Sequence[Sequence[int]]
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``."""
+        collective, device, _ = world
+        inside, between = collective.part(self.nodes), collective.part(list(zip(*self.nodes, strict=True)))
+        parts = [[section.shard(index, inside.size) for section in sections] for index in range(inside.size)]
+        own, apart = parts[inside.rank], world.among(between)
+        widest = max(parts, key=_numel)
+        outer = exchange_of(self.outer, side_by_side(own), apart, collective)
+        plan = outer.plan(side_by_side(own), apart)
+        most = plan if own is widest else outer.plan(side_by_side(widest), apart._replace(device=META))
+        return _PartsPlan(parts, plan, most.cost, inside, device)
 
 
 def side_by_side(sections: Sequence[Section]) -> list[Section]:

@@ -6,22 +6,19 @@ owner's own shard enters raw, and what the second encode leaves stays in that sh
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
 
-from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective, World
+from lightning_compress.codecs import Codec
+from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
-from lightning_compress.core.buffers import Messages, chunk_size, pieces, scratch
-from lightning_compress.core.layout import Layout
+from lightning_compress.core.buffers import Messages
 from lightning_compress.core.random import mix, permutation
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import States
 from lightning_compress.exchanges.base import (
     Exchange,
     ExchangePlan,
@@ -36,69 +33,9 @@ from lightning_compress.exchanges.base import (
 )
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
+from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
 from lightning_compress.exchanges.refusal import Refusal
 from lightning_compress.kernels import Summands
-
-LARGEST = torch.finfo(torch.float32).max
-"""Of a history: an infinite one would hold an element still for ever."""
-
-
-class OwnerAdaGrad:
-    """``out = mean / (sqrt(history) + eps)`` plus what the last encode left, in the shard that this rank owns.
-
-    Args:
-        eps: added to the root.
-        own: slices of the vector that this rank owns.
-        collective: the ranks.
-        device: where vectors are.
-        states: what ``state`` declared.
-    """
-
-    def __init__(
-        self, eps: float, own: Sequence[slice], collective: Collective, device: torch.device, states: States
-    ) -> None:
-        self._eps = eps
-        self._collective = collective
-        self._history, self._residual = states["history"], states["residual"]
-        chunk = chunk_size(device)
-        self._pieces = [
-            slice(part.start + piece.start, part.start + piece.stop)
-            for part in own
-            for piece in pieces(part.stop - part.start, chunk)
-        ]
-        longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
-        self._root = scratch("adagrad root", longest, torch.float32, device)
-
-    @staticmethod
-    def state(layout: Layout) -> Mapping[str, Declared]:
-        """The sum of all squared means, and what encoding left of what was made of them."""
-        return {"history": Declared(layout, "owner"), "residual": Declared(layout, "owner")}
-
-    def step(self, vector: Tensor) -> None:
-        """The sum over the ranks, in the own shard of the vector, becomes what is to be sent."""
-        old, left = self._history.base(), self._residual.base()
-        for piece in self._pieces:
-            values, history = vector[piece], self._history.pending[piece]
-            values.div_(self._collective.size)
-            torch.addcmul(old[piece], values, values, out=history).clamp_(max=LARGEST)
-            root = torch.sqrt(history, out=self._root[: len(values)])
-            values.div_(root.add_(self._eps)).add_(left[piece])
-
-    def keep(self, vector: Tensor) -> None:
-        """Take what was not sent out of the vector: it is no gradient."""
-        for piece in self._pieces:
-            self._residual.pending[piece] = vector[piece]
-            vector[piece] = 0.0
-
-    def adopted(self) -> None:
-        """Every element goes to its new owner; the others have 0, so that the sum is the old owner's number."""
-        for state in (self._history, self._residual):
-            for numbers in (state.committed, state.pending):
-                everything = numbers.clone()
-                self._collective.all_reduce(everything)
-                numbers.zero_()
-                for piece in self._pieces:
-                    numbers[piece] = everything[piece]
 
 
 @dataclass(frozen=True)
@@ -142,35 +79,13 @@ class TwoShot(Exchange):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums", read_sums("TwoShot", self.sums))  # frozen
-        if self.adagrad is None:
-            return
-        if (
-            isinstance(self.adagrad, bool)
-            or not isinstance(self.adagrad, (int, float))
-            or not 0 < self.adagrad < math.inf
-        ):
-            raise ValueError(
-                f"TwoShot(adagrad={self.adagrad!r}): adagrad is what is added to the root of AdaGrad's history, above "
-                "0 (1e-8 is usual), or null for no AdaGrad"
-            )
+        if self.adagrad is not None:
+            OwnerAdaGrad(self.adagrad)  # refuses what is none
 
     @property
-    def optimizes(self) -> bool:
-        """See ``Exchange.optimizes``."""
-        return self.adagrad is not None
-
-    def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
-        """Refuse anything but SGD.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        if not isinstance(optimizer, SGD):
-            raise ValueError(
-                f"two_shot(adagrad={self.adagrad}) cannot be combined with {type(optimizer).__name__} (which has "
-                f"{', '.join(names[:3])}): its learning rates would adapt twice; use torch.optim.SGD, or adagrad=None"
-            )
-        return None
+    def keeper(self) -> OwnerAdaGrad | None:
+        """AdaGrad at the owner, if asked for."""
+        return None if self.adagrad is None else OwnerAdaGrad(self.adagrad)
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
@@ -180,53 +95,26 @@ class TwoShot(Exchange):
                 "use exchange='auto', 'all_reduce' or 'all_gather'"
             )
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
-        """The owners' history and residual."""
-        return {} if self.adagrad is None else OwnerAdaGrad.state(layout)
-
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return self._plan(_shards(sections, world.collective.size), world, states)
-
-    def plan_dense(
-        self, sections: Sequence[Section], world: World, states: States | None = None
-    ) -> ExchangePlan | None:
-        """With AdaGrad the same owners of the same shards, else None."""
-        if self.adagrad is None:
-            return None
-        shards = _shards(sections, world.collective.size)  # cut where the codecs' blocks end
-        dense = [[replace(section, method=Dense()) for section in shard] for shard in shards]
-        plan = self._plan(dense, world, states)
-        plan.dense_spans = [section.span for section in sections]
-        return plan
-
-    def _plan(self, shards: list[list[Section]], world: World, states: States | None) -> ExchangePlan:
         collective, device, meter = world
-        adagrad = None
-        if self.adagrad is not None:
-            assert states is not None
-            own = [section.span for section in shards[collective.rank]]
-            adagrad = OwnerAdaGrad(self.adagrad, own, collective, device, states)
+        shards = [[section.shard(rank, collective.size) for section in sections] for rank in range(collective.size)]
+        step = self.keeper.plan(sections, world, states or {}) if self.keeper else None
         plans = [MessagePlan(shard, device, meter) for shard in shards]
         finer = [of_sums(shard, collective.size, self.sums) for shard in shards]
         sums = plans if finer == shards else [MessagePlan(shard, device, meter) for shard in finer]
-        return _Plan(plans, sums, world, adagrad)
-
-
-def _shards(sections: Sequence[Section], size: int) -> list[list[Section]]:
-    """The sections of every rank's shard."""
-    return [[section.shard(rank, size) for section in sections] for rank in range(size)]
+        return _Plan(plans, sums, world, step)
 
 
 class _Plan(ExchangePlan):
     description = "two_shot"
 
     def __init__(
-        self, shards: list[MessagePlan], sums: list[MessagePlan], world: World, adagrad: OwnerAdaGrad | None
+        self, shards: list[MessagePlan], sums: list[MessagePlan], world: World, step: OwnerStep | None
     ) -> None:
         self._shards, self._sums = shards, sums
         self._collective, device, _ = world
-        self._adagrad = adagrad
+        self._step = step
         self._correlated = any(plan.correlated for plan in shards)
         size = self._collective.size
         self._widest, self._widest_sum = (max(plans, key=lambda plan: plan.size) for plans in (shards, sums))
@@ -280,28 +168,24 @@ class _Plan(ExchangePlan):
                 flag.add_(own.flags(others))
         own.settle(vector, flag)
         refusal.mark(flag)
-        if self._adagrad:
-            self._adagrad.step(vector)
+        if self._step:
+            self._step.before(vector)
         total = self._sums[rank]
         message = self._sum.all[0, : total.size]
-        used = total.encode(vector, message, mix(key, rank, size), flag, keep=self._adagrad is not None)
+        used = total.encode(vector, message, mix(key, rank, size), flag, keep=self._step is not None)
         width = self._width(self._widest_sum, used)
-        if self._adagrad:
-            self._adagrad.keep(vector)
+        if self._step:
+            self._step.after(vector)
         received = rows(self._receive.all, size, width)
         self._collective.all_gather(self._sum.all[0, :width], received)
         refusal.close()
         for peer, shard in enumerate(self._sums):
             message = received[peer : peer + 1, : shard.size]
-            shard.decode(message, out, 1.0 if self._adagrad else 1 / size, accumulate=False)
+            shard.decode(message, out, 1.0 if self._step else 1 / size, accumulate=False)
             flag.add_(shard.flags(message))
         # a device whose messages are never refused is not asked
         if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
             refusal.check(shard.refuses(received[peer]) for peer, shard in enumerate(self._sums))
-
-    def adopted(self) -> None:
-        if self._adagrad:
-            self._adagrad.adopted()
 
     def _width(self, widest: MessagePlan, used: int) -> int:
         """Bytes of each rank's row."""

@@ -13,7 +13,7 @@ import torch
 from lightning_compress.codecs import CODECS, Codec, Method
 from lightning_compress.core.registry import Names, build, rebuild
 from lightning_compress.corrections import CORRECTED, Corrected
-from lightning_compress.exchanges import EXCHANGES, Exchange
+from lightning_compress.exchanges import EXCHANGES, Pattern
 from lightning_compress.reducers import REDUCERS, Reducer
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import KINDS, Compressor, Rule
@@ -26,7 +26,7 @@ COMPRESSORS: Names[Compressor | Automatic] = Names(
 """What ``compressor=`` takes by name."""
 
 CompressorLike = str | Mapping[str, object] | Compressor | Automatic
-ExchangeLike = str | Mapping[str, object] | Exchange
+ExchangeLike = str | Mapping[str, object] | Pattern
 ScheduleLike = str | Mapping[str, object] | Schedule | None
 
 
@@ -68,14 +68,14 @@ def rebuild_compressor(described: object, given: Iterable[object]) -> Compressor
     return built
 
 
-def build_exchange(exchange: ExchangeLike) -> Exchange:
+def build_exchange(exchange: ExchangeLike) -> Pattern:
     """An exchange by name, by ``{"name": ..., **settings}``, or as it is.
 
     Raises:
         ValueError: there is no such exchange or setting.
     """
-    built = build("exchange", exchange, EXCHANGES, (Exchange,))
-    assert isinstance(built, Exchange)
+    built = build("exchange", exchange, EXCHANGES, (Pattern,))
+    assert isinstance(built, Pattern)
     return built
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from lightning_compress.codecs import Codec, Method
 from lightning_compress.corrections import Correction
-from lightning_compress.exchanges import Auto, Exchange
+from lightning_compress.exchanges import Pattern, Planner
 from lightning_compress.settings.compensation import Compensation
 
 
-def check_carried(method: Method, exchange: Exchange, way: Compensation) -> None:
+def check_carried(method: Method, exchange: Pattern, way: Compensation) -> None:
     """Refuse a method that the exchange cannot carry, or whose errors cannot be fed back.
 
     Args:
@@ -23,13 +23,13 @@ def check_carried(method: Method, exchange: Exchange, way: Compensation) -> None
     """
     if isinstance(method, Codec):
         exchange.check(method)
-    elif not isinstance(exchange, Auto):
+    elif not isinstance(exchange, Planner):
         raise ValueError(f"exchange={exchange} cannot carry {method}, which exchanges by itself; use exchange='auto'")
     elif way != "none" and not method.conserves:
         raise ValueError(f"error_feedback=True: {method} leaves nothing that could be fed back; set it to null")
 
 
-def check_corrected(given: object, correction: Correction, exchange: Exchange, methods: Iterable[Method]) -> None:
+def check_corrected(given: object, correction: Correction, exchange: Pattern, methods: Iterable[Method]) -> None:
     """Refuse a corrected method whose exchange or rules take away what it counts on.
 
     Args:

@@ -14,12 +14,12 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import torch
 
 from lightning_compress.codecs import Codec, Dense, Method
-from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import describe
 from lightning_compress.corrections import Corrected, Correction
 from lightning_compress.corrections.clipping import ClipBy
 from lightning_compress.corrections.loco import LoCo
-from lightning_compress.exchanges import Exchange
+from lightning_compress.exchanges import Keeper, Pattern, Planner
+from lightning_compress.exchanges.hierarchical import measured_by, replanned
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer
 from lightning_compress.settings import readers
@@ -72,7 +72,7 @@ class Settings:
 
     compressor: Compressor | Automatic
     rules: Rules
-    exchange: Exchange
+    exchange: Pattern
     correction: Correction | None
     error_feedback: bool
     feedback: Compensation | None
@@ -118,7 +118,7 @@ class Settings:
     @property
     def works_alone(self) -> bool:
         """Whether there is something to do on one rank, too."""
-        return self.local_clip_norm is not None or self.correction is not None or self.exchange.optimizes
+        return self.local_clip_norm is not None or self.correction is not None or self.optimizing is not None
 
     @property
     def plain(self) -> bool:
@@ -135,8 +135,7 @@ class Settings:
     @property
     def keeps_state(self) -> bool:
         """Whether anything is lost if compression begins anew."""
-        kept = self.exchange.state(Layout(()))
-        declares = isinstance(self.method, Reducer) or self.correction is not None or bool(kept)
+        declares = isinstance(self.method, Reducer) or self.correction is not None or self.exchange.keeper is not None
         loco = any(isinstance(self.compensation(each), LoCo) for each in self.rules.methods)
         return self.error_feedback or loco or declares or self.dense_steps > 0 or bool(self.schedule.courses)
 
@@ -158,12 +157,18 @@ class Settings:
         return [*self.rules.methods, *(_parts(each)[0] for each in self._scheduled)]
 
     @property
-    def steps_by(self) -> Compressor | Automatic | Exchange | None:
+    def steps_by(self) -> Compressor | Automatic | Pattern | None:
         """What gives the optimizer anything else than a mean of gradients: a velocity, a step of Adam, a vote."""
         if self.correction is not None:
             return self.compressor
         votes = [each for each in self.methods if not each.conserves]
-        return votes[0] if votes else self.exchange if self.exchange.optimizes else None
+        return votes[0] if votes else self.exchange if self.optimizing else None
+
+    @property
+    def optimizing(self) -> Keeper | None:
+        """The exchange's part of the optimizer's work, if it does any."""
+        keeper = self.exchange.keeper
+        return keeper if keeper and keeper.optimizes else None
 
     @property
     def candidates(self) -> list[Codec]:
@@ -223,8 +228,8 @@ class Settings:
                 f"exchange={pattern} adds up the gradients of a node before they are compressed, and {given} needs to "
                 "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
             )
-        pattern = pattern.flat() if correction else pattern
-        if correction and pattern.optimizes:
+        pattern = pattern.flat() if correction and isinstance(pattern, Planner) else pattern
+        if correction and pattern.keeper and pattern.keeper.optimizes:
             raise ValueError(f"exchange={pattern} and {given} would both do the optimizer's work; use one of them")
         feedback, asks = read_feedback(error_feedback)
         chosen = cls._read(options)
@@ -234,7 +239,7 @@ class Settings:
         made = cls(
             compressor=given,
             rules=Rules(method, min_numel, read_patterns("exclude", exclude), read_rules(rules)),
-            exchange=pattern.fixed() if chosen["deterministic"] else pattern,
+            exchange=replanned(pattern, lambda planner: planner.fixed()) if chosen["deterministic"] else pattern,
             correction=correction,
             error_feedback=feedback == "classical",
             feedback=feedback,
@@ -333,7 +338,7 @@ class Settings:
             "named": describe(self.named, COMPRESSORS),
             "error_feedback": self.error_feedback,
             "compensations": {name_of(each): described(self.compensation(each)) for each in self.rules.methods},
-            "measured": self.exchange.measured(),
+            "measured": measured_by(self.exchange),
             "chosen": self.chosen and self.chosen.as_primitives(),
         }
 
@@ -365,7 +370,7 @@ class Settings:
         measured = running.get("measured")
         if not isinstance(measured, Mapping | None):
             raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
-        exchange = settings.exchange.given(measured or {})
+        exchange = replanned(settings.exchange, lambda planner: planner.given(measured or {}))
         return dataclasses.replace(settings._compensated(running), exchange=exchange)
 
     def _compensated(self, running: Mapping[str, object]) -> Settings:

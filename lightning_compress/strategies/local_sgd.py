@@ -21,7 +21,6 @@ from lightning_compress.core import failures
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
 from lightning_compress.engine.compression import Compression
-from lightning_compress.engine.forecast import decide, forecast
 from lightning_compress.exchanges import Exchange
 from lightning_compress.local.allowed import alone, check
 from lightning_compress.local.inner import average_gradients, forget_nonfinite, leave_out_nonfinite
@@ -30,6 +29,8 @@ from lightning_compress.local.outer import Outer
 from lightning_compress.local.statistics import BufferRules
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
+from lightning_compress.planning.decide import decide
+from lightning_compress.planning.summary import forecast
 from lightning_compress.settings import readers
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import kinds_of

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.core import failures, snapshot
 from lightning_compress.engine.compression import Compression
-from lightning_compress.engine.forecast import keep
+from lightning_compress.planning.decide import keep
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.sidecar import Files, Save, SavedState, Tree
 

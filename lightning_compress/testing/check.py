@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lightning_compress.codecs import CODECS, Codec, Method, Plan
-from lightning_compress.exchanges import AllGather, AllReduce, Auto, Exchange, SplitGather, TwoShot
+from lightning_compress.exchanges import AllGather, AllReduce, Pattern, SplitGather, TwoShot
+from lightning_compress.planning.choose import Auto
 from lightning_compress.reducers import REDUCERS, ReducerPlan
 from lightning_compress.testing.alone import Reference, Size, check_alone
 from lightning_compress.testing.laws import law, named
@@ -17,7 +18,7 @@ def check_codec(
     codec: Method,
     *,
     ranks: Iterable[int] = (2, 3),
-    exchanges: Mapping[str, Exchange] | None = None,
+    exchanges: Mapping[str, Pattern] | None = None,
     lossless: Method | None = None,
     size: Size | None = None,
     reference: Reference | None = None,
@@ -75,7 +76,7 @@ def _read_arguments(codec: object, ranks: object, exchanges: object, lossless: o
     if not counts or any(type(count) is not int or count < 1 for count in counts):
         raise ValueError(f"check_codec(ranks={ranks!r}): give numbers of ranks, at least one, such as ranks=(2, 3)")
     if exchanges is not None and not (
-        isinstance(exchanges, Mapping) and exchanges and all(isinstance(each, Exchange) for each in exchanges.values())
+        isinstance(exchanges, Mapping) and exchanges and all(isinstance(each, Pattern) for each in exchanges.values())
     ):
         raise ValueError(
             f"check_codec(exchanges={exchanges!r}): give exchanges by names of your choice, such as "
@@ -100,11 +101,11 @@ def _instead(given: object) -> str:
     return "give a codec or a reducer, made with its settings: check_codec(MyCodec())"
 
 
-def _allowed(method: Method) -> dict[str, Exchange]:
+def _allowed(method: Method) -> dict[str, Pattern]:
     """The exchanges that a method's flags allow."""
     if not isinstance(method, Codec):
         return {"auto": Auto()}
-    found: dict[str, Exchange] = {"all_gather": AllGather()}
+    found: dict[str, Pattern] = {"all_gather": AllGather()}
     if method.sum_dtype is not None:
         found["all_reduce"] = AllReduce()
     if method.repeatable:

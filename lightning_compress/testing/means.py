@@ -14,15 +14,15 @@ from lightning_compress.collectives import Collective, CountingCollective, Local
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.core.state import State, States
-from lightning_compress.exchanges import Exchange, ExchangePlan, composite
+from lightning_compress.core.state import States
+from lightning_compress.exchanges import ExchangePlan, Pattern, composite
 from lightning_compress.exchanges.message import Section
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, vector
 
 
 def group(
     method: Method,
-    exchange: Exchange,
+    exchange: Pattern,
     collective: Collective,
     meter: Meter,
     dense: Layout = DENSE,
@@ -31,12 +31,7 @@ def group(
     """The plan of a group as the rules make it, a dense stretch, then the method's; and what it keeps."""
     sections = [Section(Dense(), dense, 0), Section(method, large, dense.numel)]
     whole = Layout.of((segment.name, segment.shape) for part in (dense, large) for segment in part.segments)
-    kept = {f"{composite.EXCHANGE}.{name}": each for name, each in exchange.state(whole).items()}
-    states = {
-        name: State(each.layout, CPU, each.initial, each.holder, each.dtype)
-        for name, each in {**composite.declared(sections), **kept}.items()
-    }
-    return composite.plan_group(sections, exchange, World(collective, CPU, meter), states), states
+    return composite.plan_alone(sections, exchange, whole, World(collective, CPU, meter))
 
 
 class Mean(NamedTuple):
@@ -50,7 +45,7 @@ class Mean(NamedTuple):
     promised: int
 
 
-def mean_on(collective: Collective, method: Method, exchange: Exchange, flag_rank: int | None = None) -> Mean:
+def mean_on(collective: Collective, method: Method, exchange: Pattern, flag_rank: int | None = None) -> Mean:
     """One mean on this rank; that of ``flag_rank`` has a gradient that is not finite."""
     meter = Meter(CPU)
     plan, _ = group(method, exchange, CountingCollective(collective, meter), meter)
@@ -61,7 +56,7 @@ def mean_on(collective: Collective, method: Method, exchange: Exchange, flag_ran
     return Mean(before, after, mean, flag, meter.bytes_sent, plan.cost.bytes_sent)
 
 
-def means(method: Method, exchange: Exchange, size: int, flag_rank: int | None = None) -> list[Mean]:
+def means(method: Method, exchange: Pattern, size: int, flag_rank: int | None = None) -> list[Mean]:
     """One mean on every rank."""
     if size == 1:
         return [mean_on(LocalCollective(), method, exchange, flag_rank)]
@@ -110,19 +105,19 @@ def lost(ranks: Sequence[Mean]) -> float:
     return math.inf if stays else float((ranks[0].mean.double() - mean).abs().max())
 
 
-def flags_arrive(method: Method, exchange: Exchange, size: int) -> bool:
+def flags_arrive(method: Method, exchange: Pattern, size: int) -> bool:
     """Law 7: a gradient that is not finite, on the first rank or the last, reaches every rank."""
     return all(
         bool(each.flag.isnan()) for bad in {0, size - 1} for each in means(method, exchange, size, flag_rank=bad)
     )
 
 
-def noise(exchange: Exchange, codec: Codec, collective: Collective, keys: int = 3) -> tuple[float, float]:
+def noise(exchange: Pattern, codec: Codec, collective: Collective, keys: int = 3) -> tuple[float, float]:
     """Law 8, of a gradient that is equal on all ranks: variance of the mean, and its squared error averaged over keys.
 
     Both are over the square of the gradient. The second one is ``1 / keys`` of the first where the codec is unbiased.
     """
-    plan = exchange.plan([Section(codec, LARGE, 0)], World(collective, CPU, Meter(CPU)))
+    plan, _ = composite.plan_alone([Section(codec, LARGE, 0)], exchange, LARGE, World(collective, CPU, Meter(CPU)))
     same = torch.randn(LARGE.numel, generator=torch.Generator().manual_seed(3))
     spread, total, mean = 0.0, torch.zeros(LARGE.numel, dtype=torch.float64), torch.empty_like(same)
     square = float(same.square().sum())
@@ -134,7 +129,7 @@ def noise(exchange: Exchange, codec: Codec, collective: Collective, keys: int = 
 
 
 def mean_sender(
-    method: Method, exchange: Exchange, collective: Collective, large: Layout
+    method: Method, exchange: Pattern, collective: Collective, large: Layout
 ) -> Callable[[Tensor, int], Tensor]:
     """The mean over the ranks of vectors ``[large.numel]``, step by step, in which what is not sent is left."""
     plan, states = group(method, exchange, collective, Meter(CPU), large=large)
@@ -184,7 +179,7 @@ class Walk(NamedTuple):
     shared: dict[str, Tensor]
 
 
-def walk_on(collective: Collective, method: Method, exchange: Exchange, steps: int = 4) -> Walk:
+def walk_on(collective: Collective, method: Method, exchange: Pattern, steps: int = 4) -> Walk:
     """Laws 4 and 6: what a rank's steps depend on."""
 
     def begun() -> tuple[Callable[[int], Mean], States]:

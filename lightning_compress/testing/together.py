@@ -8,14 +8,14 @@ from lightning_compress.codecs import Codec, Method
 from lightning_compress.codecs.base import aligned
 from lightning_compress.collectives import Collective, LocalCollective, run_threads
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges import AllGather, Exchange, TwoShot
+from lightning_compress.exchanges import AllGather, Pattern, TwoShot
 from lightning_compress.testing.faithful import ADVICE, KEYS, Measure, T, check_sent
 from lightning_compress.testing.laws import law
 from lightning_compress.testing.means import Mean, Walk, flags_arrive, mean_sender, means, noise, outcome_of, walk_on
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, make
 
 
-def check_together(method: Method, exchange: Exchange, count: int, where: str, rounding: float) -> None:
+def check_together(method: Method, exchange: Pattern, count: int, where: str, rounding: float) -> None:
     """Hold one mean over the ranks to the laws."""
     result = outcome_of(means(method, exchange, count))
     law(4, result.agree, f"{where}: ranks have different means")
@@ -37,7 +37,7 @@ def check_together(method: Method, exchange: Exchange, count: int, where: str, r
         law(2, counted == promised, f"{where} sent {counted} bytes, and the plan says {promised}")
 
 
-def check_steps(method: Method, exchange: Exchange, count: int, where: str, rounding: float) -> None:
+def check_steps(method: Method, exchange: Pattern, count: int, where: str, rounding: float) -> None:
     """Hold several means, one after the other, to the laws: what a method of several steps keeps, and what arrives."""
     ranks = run_threads(count, lambda collective: walk_on(collective, method, exchange))
     for rank, walk in enumerate(ranks):
@@ -76,7 +76,7 @@ def _equal(one: Mean, other: Mean) -> bool:
     return one.mean.equal(other.mean) and one.after.equal(other.after)
 
 
-def _measured(method: Method, exchange: Exchange, count: int, whole: Layout, measure: Measure[T]) -> T:
+def _measured(method: Method, exchange: Pattern, count: int, whole: Layout, measure: Measure[T]) -> T:
     given = [make("normal", whole.numel, 3 + rank) for rank in range(count)]
     right = torch.stack(given).mean(0)
 

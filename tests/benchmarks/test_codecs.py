@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks import _feedback, correlated
 from lightning_compress.codecs import QSGD
-from lightning_compress.exchanges import AllGather, Auto
+from lightning_compress.exchanges import AllGather
+from lightning_compress.planning.choose import Auto
 
 
 def test_both_kinds_of_feedback_are_timed():

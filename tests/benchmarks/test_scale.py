@@ -13,8 +13,8 @@ from lightning_compress.collectives import CountingCollective, World, run_thread
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather
-from lightning_compress.exchanges.cost import COPIES, Link
 from lightning_compress.exchanges.message import Section
+from lightning_compress.planning.cost import COPIES, Link
 
 CPU = torch.device("cpu")
 WAYS = scale.WAYS | {"onebit, all_gather": scale.Way(OneBit(), AllGather())}

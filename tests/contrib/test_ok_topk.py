@@ -34,7 +34,9 @@ def steps(size, exchange, codec, count, layout=LAYOUT, dense=0, make=gradient, f
     def program(ranks):
         meter = Meter(CPU)
         sections = [Section(Dense(), layout.cut(0, dense), 0), Section(codec, layout.cut(dense, layout.numel), dense)]
-        states = {name: State(each.layout, CPU, holder=each.holder) for name, each in exchange.state(layout).items()}
+        states = {
+            name: State(each.layout, CPU, holder=each.holder) for name, each in exchange.keeper.state(layout).items()
+        }
         plan = exchange.plan(sections, World(CountingCollective(ranks, meter), CPU, meter), states)
         residual, told = torch.zeros(layout.numel), []
         for step in range(count):

@@ -15,9 +15,13 @@ from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges import Auto, Hierarchical, auto, nodes, probe
-from lightning_compress.exchanges.cost import CODES, COPIES, UNKNOWN, Link, Speeds
+from lightning_compress.exchanges import Hierarchical, nodes
+from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.message import Section
+from lightning_compress.planning import choose
+from lightning_compress.planning import link as probe
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.cost import CODES, COPIES, UNKNOWN, Link, Speeds
 from lightning_compress.settings.settings import Settings
 from tests.helpers import link as pretended
 
@@ -30,7 +34,7 @@ def plan(exchange, collective, *codecs, numel=1 << 18):
     """For sections of one codec each."""
     layouts = [Layout.of([(f"p{number}", (numel // 64, 64))]) for number in range(len(codecs))]
     sections = [Section(codec, layouts[number], numel * number) for number, codec in enumerate(codecs)]
-    return exchange.plan(sections, World(collective, CPU, Meter(CPU)))
+    return plan_of(exchange, sections, World(collective, CPU, Meter(CPU)))
 
 
 def chosen(ranks, exchange, *codecs, **more):
@@ -183,7 +187,7 @@ def test_ranks_whose_parts_of_a_node_differ_in_size_choose_alike(codec, shape, r
     def rank(collective):
         links = [Link(1e-4, 10 ** (5.5 + 0.05 * number)) for number in range(50)]
         meta = World(collective, torch.device("meta"), Meter(CPU))
-        return [Auto(link=link, node_size=node).plan(sections, meta).description for link in links]
+        return [plan_of(Auto(link=link, node_size=node), sections, meta).description for link in links]
 
     found = run_threads(ranks, rank)
     assert all(each == found[0] for each in found)
@@ -203,8 +207,8 @@ def test_between_nodes_all_decide_alike(world):
     exchanges = [Hierarchical(node_size=2) for _ in range(6)]
     found = run_threads(6, lambda collective: plan(exchanges[collective.rank], collective, OneBit()).description)
     assert len(set(found)) == 1
-    assert all(each.measured() == exchanges[0].measured() for each in exchanges)
-    assert exchanges[0].measured()["links"]["ranks"] == [SLOW.latency_s, SLOW.bytes_per_s]
+    assert all(each.outer.measured() == exchanges[0].outer.measured() for each in exchanges)
+    assert exchanges[0].outer.measured()["links"]["ranks"] == [SLOW.latency_s, SLOW.bytes_per_s]
 
 
 def test_what_was_measured_is_kept_by_settings(world):
@@ -320,8 +324,8 @@ def test_ranks_of_a_host_need_not_be_neighbours(monkeypatch, world):
         nodes, "hosts_of", lambda collective, device: [b"AB"[r % 2 :][:1] for r in range(collective.size)]
     )
     taken = []
-    made = auto.plan_parts
-    monkeypatch.setattr(auto, "plan_parts", lambda outer, of, *rest: taken.append(of) or made(outer, of, *rest))
+    made = choose.Between
+    monkeypatch.setattr(choose, "Between", lambda outer, of: taken.append(of) or made(outer, of))
     exchange = Auto()
     assert "between nodes of 4" in chosen(8, exchange, OneBit())
     assert taken.count([[0, 2, 4, 6], [1, 3, 5, 7]]) == len(taken) > 0

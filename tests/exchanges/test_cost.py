@@ -2,15 +2,8 @@
 
 import pytest
 
-from lightning_compress.exchanges.cost import (
-    Cost,
-    Link,
-    Speeds,
-    device_seconds,
-    link_of,
-    step_seconds,
-    wire_seconds,
-)
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.planning.cost import Link, Speeds, device_seconds, link_of, step_seconds, wire_seconds
 
 LINK = Link(1e-3, 1e6)
 SPEEDS = Speeds(2e-6, 1e-6, 1e-4)

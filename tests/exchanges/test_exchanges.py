@@ -12,8 +12,8 @@ from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK,
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.state import State
-from lightning_compress.exchanges import AllGather, AllReduce, Hierarchical, SplitGather, TwoShot
+from lightning_compress.exchanges import AllGather, AllReduce, Hierarchical, SplitGather, TwoShot, composite
+from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.hierarchical import nodes_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.sparse import coding
@@ -25,13 +25,13 @@ LAYOUT = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 
 
 def kept(exchange, device=CPU):
     """State as before the first step."""
-    return {name: State(each.layout, device, each.initial) for name, each in exchange.state(LAYOUT).items()}
+    return composite.states_by(exchange.keeper.state(LAYOUT) if exchange.keeper else {}, device)
 
 
 def mean(collective, exchange, codec, seed=0, flag=0.0, device=CPU):
     """Before, after, mean, flag and plan of one mean of different data on every rank."""
     sections = [Section(Dense(), LAYOUT.cut(0, 100), 0), Section(codec, LAYOUT.cut(100, LAYOUT.numel), 100)]
-    plan = exchange.plan(sections, World(collective, device, Meter(device)), kept(exchange, device))
+    plan = plan_of(exchange, sections, World(collective, device, Meter(device)), kept(exchange, device))
     before = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + collective.rank)).to(device)
     after, out, flags = before.clone(), torch.full_like(before, 7.0), torch.tensor(flag, device=device)
     plan.mean(after, out, 5, flags)
@@ -57,7 +57,7 @@ def test_split_gather_at_many_ranks(size, codec):
 def partly(collective, exchange, empty):
     """A mean in which some ranks have nothing."""
     section = Section(TopK(0.05), LAYOUT, 7)  # the vector has elements that are no section's
-    plan = exchange.plan([section], World(collective, CPU, Meter(CPU)), kept(exchange))
+    plan = plan_of(exchange, [section], World(collective, CPU, Meter(CPU)), kept(exchange))
     vector = torch.randn(LAYOUT.numel + 9, generator=torch.Generator().manual_seed(collective.rank))
     if collective.rank in empty:
         vector.zero_()
@@ -292,7 +292,7 @@ def _fed_back_or_not(collective, exchange, codec, sampling):
     for fed_back in (True, False):
         section, meter = Section(codec, LAYOUT, 0, fed_back), Meter(CPU)
         meter.sampling = sampling and not fed_back
-        plan = exchange.plan([section], World(collective, CPU, meter), kept(exchange))
+        plan = plan_of(exchange, [section], World(collective, CPU, meter), kept(exchange))
         rest = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(collective.rank))
         out = torch.full_like(rest, 7.0)
         plan.mean(rest, out, 5, torch.tensor(0.0))

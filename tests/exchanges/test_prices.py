@@ -16,10 +16,13 @@ from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.contrib.exchanges.ok_topk import OkTopK
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
-from lightning_compress.exchanges import AllReduce, Auto, Hierarchical, TwoShot
+from lightning_compress.exchanges import AllReduce, Hierarchical, TwoShot
+from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.composite import CompositePlan, plan_group
-from lightning_compress.exchanges.cost import Cost, Link, Speeds, device_seconds, wire_seconds
+from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds
 from lightning_compress.reducers import PowerSGD
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
@@ -64,9 +67,9 @@ def sections(*codecs, numel=NUMEL):
 def test_prices_take_no_memory(name, size):
     exchange = Auto("never", SLOW, node_size=4)
     parts = sections(CODECS[name], OneBit())
-    exchange.plan(parts, World(Ranks(size), CPU, Meter(CPU)))  # which compiles, and makes what all plans share
+    plan_of(exchange, parts, World(Ranks(size), CPU, Meter(CPU)))  # which compiles, and makes what all plans share
     with Largest() as largest:
-        plan = exchange.plan(parts, World(Ranks(size), CPU, Meter(CPU)))
+        plan = plan_of(exchange, parts, World(Ranks(size), CPU, Meter(CPU)))
     assert plan.cost.bytes_sent > 0
     assert largest.bytes <= NUMEL / 2  # randomk keeps the places that it drew
 
@@ -76,21 +79,21 @@ def test_prices_take_no_memory(name, size):
     by_turns([(Rotated(),), (OneBit(), TopK(0.01)), (BF16(), OneBit(), Dense())], (2, 4, 8, 64), 2, repr),
 )
 def test_only_the_winner_lives_on(codecs, size, monkeypatch):
-    made, price = [], Auto._price
+    made, price = [], Auto._offer
 
-    def watched(self, plan, *more):
-        made.append(weakref.ref(plan))
-        return price(self, plan, *more)
+    def watched(*given):
+        offer = price(*given)
+        made.append(weakref.ref(offer.plan))
+        return offer
 
-    monkeypatch.setattr(Auto, "_price", watched)
+    monkeypatch.setattr(Auto, "_offer", watched)
     gc.collect()
     gc.disable()
     try:
-        plan = Auto("never", SLOW, node_size=4).plan(sections(*codecs), World(Ranks(size), CPU, Meter(CPU)))
-        alive = [each() for each in made if each() is not None]
-        kept = [plan, *getattr(plan, "_plans", [])]
+        plan = plan_of(Auto("never", SLOW, node_size=4), sections(*codecs), World(Ranks(size), CPU, Meter(CPU)))
         assert len(made) > 1
-        assert all(any(each is one for one in kept) for each in alive)
+        assert plan.cost.bytes_sent > 0
+        assert not any(each() for each in made)  # it is planned anew
     finally:
         gc.enable()
 
@@ -118,7 +121,7 @@ def test_several_plans_cost_the_sum_of_their_parts():
 
 @pytest.mark.parametrize("codecs", [(TopK(0.01), Rotated()), (TopK(0.01), OneBit(), BF16())], ids=repr)
 def test_auto_drops_nothing_of_what_goes_apart(codecs):
-    plan = Auto("never", SLOW).plan(sections(*codecs), World(Ranks(8), CPU, Meter(CPU)))
+    plan = plan_of(Auto("never", SLOW), sections(*codecs), World(Ranks(8), CPU, Meter(CPU)))
     parts = plan._plans
     assert plan.cost.calls == sum(part.cost.calls for part in parts)
     assert plan.cost.decodes == pytest.approx(sum(part.cost.decodes for part in parts) / len(parts))
@@ -130,10 +133,10 @@ def test_a_step_that_is_remembered_costs_what_it_is():
     exchange, given = OkTopK(), sections(TopK(0.01))
     states = {
         name: State(each.layout, CPU, each.initial, each.holder)
-        for name, each in exchange.state(given[0].layout).items()
+        for name, each in exchange.keeper.state(given[0].layout).items()
     }
     world = World(Ranks(4), CPU, Meter(CPU))
-    plan = exchange.plan_dense(given, world, states)
+    plan = exchange.keeper.plan_dense(exchange, given, world, states)
     inner = AllReduce().plan([replace(each, method=Dense()) for each in given], world)
     assert plan.cost == inner.cost
     assert plan.is_dense(slice(0, NUMEL))
@@ -150,7 +153,7 @@ def test_reducers_beside_an_exchange_cost_both():
         world = World(collective, CPU, Meter(CPU))
         sections = [Section(OneBit(), layout, 0), Section(method, layout, layout.numel)]
         exchange = Hierarchical(TwoShot(), 2)
-        return plan_group(sections, exchange, world, states), exchange.plan([Section(OneBit(), layout, 0)], world)
+        return plan_group(sections, exchange, world, states), plan_of(exchange, [Section(OneBit(), layout, 0)], world)
 
     for both, alone in run_threads(4, rank):
         changed = {name for name in FIELDS if getattr(both.cost, name) != getattr(alone.cost, name)}

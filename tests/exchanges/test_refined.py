@@ -11,10 +11,12 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges import Auto, Hierarchical, TwoShot
+from lightning_compress.exchanges import Hierarchical, TwoShot
+from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import Cluster
-from lightning_compress.exchanges.probe import kind_of
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.link import kind_of
 from tests.exchanges.test_exchanges import check
 
 CPU = torch.device("cpu")
@@ -36,7 +38,7 @@ def test_how_many_bits_sums_take_is_an_option(exchange, size):
 
     def sent(collective):
         meter = Meter(CPU)
-        plan = exchange.plan(sections, World(CountingCollective(collective, meter), CPU, meter))
+        plan = plan_of(exchange, sections, World(CountingCollective(collective, meter), CPU, meter))
         vector = torch.randn(numel, generator=torch.Generator().manual_seed(collective.rank))
         plan.mean(vector, torch.empty(numel), 5, torch.tensor(0.0))
         assert meter.bytes_sent == plan.cost.bytes_sent
@@ -56,7 +58,7 @@ def test_one_message_of_several_methods(exchange, codec):
     sections = [Section(RandomK(0.3), first, 0), Section(codec, second, first.numel)]
 
     def mean(collective):
-        plan = exchange.plan(sections, World(collective, CPU, Meter(CPU)))
+        plan = plan_of(exchange, sections, World(collective, CPU, Meter(CPU)))
         before = torch.randn(sections[-1].stop, generator=torch.Generator().manual_seed(collective.rank))
         after, out = before.clone(), torch.full_like(before, 7.0)
         plan.mean(after, out, 5, torch.tensor(0.0))
@@ -82,8 +84,8 @@ def test_biased_sums_need_a_residual(exchange):
 
     def plan(collective):
         with pytest.raises(ValueError, match=r"sums=.*would be lost, as Rotated.* goes without error feedback"):
-            exchange.plan([section], World(collective, CPU, Meter(CPU)))
-        exchange.plan([replace(section, fed_back=True)], World(collective, CPU, Meter(CPU)))
+            plan_of(exchange, [section], World(collective, CPU, Meter(CPU)))
+        plan_of(exchange, [replace(section, fed_back=True)], World(collective, CPU, Meter(CPU)))
 
     run_threads(4, plan)
 
@@ -99,7 +101,7 @@ def test_auto_knows_what_encoding_sums_costs():
 
     def chosen(speed):
         exchange = Auto("never").given(measured | {"speeds": speeds | {sums: speed}})
-        plans = run_threads(8, lambda collective: exchange.plan(sections, World(collective, CPU, Meter(CPU))))
+        plans = run_threads(8, lambda collective: plan_of(exchange, sections, World(collective, CPU, Meter(CPU))))
         assert len({plan.description for plan in plans}) == 1
         return plans[0].description
 
@@ -116,7 +118,7 @@ def test_sums_of_a_biased_method_are_precise_between_nodes_too(exchange):
 
     def mean(collective):
         vector = torch.randn(section.stop, generator=torch.Generator().manual_seed(collective.rank))
-        plan, out = exchange.plan([section], World(collective, CPU, Meter(CPU))), torch.empty(section.stop)
+        plan, out = plan_of(exchange, [section], World(collective, CPU, Meter(CPU))), torch.empty(section.stop)
         plan.mean(vector, out, 5, torch.tensor(0.0))
         return out
 

@@ -9,7 +9,6 @@ from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, RandomK, TopK
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.state import State
 from lightning_compress.exchanges import EXCHANGES, Hierarchical, composite
 from lightning_compress.exchanges.message import Section
 from lightning_compress.testing.hostile import mutate
@@ -121,11 +120,7 @@ def plan_of(way, collective):
         Section(second, OTHER, DENSE.numel + LARGE.numel, number=1),
     ]
     layout = Layout.of((each.name, each.shape) for part in (DENSE, LARGE, OTHER) for each in part.segments)
-    kept = {f"exchange.{name}": each for name, each in PATTERNS[exchange].state(layout).items()}
-    declared = {**composite.declared(sections), **kept}
-    states = {n: State(e.layout, CPU, e.initial, e.holder) for n, e in declared.items()}
-    plan = composite.plan_group(sections, PATTERNS[exchange], World(collective, CPU, Meter(CPU)), states)
-    return plan, states
+    return composite.plan_alone(sections, PATTERNS[exchange], layout, World(collective, CPU, Meter(CPU)))
 
 
 def exchange(way, size, random):

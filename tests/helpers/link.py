@@ -1,8 +1,8 @@
 """A slow link without latency, as far as ``exchange="auto"`` can tell: in tests, bytes decide."""
 
 from lightning_compress.codecs import Dense
-from lightning_compress.exchanges import probe
-from lightning_compress.exchanges.cost import CODES, COPIES, Link
+from lightning_compress.planning import link as probe
+from lightning_compress.planning.cost import CODES, COPIES, Link
 
 SLOW = Link(1e-6, 1e7)
 REAL = (probe.time_link, probe.time_codec)

@@ -22,9 +22,11 @@ from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import BF16, Dense, Rotated
 from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.engine.forecast import decide, forecast, label
-from lightning_compress.exchanges import Auto, probe
-from lightning_compress.exchanges.cost import COPIES, Link, Speeds
+from lightning_compress.planning import link as probe
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.cost import COPIES, Link, Speeds
+from lightning_compress.planning.decide import decide
+from lightning_compress.planning.summary import forecast, label
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.settings import Settings
 from tests.cases import CASES

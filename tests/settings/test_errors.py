@@ -45,7 +45,7 @@ from tests.helpers.training import Net, fit
         ({"schedule": {"density": {0: 0.1}}}, "has no settings that could change"),
         ({"exchange": "split_gather"}, "carries none of what compressor='auto' chooses among"),
         ({"rules": [{"kind": "conv", "compressor": "auto"}]}, "a rule names its compressor"),
-        ({"exchange": "ring"}, "unknown exchange 'ring'; there are: auto, all_reduce, all_gather, two_shot"),
+        ({"exchange": "ring"}, "unknown exchange 'ring'; there are: all_reduce, all_gather, two_shot"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"min_numel": 1.5}, "min_numel=1.5"),
         ({"exclude": "head"}, "write exclude=['head']"),

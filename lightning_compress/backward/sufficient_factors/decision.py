@@ -16,8 +16,9 @@ import torch
 from lightning_compress.backward.sufficient_factors.layers import FactorSettings, Layer
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds, all_reduce_rounds, least_ms
-from lightning_compress.exchanges import probe
-from lightning_compress.exchanges.cost import Cost, Link, wire_seconds
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.planning import link as links
+from lightning_compress.planning.cost import Link, wire_seconds
 
 SHOWN = 3
 """Names in a line, at most."""
@@ -101,10 +102,10 @@ def _expected(
         return []
     link = settings.link
     if link is None:
-        measured = probe.time_link(collective, device)
-        link = Link(*probe.agreed([measured.latency_s, measured.bytes_per_s], collective, device))
+        measured = links.time_link(collective, device)
+        link = Link(*links.agreed([measured.latency_s, measured.bytes_per_s], collective, device))
     assert isinstance(link, Link)
-    figures = probe.agreed([each for case in cases for each in case.seconds(link)], collective, device)
+    figures = links.agreed([each for case in cases for each in case.seconds(link)], collective, device)
     return [figures[start : start + 2] for start in range(0, len(figures), 2)]
 
 

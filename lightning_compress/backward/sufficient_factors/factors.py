@@ -23,7 +23,7 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.attach import announce
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import Background
-from lightning_compress.exchanges.probe import agreed
+from lightning_compress.planning.link import agreed
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 

@@ -15,7 +15,7 @@ from lightning_compress.backward.rows import Buffer
 from lightning_compress.backward.sufficient_factors.linear import FactoredLinear, Rows, Stash
 from lightning_compress.backward.transform import shared_parameters
 from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.exchanges.cost import Link, link_of
+from lightning_compress.planning.cost import Link, link_of
 
 LEAST = 1 << 16
 """Weights of a layer that is taken without being named: what is smaller is cheap in a bucket with others."""

@@ -17,8 +17,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.auto import Auto
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, gather, of_vectors, scatter
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, Planner, gather, of_vectors, scatter
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.hierarchical import read_outer
 from lightning_compress.exchanges.message import Section, settle
@@ -54,7 +53,7 @@ class Chain(Exchange):
 
     def __post_init__(self) -> None:
         outer = read_outer("Chain", self.outer, self.node_size)
-        if isinstance(outer, Auto):  # which all ranks have to measure, and choose
+        if isinstance(outer, Planner):  # which all ranks have to measure, and choose
             raise ValueError(
                 "Chain(outer='auto'): the first rank of a node alone talks to others, and cannot choose for all; name "
                 "the exchange between nodes, such as outer='binomial'"

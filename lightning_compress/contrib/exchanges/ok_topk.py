@@ -26,7 +26,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, States, place_of
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest, of_vectors
+from lightning_compress.exchanges.base import Exchange, ExchangePlan, Keeper, longest, of_vectors
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
@@ -358,9 +358,10 @@ class OkTopK(Exchange):
         check_selective("ok_topk", codec)
         check_fed_back("ok_topk", codec)
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
-        """Thresholds, counts and clocks."""
-        return declared(layout)
+    @property
+    def keeper(self) -> Keeper:
+        """Of thresholds, counts and clocks."""
+        return _Thresholds()
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
@@ -369,11 +370,13 @@ class OkTopK(Exchange):
         periods = (self.evaluate_every, self.rebalance_every)
         return OwnersPlan(sections, memory, periods, world)
 
-    def plan_dense(
-        self, sections: Sequence[Section], world: World, states: States | None = None
-    ) -> ExchangePlan | None:
+
+class _Thresholds(Keeper):
+    def state(self, layout: Layout) -> Mapping[str, Declared]:
+        return declared(layout)
+
+    def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:
         """An all-reduce that remembers."""
-        assert states is not None
         dense = [replace(section, method=Dense()) for section in sections]
         return _Remembering(AllReduce().plan(dense, world), Memory(sections, states, world.device))
 

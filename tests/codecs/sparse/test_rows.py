@@ -10,9 +10,11 @@ from lightning_compress.codecs import Rows
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges import Auto, Exchange
-from lightning_compress.exchanges.cost import Link
+from lightning_compress.exchanges import Exchange
+from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.message import Section
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.cost import Link
 from tests.codecs.helpers import CPU
 from tests.reference import sparse as reference
 from tests.test_laws import PATTERNS, SPARSE
@@ -47,7 +49,7 @@ def test_the_union_arrives_exactly(way: str, ranks: int) -> None:
     given = [of_few_rows(rank, 0.1) for rank in range(ranks)]
 
     def program(collective: Collective) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = WAYS[way].plan([Section(Rows(), LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
+        plan = plan_of(WAYS[way], [Section(Rows(), LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
         vector, mean = given[collective.rank].clone(), torch.empty(LAYOUT.numel)
         plan.mean(vector, mean, 3, torch.tensor(0.0))
         return vector, mean

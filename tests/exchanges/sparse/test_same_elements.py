@@ -10,8 +10,10 @@ from lightning_compress.collectives import CountingCollective, World, run_thread
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges import EXCHANGES, Auto
+from lightning_compress.exchanges import EXCHANGES
+from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.message import Section
+from lightning_compress.planning.choose import Auto
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
 from tests.test_laws import CPU, DENSE, LARGE, group_plan
@@ -92,7 +94,7 @@ def kept_of_hot_rows(exchange, codec, size):
     def rank(collective):
         meter = Meter(CPU)
         world = World(CountingCollective(collective, meter), CPU, meter)
-        plan = exchange.plan([Section(codec, ROWS, 0)], world)
+        plan = plan_of(exchange, [Section(codec, ROWS, 0)], world)
         before = hot_rows(collective.rank)
         left, mean = before.clone(), torch.empty_like(before)
         plan.mean(left, mean, 5, torch.tensor(0.0))

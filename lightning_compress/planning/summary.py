@@ -1,27 +1,23 @@
-"""What a run will send, before it begins: the compressor that is chosen, and the line that says what runs."""
+"""What a run will send, before it begins, and the line that says it."""
 
 from __future__ import annotations
 
 import dataclasses
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from lightning_compress.codecs import BF16, Codec, Dense
+from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import name_of as registered_name
-from lightning_compress.core.state import State
-from lightning_compress.exchanges import AllReduce, Auto, composite
-from lightning_compress.exchanges.base import META, ExchangePlan
-from lightning_compress.exchanges.message import Section, codecs_of
-from lightning_compress.exchanges.nodes import Cluster
-from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
-from lightning_compress.settings.automatic import Automatic, Chosen
+from lightning_compress.exchanges import ExchangePlan, composite
+from lightning_compress.exchanges.base import META
+from lightning_compress.exchanges.message import Section
+from lightning_compress.planning.choose import Auto
+from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.compensation import automatic, name_of
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.settings import Settings
@@ -77,77 +73,6 @@ class Forecast:
         }
 
 
-def decide(settings: Settings, parameters: Parameters, world: World, kept: object = None) -> Settings:
-    """Let ``compressor="auto"`` become what it chooses; other settings stay as they are. A collective call.
-
-    Args:
-        settings: bound to the model.
-        parameters: that are trained.
-        world: the ranks.
-        kept: what an earlier run chose, of ``keep``, which goes on if it was on this cluster.
-    """
-    if not isinstance(settings.compressor, Automatic):
-        return settings
-    collective, device, _ = world
-    cluster = Cluster.of(collective, device)
-    if (earlier := _earlier(settings, kept, cluster, world)) is not None:
-        return earlier
-    if collective.size == 1:
-        return settings.become(Chosen(Dense(), cluster))
-    options = settings.candidates
-    # half precision is sent as it is, and a cast to as many bits would save nothing
-    half = all(parameter.element_size() == 2 for _, parameter in parameters)
-    options = [each for each in options if not (half and isinstance(each, BF16))]
-    pricing = settings.exchange
-    if not isinstance(pricing, Auto):  # one for all, which measures once
-        pricing = Auto(node_size=getattr(pricing, "node_size", None))
-    priced = [BF16() if half and isinstance(each, Dense) else each for each in options]
-    seconds = [_seconds(settings, each, parameters, world, pricing) for each in priced]
-    own = torch.tensor(settings.compressor.pick(seconds), device=device)
-    collective.all_reduce(own if collective.rank == 0 else own.zero_())  # rank 0's, on every rank
-    figures = ", ".join(f"{label(each)} {1e3 * took:.3g} ms" for each, took in zip(options, seconds, strict=True))
-    return settings.become(Chosen(options[int(own)], cluster, f"compressor='auto' expects {figures} a step"))
-
-
-def keep(settings: Settings) -> dict[str, Any] | None:
-    """What ``compressor="auto"`` became, for a checkpoint."""
-    if settings.chosen is None:
-        return None
-    return settings.chosen.as_primitives() | {"measured": settings.exchange.measured()}
-
-
-def _earlier(settings: Settings, kept: object, cluster: Cluster, world: World) -> Settings | None:
-    """What was chosen by an earlier run, if it was on this cluster and all ranks know it."""
-    found, number = None, 0
-    try:
-        if isinstance(kept, Mapping):
-            codec, measured = build_compressor(kept["compressor"]), kept["measured"]
-            chosen = Chosen(codec, cluster, "as before") if isinstance(codec, Codec) else None
-            if chosen is not None and chosen.was_here(kept) and codec in settings.candidates:
-                exchange = settings.exchange.given(measured) if measured else settings.exchange
-                found = dataclasses.replace(settings, exchange=exchange).become(chosen)
-                number = 1 + zlib.crc32(repr(kept).encode())
-    except (ValueError, TypeError, LookupError, AttributeError):  # a checkpoint may hold anything
-        found, number = None, 0
-    said = torch.tensor([number, -number], dtype=torch.int64, device=world.device)
-    world.collective.all_reduce_max(said)
-    most, least = said.tolist()
-    return found if number and most == -least else None
-
-
-def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: World, pricing: Auto) -> float:
-    """What a step's exchanges are predicted to take with this codec."""
-    exchange, rules = settings.exchange, dataclasses.replace(settings.rules, method=codec)
-    way = None if isinstance(exchange, Auto) else exchange
-    if isinstance(codec, Dense) and not exchange.optimizes:
-        way = AllReduce()
-    total = 0.0
-    for part in _parts(parameters):
-        sections = composite.encoded(rules.sections(part)[1])
-        total += pricing.seconds(sections, world, way)
-    return total
-
-
 def forecast(settings: Settings, parameters: Parameters, world: World, steps: int = 1) -> Forecast:
     """What these settings will send; a collective call.
 
@@ -168,7 +93,7 @@ def forecast(settings: Settings, parameters: Parameters, world: World, steps: in
             return _off(AUTO, why, idle and f"{AUTO}: {idle} has no effect without compression")
         idle = ", ".join(_idle(settings))
         return _off(NONE, warning=f"{NONE}, and {idle} has no effect; leave it out" if idle else "")
-    plans = [(sections, _plan(settings, part, sections, world)) for part, sections in _sections(settings, parameters)]
+    plans = [(sections, _plan(settings, made, sections, world)) for made, sections in _sections(settings, parameters)]
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
         small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or all are excluded"
@@ -270,7 +195,7 @@ def _number(ratio: float) -> str:
     return f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:.0f}"
 
 
-def _parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
+def parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
     """Names and shapes, in parts that can be planned at once."""
     part: list[tuple[str, Shape]] = []
     numel = 0
@@ -283,27 +208,16 @@ def _parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
     yield part
 
 
-def _sections(
-    settings: Settings, parameters: Parameters
-) -> Iterator[tuple[list[tuple[str, Shape]], Sequence[Section]]]:
-    for part in _parts(parameters):
-        order, sections = settings.rules.sections(part)
-        yield [part[place] for place in order], [settings.fed(each) for each in sections]
+def _sections(settings: Settings, parameters: Parameters) -> Iterator[tuple[Layout, Sequence[Section]]]:
+    for part in parts(parameters):
+        _, sections = settings.rules.sections(part)
+        yield Layout.of(part), [settings.fed(each) for each in sections]
 
 
-def _plan(
-    settings: Settings, part: Sequence[tuple[str, Shape]], sections: Sequence[Section], world: World
-) -> ExchangePlan:
+def _plan(settings: Settings, layout: Layout, sections: Sequence[Section], world: World) -> ExchangePlan:
     """What a group of them will be, without its memory."""
-    collective, device, _ = world
-    exchange, layout = settings.exchange, Layout.of(part)
-    messages = composite.encoded(sections)
-    if messages:
-        exchange.measure(codecs_of(messages), collective, collective, device)
-    dry = device if exchange.talks else META
-    declared = {f"{composite.EXCHANGE}.{name}": each for name, each in exchange.state(layout).items()}
-    states = {
-        name: State(each.layout, dry, each.initial, each.holder)
-        for name, each in {**composite.declared(sections), **declared}.items()
-    }
-    return composite.plan_group(sections, exchange, World(collective, dry, Meter(dry)), states)
+    exchange, messages = settings.exchange, composite.encoded(sections)
+    if messages and isinstance(exchange, Auto):
+        exchange.measure(messages, world)
+    dry = world if exchange.talks else World(world.collective, META, Meter(META))
+    return composite.plan_alone(sections, exchange, layout, dry)[0]

@@ -14,9 +14,9 @@ from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes, all_reduce_rounds, all_to_all_rounds
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges.cost import Link, Speeds
 from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.nodes import Cluster, nodes_of
+from lightning_compress.planning.cost import Link, Speeds
 
 SMALL, LARGE = 1 << 14, 1 << 20
 """Elements on which a codec is timed: what a call costs, and what an element."""

@@ -8,23 +8,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-import torch
-
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_rounds
+from lightning_compress.core.registry import register
 from lightning_compress.core.state import States
-from lightning_compress.exchanges import cost
-from lightning_compress.exchanges.all_gather import AllGather
-from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.base import META, Exchange, ExchangePlan
+from lightning_compress.exchanges import AllGather, AllReduce, Exchange, ExchangePlan, Planner, SplitGather, TwoShot
+from lightning_compress.exchanges.base import META
 from lightning_compress.exchanges.composite import CompositePlan
-from lightning_compress.exchanges.cost import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.exchanges.message import Section, codecs_of
-from lightning_compress.exchanges.nodes import nodes_of, plan_parts
-from lightning_compress.exchanges.probe import Measured, kind_of
-from lightning_compress.exchanges.sparse.split_gather import SplitGather
-from lightning_compress.exchanges.two_shot import TwoShot
+from lightning_compress.exchanges.nodes import Between, nodes_of
+from lightning_compress.planning import cost
+from lightning_compress.planning.cost import CODES, COPIES, LISTS, Link, Speeds
+from lightning_compress.planning.link import Measured, kind_of
+from lightning_compress.settings.automatic import TRUST
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +34,6 @@ GAIN = 0.9
 SPARSE: tuple[Exchange, ...] = (AllGather(), SplitGather())
 """Ways of sparse messages that add up to the same."""
 
-TRUST = 0.75
-"""Likewise of a float32 all-reduce, for compression: predictions may be a quarter off, and doing nothing is safe."""
-
 THROUGH = 2.0
 """Additional copies of encoded data: gradient plus residual into a vector, and the mean back."""
 
@@ -50,7 +44,7 @@ Fallback = Literal["dense", "never"]
 
 
 @dataclass(frozen=True)
-class Auto(Exchange):
+class Auto(Planner):
     """All-reduce for messages that may be summed; else what the cost model says: all-gather, from 4 ranks on two-shot.
 
     For sparse messages it is all-gather or split-gather from 4 ranks on. Where there are several nodes, the same
@@ -102,51 +96,52 @@ class Auto(Exchange):
         """What was said once."""
         return set()
 
-    def fixed(self) -> Exchange:
-        """See ``Exchange.fixed``."""
+    def fixed(self) -> Auto:
+        """See ``Planner.fixed``."""
         return replace(self, link=self.link or cost.UNKNOWN)
 
-    def flat(self) -> Exchange:
-        """See ``Exchange.flat``."""
+    def flat(self) -> Auto:
+        """See ``Planner.flat``."""
         return replace(self, node_size=1)
 
     def measured(self) -> dict[str, Any]:
-        """See ``Exchange.measured``."""
+        """See ``Planner.measured``."""
         return self._measured.as_primitives()
 
-    def given(self, measured: Mapping[str, Any]) -> Exchange:
-        """See ``Exchange.given``."""
+    def given(self, measured: Mapping[str, Any]) -> Auto:
+        """See ``Planner.given``."""
         made = replace(self)
         made.__dict__["_measured"] = Measured.of(measured) if measured else Measured()
         return made
 
-    def measure(self, codecs: Sequence[Codec], collective: Collective, world: Collective, device: torch.device) -> None:
-        """See ``Exchange.measure``."""
+    def measure(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> None:
+        """Measure what the choice depends on, unless that was done; a collective call over ``deciding``."""
+        (collective, device, _), codecs = world, codecs_of(sections)
         if self.link is None and collective.size > 1 and device != META:  # where it was measured before
-            self._measured.look(codecs, collective, world, device, self.node_size)
+            self._measured.look(codecs, collective, deciding or collective, device, self.node_size)
             counts = collective.size, collective.size // self._nodes(collective.size)
             sums = [codec.refined(count) for codec in codecs for count in counts]
-            self._measured.look(sums, collective, world, device, self.node_size)
+            self._measured.look(sums, collective, deciding or collective, device, self.node_size)
 
-    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
-        """See ``Exchange.plan``.
+    def choose(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> Exchange:
+        """See ``Planner.choose``.
 
         Raises:
             ValueError: the ranks are more than ``node_size``, and no multiple of it.
         """
         collective = world.collective
         if collective.size == 1:
-            return _dense(sections, world)
+            return Float32()
         if self.node_size and collective.size > self.node_size and collective.size % self.node_size:
             raise ValueError(
                 f"Auto(node_size={self.node_size}): it must divide the {collective.size} ranks; set it to the ranks of "
                 "each node, to 1 where nodes do not matter, or to null"
             )
-        self.measure(codecs_of(sections), collective, collective, world.device)
+        self.measure(sections, world, deciding)
         choice = self._best(sections, world)
         if collective.rank == 0 and world.device != META:
             self._say(choice, sections)
-        return choice.plan
+        return choice.exchange
 
     def seconds(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> float:
         """What one exchange of such vectors is predicted to take, without the memory for it; a collective call.
@@ -158,7 +153,7 @@ class Auto(Exchange):
             world: the ranks, two or more.
             way: the pattern; None: the best.
         """
-        self.measure(codecs_of(sections), world.collective, world.collective, world.device)
+        self.measure(sections, world)
         dry = world if way is not None and way.talks else world._replace(device=META)
         offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
         spared = all_reduce_rounds(world.collective.size) - offer.plan.compared.rounds
@@ -168,16 +163,15 @@ class Auto(Exchange):
     def _best(self, sections: Sequence[Section], world: World) -> _Offer:
         """All in one message, or each its own way where that saves time."""
         choice = self._together(sections, world)
-        ways: dict[str, list[Section]] = {}
-        for section in sections:
-            ways.setdefault(_kind(section.codec, world.collective.size), []).append(section)
-        if len(ways) > 1:
-            numels = [sum(section.layout.numel for section in each) for each in ways.values()]
-            apart = _Offer.apart([self._together(each, world) for each in ways.values()], numels)
-            if (
-                apart.seconds < GAIN * choice.seconds
-                and apart.plan.compared.bytes_sent < choice.plan.compared.bytes_sent
-            ):
+        parts = _by_kind(sections, world.collective.size)
+        if len(parts) > 1:
+            offers = [self._together(each, world) for each in parts]
+            way = Apart(tuple(offer.exchange for offer in offers))
+            plan = way.of([offer.plan for offer in offers], parts)
+            apart = _Offer(way, plan, sum(offer.seconds for offer in offers))
+            apart.others = [other for offer in offers for other in offer.others]
+            apart.fell_back = any(offer.fell_back for offer in offers)
+            if apart.seconds < GAIN * choice.seconds and plan.compared.bytes_sent < choice.plan.compared.bytes_sent:
                 choice = apart
         return choice
 
@@ -185,37 +179,29 @@ class Auto(Exchange):
         """One message for all of them, the best way; dense where that is less."""
         codecs, ranks = [section.codec for section in sections], world.collective.size
         offers = [self._offer(way, sections, world) for way in _ways(codecs, ranks)]
-        dense = self._price(_dense(sections, world), [replace(each, method=Dense()) for each in sections], ranks)
+        dense = self._offer(Float32(), [replace(each, method=Dense()) for each in sections], world)
         usual = min(offers, key=lambda offer: offer.outward)
         node = self._nodes(ranks)
         if node > 1:
             measured = self._measured.nodes if self.link is None else []
             nodes = measured if ranks == node * len(measured) else nodes_of(world.collective, node, world.device)
-            between = [plan_parts(way, nodes, sections, world) for way in _ways(codecs, ranks // node)]
-            offers += [self._price(plan, sections, ranks) for plan in between]
+            offers += [self._offer(Between(way, nodes), sections, world) for way in _ways(codecs, ranks // node)]
         allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
         dense.name, dense.others = "float32 all_reduce", [str(offer) for offer in offers]
         if not allowed:
-            dense.plan.description += (
-                f" of float32, since {usual.plan.description} would send {usual.plan.cost.bytes_sent:,} bytes"
-            )
-            dense.fell_back = True
-            return dense
+            sent = f"{usual.plan.description} would send {usual.plan.cost.bytes_sent:,} bytes"
+            return dense.because(sent, sections, world)
         best = min(allowed, key=lambda offer: offer.seconds)
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
             best = usual
         best.others = [str(each) for each in (*offers, dense) if each is not best]
         if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
-            dense.plan.description += f" of float32, since {best.plan.description} would save too little"
-            dense.fell_back = True
-            return dense
+            return dense.because(f"{best.plan.description} would save too little", sections, world)
         return best
 
     def _offer(self, way: Exchange, sections: Sequence[Section], world: World) -> _Offer:
-        return self._price(way.plan(sections, world), sections, world.collective.size)
-
-    def _price(self, plan: ExchangePlan, sections: Sequence[Section], ranks: int) -> _Offer:
         """What it costs alone, as of the last bucket, whose message has no backward left to hide behind."""
+        plan, ranks = way.plan(sections, world), world.collective.size
         work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
         finer = [(each.layout.numel, self._speeds(each.codec_of_sums(plan.sum_ranks))) for each in sections]
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
@@ -227,7 +213,7 @@ class Auto(Exchange):
             link = links.get("between", links["ranks"]) if plan.compared.inner_rounds else links["ranks"]
             price = cost.step_seconds(plan.compared, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
         through = 0.0 if plan.in_place else THROUGH * copy_s * sum(numel for numel, _ in work)
-        return _Offer(plan, price + through)
+        return _Offer(way, plan, price + through)
 
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:
@@ -252,10 +238,11 @@ class Auto(Exchange):
             log.info("%s", said)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Offer:
-    """A way, what it is predicted to take, and which others there were, in words: plans would keep one another."""
+    """A way, its plan, what it is predicted to take, and which others there were, in words."""
 
+    exchange: Exchange
     plan: ExchangePlan
     seconds: float
     name: str = ""
@@ -271,13 +258,54 @@ class _Offer:
         """Bytes that leave the node."""
         return self.plan.compared.bytes_sent - self.plan.compared.inner_bytes
 
-    @classmethod
-    def apart(cls, offers: Sequence[_Offer], numels: Sequence[int]) -> _Offer:
-        """One after the other, for so many elements each."""
-        shares = [numel / max(1, sum(numels)) for numel in numels]
-        others = [other for offer in offers for other in offer.others]
-        seconds, fell_back = sum(offer.seconds for offer in offers), any(offer.fell_back for offer in offers)
-        return cls(CompositePlan([offer.plan for offer in offers], shares), seconds, "", others, fell_back)
+    def because(self, why: str, sections: Sequence[Section], world: World) -> _Offer:
+        """This one, of float32, in place of compression."""
+        self.exchange, self.fell_back = Float32(why), True
+        self.plan = self.exchange.plan(sections, world)
+        return self
+
+
+@dataclass(frozen=True)
+class Float32(Exchange):
+    """All of it as it is, in an all-reduce."""
+
+    why: str = ""
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``."""
+        plan = AllReduce().plan([replace(each, method=Dense()) for each in sections], world)
+        if self.why:
+            plan.description += f" of float32, since {self.why}"
+        return plan
+
+
+@dataclass(frozen=True)
+class Apart(Exchange):
+    """Sections of each kind go their own way, one after the other.
+
+    Args:
+        ways: of each kind, in the order in which the sections have them.
+    """
+
+    ways: tuple[Exchange, ...]
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Exchange.plan``."""
+        parts = _by_kind(sections, world.collective.size)
+        return self.of([way.plan(part, world) for way, part in zip(self.ways, parts, strict=True)], parts)
+
+    @staticmethod
+    def of(plans: Sequence[ExchangePlan], parts: Sequence[Sequence[Section]]) -> ExchangePlan:
+        """One plan of several, for these sections."""
+        numels = [sum(section.layout.numel for section in each) for each in parts]
+        return CompositePlan(plans, [numel / max(1, sum(numels)) for numel in numels])
+
+
+def _by_kind(sections: Sequence[Section], ranks: int) -> list[list[Section]]:
+    kinds: dict[str, list[Section]] = {}
+    for section in sections:
+        kinds.setdefault(_kind(section.codec, ranks), []).append(section)
+    return list(kinds.values())
 
 
 def _kind(codec: Codec, ranks: int) -> str:
@@ -299,5 +327,4 @@ def _ways(codecs: Sequence[Codec], ranks: int) -> tuple[Exchange, ...]:
     return SPARSE if selective else (AllGather(),)
 
 
-def _dense(sections: Sequence[Section], world: World) -> ExchangePlan:
-    return AllReduce().plan([replace(each, method=Dense()) for each in sections], world)
+register("auto", Auto)
