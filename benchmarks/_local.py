@@ -12,10 +12,10 @@ from lightning_compress.collectives import Collective, TorchCollective
 from lightning_compress.local.outer import Outer
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 ROTATED = {"name": "rotated", "bits": 4}
-_SPARSE = {"outer": {"lr": 1.0}, "compressor": "sparseloco", "residual_decay": 0.95}
+_SPARSE = {"outer": {"lr": 1.0}, "compressor": "sparseloco", "error_feedback": {"decay": 0.95}}
 AVERAGE = {"outer": "average", "compressor": "none"}
 _NESTEROV = {"outer": "nesterov", "compressor": "none"}
 LOCAL: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ class Local:
     ) -> None:
         settings = {**given, **more}
         rounds, outer = settings.pop("rounds"), Outer.of(settings.pop("outer"))
-        self.settings, self.every = Settings.of(**settings), rounds.sync_every
+        self.settings, self.every = RunState.of(**settings), rounds.sync_every
         self._apart = [] if ranks else [TorchCollective().apart() for _ in range(rounds.fragments)]
         over = [ranks] * rounds.fragments if ranks else self._apart
         self._steps, self._step = LocalSteps(model, self.settings, rounds, outer, over), 0

@@ -36,7 +36,7 @@ from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.hook import register
 from lightning_compress.engine.unused import Unused
 from lightning_compress.planning.choose import Auto
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from recipes.resnet.model import ResNet
 
 
@@ -44,7 +44,7 @@ def hooked(compressor: str, sample_every: int = 0, **settings: Any) -> Distribut
     """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
     model = DistributedDataParallel(ResNet(20))
     compression = Compression(
-        model.module, Settings.of(compressor, Auto(fallback="never"), **settings), TorchCollective()
+        model.module, RunState.of(compressor, Auto(fallback="never"), **settings), TorchCollective()
     )
     compression.meter.sample_every = sample_every
     register(compression, model)
@@ -153,7 +153,7 @@ def main() -> None:
     for name, median in medians.items():
         table.add_row(name, f"{median:.1f}", f"{100 * extra[name]:+.1f} %")
     Console().print(table)
-    every = Settings.of("onebit").check_drift_every
+    every = RunState.of("onebit").options.check_drift_every
     step_ms = parts.pop("step") - parts["guard"] * (1 - 1 / every)
     parts["guard"] /= every
     share = {name: spent / step_ms for name, spent in parts.items()}

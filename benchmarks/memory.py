@@ -4,7 +4,7 @@
 
 Eight square layers in buckets of two, three steps, as threads of one process; afterwards every tensor and array that is
 alive is counted once. "State" is what has to be saved (the residual, velocities, ...), in two buffers; "work" is
-messages and scratch; ``residual_dtype="bfloat16"`` beside it. ``none`` leaves all to DistributedDataParallel: 0. Then
+messages and scratch; a residual in bfloat16 beside it. ``none`` leaves all to DistributedDataParallel: 0. Then
 the most that tensors of one rank took at a time, state and work, in the first step, in which exchanges are chosen and
 plans are made, and in the second; the garbage collector does not come. Nothing is measured: the link has 1 Gbit/s.
 """
@@ -32,7 +32,7 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import UNKNOWN
 from lightning_compress.settings.arguments import COMPRESSORS
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 LAYERS, PER_BUCKET = 8, 2
 SMALL = 1 << 12
@@ -99,7 +99,7 @@ def measure(compressor: str, dtype: str, ranks: int, width: int) -> list[float]:
     def train(collective: Collective) -> None:
         layers = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
         parameters = [layer.weight for layer in layers]
-        settings = Settings.of(compressor, Auto("never", UNKNOWN), residual_dtype=dtype, check_drift_every=0)
+        settings = RunState.of(compressor, Auto("never", UNKNOWN), error_feedback={"dtype": dtype}, check_drift_every=0)
         compression = Compression(nn.Sequential(*layers), settings, collective)
         compression.epoch = 99  # after any warm-up
         optimizer = torch.optim.SGD(parameters, 1e-3)

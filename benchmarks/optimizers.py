@@ -48,7 +48,7 @@ from lightning_compress import attach
 from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.exchanges import AllGather, Pattern, TwoShot
 from lightning_compress.planning.choose import Auto
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
@@ -199,7 +199,7 @@ def read_results(path: Path) -> dict[str, dict[str, float]]:
 def known(method: str) -> bool:
     """Whether there is such a compressor."""
     try:
-        Settings.of(**METHODS[method])
+        RunState.of(**METHODS[method])
     except ValueError as error:
         if "unknown compressor" in str(error):
             return False

@@ -13,7 +13,7 @@ from lightning_compress.collectives import run_threads
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import ThreadHook
 from lightning_compress.engine.optimizers import unwatch
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 PACKAGE = str(Path(lightning_compress.__file__).parent) + "/"
 
@@ -67,7 +67,7 @@ def walk_of_a_step(compressor, exchange, ranks):
     def rank(collective):
         torch.manual_seed(collective.rank)
         module = nn.Linear(64, 64, bias=False)
-        compression = Compression(module, Settings.of(compressor, exchange), collective, unused=False)
+        compression = Compression(module, RunState.of(compressor, exchange), collective, unused=False)
         hook, optimizer = ThreadHook(compression, None), torch.optim.SGD(module.parameters(), 0.1)
         loss = torch.ones(1, requires_grad=True)
         loss.register_hook(lambda _: hook.reduce(None, Bucket(module)) and None)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress.collectives import Collective
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import register
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 OWN_WAY = ("powersgd", "sketch", "signsgd", "terngrad_shared")
 """Methods that exchange by themselves."""
@@ -72,7 +72,7 @@ def _wide(message: Tensor) -> Tensor:
 def compress(ddp: DistributedDataParallel, method: Mapping[str, object], ranks: int) -> Compression:
     """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled."""
     exchange = "auto" if method["name"] in OWN_WAY else "all_gather"
-    settings = Settings.of(method, exchange, check_drift_every=0)
+    settings = RunState.of(method, exchange, check_drift_every=0)
     unused = ddp.find_unused_parameters or ddp.static_graph
     world, ignored = EchoCollective(ranks), ddp.parameters_to_ignore
     compression = Compression(ddp.module, settings, world, ignored=ignored, unused=unused)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._local import LOCAL, Alone, Local
 from lightning_compress import Compression, attach
 from lightning_compress.backward import sufficient_factors
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
 """What ``auto`` is told, so that a method goes the same way whatever the machine does: 1 Gbit/s."""
@@ -147,7 +147,7 @@ def settings(name: str) -> dict[str, Any] | None:
 def _read(text: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(text)
-        Settings.of(**found)
+        RunState.of(**found)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{text} is no JSON of attach()'s arguments: {error}") from error
     return found

@@ -30,7 +30,7 @@ from benchmarks._network.models import MODELS, batch
 from benchmarks._network.trace import wrapped_collectives
 from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 WARM = 2
 UNLIKE = "{}: the trace has {} collectives than there are; was it recorded with other code, or ranks?"
@@ -101,7 +101,7 @@ class Player(ExitStack):
         self._beside: _Beside | None = None  # of ours
         given = methods.settings(name)
         if given is not None:
-            self._compression = Compression(module, Settings.of(**given), TorchCollective())
+            self._compression = Compression(module, RunState.of(**given), TorchCollective())
             self._compression.active = True
             self.callback(self._compression.close)
             self.enter_context(wrapped_collectives(self._paced))

@@ -12,7 +12,7 @@ LOCO = {"name": "loco", "beta": 0.05}
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"error_feedback": False},
     "classical": {"error_feedback": True},
-    "half": {"error_feedback": True, "residual_decay": 0.5},
+    "half": {"error_feedback": {"name": "residual", "decay": 0.5}},
     "loco": {"error_feedback": LOCO},
 }
 """What becomes of errors."""

@@ -16,7 +16,7 @@ from benchmarks._optimizers.stages import DENSE, RATES, SETTINGS, Stage
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.engine.compression import Compression
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 BATCH, LENGTH, LAST = 16, 64, 20
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
@@ -54,7 +54,7 @@ class _Gradients:
     every = 1
 
     def __init__(self, model: nn.Module, given: dict[str, Any], collective: Collective) -> None:
-        self.settings, self._parameters = Settings.of(**given), list(model.parameters())
+        self.settings, self._parameters = RunState.of(**given), list(model.parameters())
         self._compression = Compression(model, self.settings, collective, accumulates=False)
         self._compression.active = True
 
@@ -142,7 +142,7 @@ def _optimizer(model: nn.Module, setting: dict[str, Any], stage: Stage) -> torch
     return torch.optim.AdamW(model.parameters(), rate)
 
 
-def message_bits(settings: Settings, model: nn.Module) -> float:
+def message_bits(settings: RunState, model: nn.Module) -> float:
     """Bits an element of what is encoded, of one rank's message; 32 for methods that have none."""
     named = [(name, tuple(each.shape)) for name, each in model.named_parameters()]
     _, sections = settings.rules.sections(named)

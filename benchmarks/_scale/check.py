@@ -27,7 +27,7 @@ from lightning_compress.exchanges.composite import encoded
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import THROUGH
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 SPARSE = {"name": "topk", "density": 0.01}
 CHOICES: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def predict(
     copy_s = speeds["none"].decode_s
     parts = buckets(model)
     total = sum(Layout.of(part).numel for part in parts)
-    settings = Settings.of(**choice) if choice else None
+    settings = RunState.of(**choice) if choice else None
     costs = []
     for part in parts:
         numel = Layout.of(part).numel

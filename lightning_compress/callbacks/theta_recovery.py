@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_compress.callbacks.wrapping import wraps_model
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 Mode = Literal["min", "max"]
 
@@ -44,7 +44,7 @@ class Stall:
         return True
 
 
-def looser(settings: Settings, name: str, values: Sequence[float] = ()) -> float | None:
+def looser(settings: RunState, name: str, values: Sequence[float] = ()) -> float | None:
     """The next value of a setting that compresses less; None where there is none.
 
     Args:

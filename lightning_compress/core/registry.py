@@ -186,7 +186,7 @@ def _package(point: EntryPoint) -> str:
     return f"the package {point.dist.name!r}" if point.dist else "a package"
 
 
-def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type, ...]) -> object:
+def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type, ...], saved: bool = False) -> object:
     """An object by name, by ``{"name": ..., **settings}``, or as it is.
 
     Args:
@@ -194,6 +194,7 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
         given: the user's choice.
         known: dataclasses by name.
         bases: of objects that are taken as they are.
+        saved: settings that are gone are left out, as in a checkpoint of before.
 
     Raises:
         ValueError: there is no such name or setting, or a value is out of range.
@@ -216,6 +217,11 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
         choices = known.choices if isinstance(known, Names) else known
         raise ValueError(f"unknown {kind} {name!r}; there are: {', '.join(choices)}{_lacks(known)}") from None
     allowed = [field.name for field in dataclasses.fields(cls) if field.init]
+    gone = getattr(cls, "gone", {})
+    if saved:
+        arguments = {key: value for key, value in arguments.items() if key not in gone}
+    if moved := [key for key in arguments if key in gone]:
+        raise ValueError(f"{kind} {name!r} has no setting {moved[0]!r} any more: {gone[moved[0]]}")
     unknown = [key for key in arguments if key not in allowed]
     if unknown:
         raise ValueError(
@@ -284,7 +290,8 @@ def rebuild(
             f"call lightning_compress.register({name!r}, its class) first, or name it where a package offers it"
         )
     if not outside:
-        return build(kind, {"name": name, **{each: getattr(own, each) for each in fields}, **settings}, known, bases)
+        taken = {each: getattr(own, each) for each in fields}
+        return build(kind, {"name": name, **taken, **settings}, known, bases, saved=True)
     if own is None:
         raise ValueError(f"the state is of {kind} {name!r}, which this run was not given")
     if unknown := settings.keys() - set(fields):

@@ -41,6 +41,7 @@ class Vector:
         flag: float32 scalar, 0.0, or NaN if a gradient is not finite; in the end of any rank.
         gradient: float32 ``[numel]``, the gradients that stages change, once they were copied; zeros where they were
             not finite.
+        factors: of gradients in pieces, what each is to be multiplied by, if that was not done; or None.
         sent: float32 ``[numel]``, what is averaged, once it was made; afterwards what this rank did not send.
         summands: two vectors whose sum ``sent`` is to be, if the exchange is to add them up as it encodes.
         sound: every parameter has a gradient that is finite and not 0 everywhere; else nothing is known.
@@ -59,6 +60,7 @@ class Vector:
     in_place: bool = False
     fast: ModuleType | None = None
     gradient: Tensor | None = None
+    factors: Callable[[list[Tensor]], Tensor] | None = None
     sent: Tensor | None = None
     summands: kernels.Summands = None
     sound: bool = False
@@ -76,7 +78,24 @@ class Vector:
             self.gradient = self.take("gradient")
             if self.limit < kernels.LARGEST or not self._copy(self.gradient):
                 self.flag = clean(torch.cat(self.pieces, out=self.gradient), self.limit)
+            if self.factors:
+                self.rescale(self.factors)
         return self.gradient
+
+    @property
+    def raw(self) -> bool:
+        """Whether the gradients are in pieces alone, and as they are to be."""
+        return self.gradient is None and self.factors is None
+
+    def rescale(self, factors: Callable[[list[Tensor]], Tensor]) -> None:
+        """Multiply the gradients by ``factors(pieces)``, float32 ``[pieces]``; once they are copied, if they are not.
+
+        A stage that reads the pieces in one pass may do it there instead.
+        """
+        self.factors = factors
+        if self.gradient is not None:
+            gradients, self.factors = self.split(self.gradient), None
+            torch._foreach_mul_(gradients, list(factors(gradients).unbind()))
 
     def _copy(self, out: Tensor) -> bool:
         """Copy the gradients in one pass; returns whether there is one, and no number is above ``kernels.LARGEST``."""

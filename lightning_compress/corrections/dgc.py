@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, State, States, place_of
 from lightning_compress.core.vector import Vector
 from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, dense_segments, zero_where_zero
-from lightning_compress.corrections.clipping import Clip, ClipBy, check_by
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 """The paper's densities of the first epochs, one for each: 75, 93.75, 98.4375, 99.6 and 99.9 % stay behind."""
@@ -33,8 +32,6 @@ class MomentumCorrection(Correction):
     momentum: float
     nesterov: bool
     masking: bool
-    clip: float | None
-    clip_by: ClipBy
 
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
         """``velocity`` of each rank, and the one ``momentum`` of what stays dense."""
@@ -103,15 +100,14 @@ class DGC(Corrected):
 
     On every rank, for the parameters that are compressed::
 
-        g <- g * min(1, clip * W^(1/2) / |g|)      where clip is given; see clip_by
         u <- momentum u + g                        Nesterov: u <- momentum (u + g)
         v <- v + u                                 Nesterov: v <- v + u + g;  v is the residual
         send the k = max(1, ceil(density * numel)) largest elements of each parameter's v;  v and u <- 0 there
 
     and the mean over the ranks of what was sent is what SGD without momentum is given: its own momentum is set to 0
-    when training begins, and any optimizer but SGD is refused, as is ``gradient_clip_val``, which would clip velocities
-    (``clip`` is the way). The other parameters (small, 1-D, excluded) are averaged
-    as they are and then get the same momentum. In dense steps (warm-up, one rank, where ``auto`` finds dense cheaper)
+    when training begins, and any optimizer but SGD is refused, as is ``gradient_clip_val``, which would clip
+    velocities; ``local_clip_norm`` clips g, as the paper does. The other parameters (small, 1-D) are averaged as they
+    are and then get the same momentum. In dense steps (warm-up, one rank, where ``auto`` finds dense cheaper)
     all of v is sent and no u is forgotten: that is SGD with momentum, exactly. ``64 * density`` bits per element:
     0.064, a five-hundredth, at the default. At a density of 1 all is sent and nothing forgotten either; near 0 one
     element of each parameter is sent.
@@ -131,11 +127,6 @@ class DGC(Corrected):
         masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again. It
             is refused with exchanges that drop elements of sums (``two_shot``, ``binomial``), by which what
             left v is not always applied.
-        clip: threshold of the local gradient clipping, or None. A rank's share ``g / W`` of the mean is
-            clipped to ``clip * W^(-1/2)``, so that the mean of independent gradients is clipped to ``clip``.
-        clip_by: whose norm is clipped: that of each "parameter", which does not depend on buckets, or that of a whole
-            "bucket" of DistributedDataParallel. The paper clips the norm of the whole gradient, which is unknown when
-            the first bucket is sent: that is "bucket" where one holds all of the model (``bucket_cap_mb``).
         selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
             again among what passed, as the paper does; "exact" selects among all.
         sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
@@ -154,11 +145,14 @@ class DGC(Corrected):
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
-    clip: float | None = None
     selection: Literal["exact", "sampled"] = "sampled"
     sparsifier: Codec | Mapping[str, object] | str | None = None
     warmup: bool | None = None
-    clip_by: ClipBy = "parameter"
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "clip": "give local_clip_norm=1.0 beside the compressor",
+        "clip_by": "give local_clip_norm={'norm': 1.0, 'by': 'bucket'} beside the compressor",
+    }
 
     def __post_init__(self) -> None:
         TopK(self.density, selection=self.selection)
@@ -167,9 +161,6 @@ class DGC(Corrected):
                 raise ValueError(f"DGC({name}={value!r}): {name} must be true or false")
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, (int, float)) or not 0 <= self.momentum < 1:
             raise ValueError(f"DGC(momentum={self.momentum!r}): momentum must be in [0, 1), as SGD's; 0.9 is usual")
-        if self.clip is not None and (isinstance(self.clip, bool) or not float(self.clip) > 0):
-            raise ValueError(f"DGC(clip={self.clip!r}): clip must be a norm above 0, or null for no clipping")
-        check_by("DGC: clip_by", self.clip_by)
         if self.warmup not in (None, True, False):
             raise ValueError(f"DGC(warmup={self.warmup!r}): warmup must be true, false, or null (on at density 0.001)")
         if self.sparsifier is None:
@@ -217,9 +208,7 @@ class DGC(Corrected):
     def correction(self) -> MomentumCorrection:
         """The momentum."""
         everything = getattr(self.codec, "density", None) == 1  # nothing is late then, so nothing is stale
-        return MomentumCorrection(
-            self.momentum, self.nesterov, self.masking and not everything, self.clip, self.clip_by
-        )
+        return MomentumCorrection(self.momentum, self.nesterov, self.masking and not everything)
 
 
 class _Plan(CorrectionPlan):
@@ -233,21 +222,18 @@ class _Plan(CorrectionPlan):
         residual: State | None,
     ) -> None:
         self._settings, self._residual = settings, residual
-        self.idle = not settings.momentum and settings.clip is None
+        self.idle = not settings.momentum
         self._velocity, self._momentum = states["velocity"], states["momentum"]
         self._chunk = min(chunk_size(world.device), layout.numel)
         self._compressed, self._pieces = compressed, [_cut(part, self._chunk) for part in compressed]
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
         self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
         self._places = [place_of(segment) for segment in layout.segments if segment.numel]
-        self._clip = None if settings.clip is None else Clip(settings.clip, world.collective.size, settings.clip_by)
         self._fast = kernels.backend(__name__, world.device, "numba")
 
     def before(self, vector: Vector) -> None:
         if vector.gradient is None and self._fed(vector):
             return
-        if self._clip:
-            self._clip.before(vector)
         gradient, old, new = vector.whole(), self._velocity.base(), self._velocity.pending
         for part in self._pieces:
             for piece in part:
@@ -258,7 +244,7 @@ class _Plan(CorrectionPlan):
         rest, pieces = self._residual, vector.pieces
         if not self._fast or rest is None or rest.touched or pieces[0].dtype != torch.float32:
             return False
-        factors = self._clip.factors(pieces).tolist() if self._clip else [1.0] * len(pieces)
+        factors = vector.factors(pieces).tolist() if vector.factors else [1.0] * len(pieces)
         rule = np.float32(self._settings.momentum), self._settings.nesterov
         buffers = [each.numpy() for state in (rest, self._velocity) for each in (state.committed, state.pending)]
         for place, each, factor in zip(self._places, pieces, factors, strict=True):

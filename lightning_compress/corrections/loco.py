@@ -88,7 +88,7 @@ class LoCoPlan(Stage):
 
     def before(self, vector: Vector) -> None:
         """Add the errors, but those of what is sent as it is."""
-        if vector.gradient is None and self._feeds and self._fed(vector):
+        if vector.raw and self._feeds and self._fed(vector):
             return
         gradient, base = vector.whole(), self._state.base()
         for segment, place in zip(self._segments, self._coded, strict=True):

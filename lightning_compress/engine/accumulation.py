@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_compress.engine.optimizers import skip_step
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 _PATIENCE = 100
 """Steps of a single pass after which several are not expected any more."""
@@ -255,10 +255,10 @@ class FiniteGuard:
         refused: the optimizers of this step were kept from stepping.
     """
 
-    def __init__(self, device: torch.device, settings: Settings) -> None:
+    def __init__(self, device: torch.device, settings: RunState) -> None:
         self.flags: list[tuple[Tensor, frozenset[str]]] = []
         self._zero = torch.zeros((), device=device)
-        self._policy = settings.on_nonfinite
+        self._policy = settings.options.on_nonfinite
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.refused = False
 

@@ -22,7 +22,7 @@ from lightning_compress.planning.decide import decide
 from lightning_compress.planning.summary import forecast
 from lightning_compress.settings.arguments import CompressorLike, ExchangeLike
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger("lightning_compress")
 
@@ -65,15 +65,16 @@ def attach(
     Raises:
         ValueError: settings, module or ranks that cannot work together; on every rank.
     """
-    chosen = Settings.of(compressor, exchange, **settings)
+    chosen = RunState.of(compressor, exchange, **settings)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    if chosen.asks and not optimizers:
+    if chosen.options.error_feedback.asks and not optimizers:
         raise ValueError(
             "error_feedback='auto' depends on the optimizer; give it as attach(..., optimizer=optimizer), or leave "
             "error_feedback out for a full residual where the method is biased"
         )
     checks.check_ddp(ddp)
-    if chosen.schedule.by_epoch and not settings.get("schedule") and TorchCollective(ddp.process_group).rank == 0:
+    by_epoch = chosen.options.schedule.by_epoch and not settings.get("schedule")
+    if by_epoch and TorchCollective(ddp.process_group).rank == 0:
         log.warning(
             "%s begins with other settings, epoch by epoch: set the handle's epoch when one begins, or give a schedule "
             "by steps, or warmup=False",
@@ -107,7 +108,7 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def check_setup(settings: Settings, module: nn.Module, collective: Collective, device: torch.device) -> None:
+def check_setup(settings: RunState, module: nn.Module, collective: Collective, device: torch.device) -> None:
     """Everything that can be refused before training; talks to the other ranks first, so that none of them waits.
 
     Raises:
@@ -124,7 +125,7 @@ def check_setup(settings: Settings, module: nn.Module, collective: Collective, d
 
 def compress(
     ddp: DistributedDataParallel,
-    settings: Settings,
+    settings: RunState,
     scale: ScaleSource = lambda: None,
     kept: object = None,
     accumulates: bool = True,

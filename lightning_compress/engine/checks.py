@@ -13,19 +13,20 @@ from torch.nn.parameter import is_lazy
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.corrections import DGC
+from lightning_compress.settings.options import check_gone
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 _STOCK = "or use CompressedDDPStrategy('none') with its default settings, which is DistributedDataParallel itself"
 _OWN_HOOK = "it brings a communication hook of its own, and DistributedDataParallel takes one only"
+_BYPASS = "these parameters would bypass the compression; use rules=[{'match': [...], 'compressor': 'none'}] instead"
 _REFUSED_DDP_ARGUMENTS = {
     "ddp_comm_hook": "compression is itself the communication hook; choose it with compressor=",
     "ddp_comm_state": "compression keeps its own state; remove the argument",
     "ddp_comm_wrapper": "there is no hook to wrap; for 16 bit on the wire use compressor='bf16' or 'fp16'",
     "mixed_precision": f"{_OWN_HOOK}; use Trainer(precision=...) instead",
-    "delay_all_reduce_named_params": "these parameters would bypass the compression; use exclude=[...] instead",
-    "param_to_hook_all_reduce": "these parameters would bypass the compression; use exclude=[...] instead",
+    "delay_all_reduce_named_params": _BYPASS,
+    "param_to_hook_all_reduce": _BYPASS,
 }
 
 _GIVEN_BY_LIGHTNING = {"self", "module", "device_ids"}
@@ -53,6 +54,7 @@ def check_known(arguments: Collection[str], strategy: type, ours: Sequence[str])
     Raises:
         ValueError: one of them is unknown.
     """
+    check_gone(arguments)
     makers = [
         each.__dict__["__init__"] for each in [*strategy.__mro__, DistributedDataParallel] if "__init__" in vars(each)
     ]
@@ -85,7 +87,7 @@ def check_accumulation(static_graph: bool, accumulate: int) -> None:
         )
 
 
-def check_clipping(settings: Settings, clip: float | None) -> None:
+def check_clipping(settings: RunState, clip: float | None) -> None:
     """Refuse to clip what the optimizer is given, by norm or by value, where that is no mean of gradients.
 
     Raises:
@@ -93,11 +95,10 @@ def check_clipping(settings: Settings, clip: float | None) -> None:
     """
     if not clip or clip < 0 or (by := settings.steps_by) is None:
         return
-    own = f"compressor={{'name': 'dgc', 'clip': {clip}}}, or " if isinstance(settings.compressor, DGC) else ""
     raise ValueError(
         f"gradient_clip_val={clip} cannot be combined with {by}, which gives the optimizer steps and no mean of "
         "gradients: clipping would shorten every step. Clip the gradients of each rank before they are compressed, by "
-        f"{own}local_clip_norm={clip} of the strategy, and set gradient_clip_val=None"
+        f"local_clip_norm={clip} of the strategy, and set gradient_clip_val=None"
     )
 
 
@@ -120,13 +121,13 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
     )
 
 
-def check_module(module: nn.Module, settings: Settings) -> None:
+def check_module(module: nn.Module, settings: RunState) -> None:
     """Refuse modules whose gradients cannot be compressed as they reach the communication hook, and idle patterns.
 
     Raises:
         ValueError: a module is lazy; an embedding has sparse gradients, an optimizer runs inside backward, a parameter
-            is complex, or they are on several devices, which ``none`` leaves to DistributedDataParallel; or a pattern
-            in ``exclude`` matches nothing.
+            is complex, or they are on several devices, which ``none`` leaves to DistributedDataParallel; or a rule
+            takes nothing.
     """
     check_initialized(module)
     parameters = trained_parameters(module)
@@ -192,7 +193,7 @@ def check_running(ddp: DistributedDataParallel) -> None:
 
 
 def check_ranks_agree(
-    settings: Settings, module: nn.Module, problem: ValueError | None, collective: Collective, device: torch.device
+    settings: RunState, module: nn.Module, problem: ValueError | None, collective: Collective, device: torch.device
 ) -> None:
     """Compare settings and parameters over the ranks, and let all of them stop where one has to.
 

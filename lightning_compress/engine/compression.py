@@ -26,8 +26,8 @@ from lightning_compress.settings import resuming
 from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
+from lightning_compress.settings.run_state import RunState
 from lightning_compress.settings.schedule import Progress
-from lightning_compress.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Compression:
     def __init__(
         self,
         module: nn.Module,
-        settings: Settings,
+        settings: RunState,
         collective: Collective,
         scale: ScaleSource = lambda: None,
         ignored: Collection[str] = (),
@@ -82,7 +82,7 @@ class Compression:
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
         self.step = self.epoch = 0
-        collective = OrderedCollective(collective) if settings.deterministic else collective
+        collective = OrderedCollective(collective) if settings.options.deterministic else collective
         self._collective = CountingCollective(collective, self.meter)
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
@@ -169,9 +169,9 @@ class Compression:
             self.groups.reject(self._finite.found)
         if self._finite.flags:
             self._finite.begin_step()
-        if self.settings.residual_follows_lr:
+        if self.settings.options.error_feedback.residual.follows_lr:
             self.groups.scale_residuals(self._optimizers.changes())
-        if self.next_settings.schedule.courses:
+        if self.next_settings.options.schedule.courses:
             self._follow_schedule()
         if self.next_settings is not self.settings:
             self.settings = self.next_settings
@@ -180,8 +180,8 @@ class Compression:
 
     def _follow_schedule(self) -> None:
         """Retune where the schedule's values change; in between, ``retune`` decides."""
-        rate = self._optimizers.rate() if self.settings.schedule.by_rate else None
-        values = self.next_settings.schedule.values(Progress(self.step, self.epoch, rate))
+        rate = self._optimizers.rate() if self.settings.options.schedule.by_rate else None
+        values = self.next_settings.options.schedule.values(Progress(self.step, self.epoch, rate))
         described = {
             name: describe(value, COMPRESSORS) if is_dataclass(value) else value for name, value in values.items()
         }
@@ -283,7 +283,7 @@ class Compression:
             return
         first = not self._stepped  # of several optimizers, or an optimizer inside another one
         rejected = self._finite.rejected(optimizer, names, first)
-        follows, ended = self.settings.residual_follows_lr, self._passes.end(names, first)
+        follows, ended = self.settings.options.error_feedback.residual.follows_lr, self._passes.end(names, first)
         moved = names - self._optimizers.stepped(optimizer) if follows else names
         for group in self.groups.all:
             for kind, state in group.states.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ class DriftGuard:
         parameters: Sequence[tuple[str, Tensor]],
         same: Callable[[], Iterable[Tensor]],
         collective: Collective,
-        settings: Settings,
+        settings: RunState,
     ) -> None:
         self._parameters = parameters
         self._same = same
         self._collective = collective
-        self.every = settings.check_drift_every if collective.size > 1 else 0
-        self._resyncs = settings.on_drift == "resync"
+        self.every = settings.options.check_drift_every if collective.size > 1 else 0
+        self._resyncs = settings.options.on_drift == "resync"
         self._gradients: dict[str, Tensor] = {}
         self._looked = 0
 

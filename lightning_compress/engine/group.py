@@ -28,7 +28,7 @@ from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.base import ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.rules import Shape
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 RESIDUAL, LOCO = "residual", "loco"
 MEMORY = ("gradient", "mean")
@@ -64,7 +64,7 @@ class Group:
     def __init__(
         self,
         parameters: Sequence[tuple[str, Shape]],
-        settings: Settings,
+        settings: RunState,
         world: World,
         unused: bool = True,
         dtype: torch.dtype = torch.float32,
@@ -78,7 +78,7 @@ class Group:
         self.nonfinite: list[str] = []
         self.averages = settings.averages
         self._segments = [segment for segment in self.layout.segments if segment.numel]
-        self._key, self._fast = mix(settings.seed, name_key(self.names)), kernel_of(world.device)
+        self._key, self._fast = mix(settings.options.seed, name_key(self.names)), kernel_of(world.device)
         self._plain_method = dense_of(dtype)
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in sections)
         coarse = [each for each in sections if each.method == settings.method or each.method.contractive]
@@ -100,7 +100,7 @@ class Group:
 
     def _make_states(self, fed_back: bool) -> None:
         settings, layout = self.settings, self.layout
-        kept = {RESIDUAL: Declared(layout, dtype=settings.residual_dtype)} if fed_back else {}
+        kept = {RESIDUAL: Declared(layout, dtype=settings.residual.dtype)} if fed_back else {}
         corrected = settings.correction.state(layout, self._compressed) if settings.correction else {}
         self._corrected = list(corrected)
         declared = composite.declared(self._sections, settings.exchange, layout)
@@ -121,16 +121,16 @@ class Group:
             stages.append(KeptStates(looking))
         # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
         means = all(each.method.conserves for each in self._sections)
-        self._unscales = bool(self.states) or settings.local_clip_norm is not None or not means
-        if settings.local_clip_norm is not None:
-            stages.append(Clip(settings.local_clip_norm, world.collective.size, settings.local_clip_by))
+        self._unscales = bool(self.states) or settings.options.local_clip_norm is not None or not means
+        if clipping := settings.options.local_clip_norm:
+            stages.append(Clip(clipping, world.collective.size))
         ways = {each.span.start: settings.compensation(each.method) for each in self._sections}
         noise = [each.span for each in self._sections if ways[each.span.start] == "none"]
-        if residual and (noise or settings.residual_dtype != torch.float32):
+        if residual and (noise or settings.residual.dtype != torch.float32):
             stages.append(KeptErrors(residual, noise, world.collective.rank))
         self._corrects = False
         if settings.correction:
-            plain = settings.residual_decay == 1 and settings.residual_dtype == torch.float32
+            plain = settings.residual.decay == 1 and settings.residual.dtype == torch.float32
             own = {name: self.states[name] for name in self._corrected}
             added = residual if plain else None
             correction = settings.correction.plan(self.layout, self._compressed, world, own, added)
@@ -141,7 +141,7 @@ class Group:
             self.errors = LoCoPlan(averaging, self.layout, self.states[LOCO], alone=residual is None)
             stages.append(self.errors)
         if residual:
-            stages.append(ErrorFeedback(residual, settings.residual_decay))
+            stages.append(ErrorFeedback(residual, settings.residual.decay))
         return [*stages, looking] if looking else stages
 
     def _plan_exchange(self) -> ExchangePlan:
@@ -152,7 +152,8 @@ class Group:
     def plan(self, step: int) -> ExchangePlan:
         """The exchange of a step: dense while the compression warms up."""
         # on one rank they are the optimizer exactly, and nothing has to be compressed
-        alone = self._world.collective.size == 1 and (self._corrects or self.settings.local_clip_norm is not None)
+        clips = self.settings.options.local_clip_norm is not None
+        alone = self._world.collective.size == 1 and (self._corrects or clips)
         if step >= self._dense_steps and not alone:
             self._dense = None
             return self._exchange
@@ -245,10 +246,10 @@ class Group:
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
         """Average gradients where they are; returns the flag, or None where there is more to do than that."""
-        if self._corrects or self.settings.local_clip_norm is not None:
+        if self._corrects or self.settings.options.local_clip_norm is not None:
             return None
         if not self.states and (self._own or plan is self._dense):  # as DistributedDataParallel does, on all ranks
-            if self.settings.on_nonfinite == "raise":  # and names the parameters
+            if self.settings.options.on_nonfinite == "raise":  # and names the parameters
                 self._note((extremes(pieces) * 0.0).sum(), pieces)
             return average_in_place(pieces, self._world.collective)
         if not self._nothing_else(pieces, scale):
@@ -326,7 +327,7 @@ class ErrorFeedback(Stage):
         if vector.sent is not None:  # by a stage that added what was kept, too
             return
         untouched, kept = not residual.touched, (residual.committed, residual.pending)
-        if self._feeds and untouched and vector.gradient is None and vector.add(*kept, decay):
+        if self._feeds and untouched and vector.raw and vector.add(*kept, decay):
             return
         gradient = vector.whole()
         if not untouched and decay != 1:  # once a step, which some of the parameters may begin

@@ -17,7 +17,7 @@ from lightning_compress.core.buffers import release
 from lightning_compress.core.squares import squares
 from lightning_compress.core.state import State
 from lightning_compress.engine.group import LOCO, MEMORY, Group
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Groups:
     def __iter__(self) -> Iterator[Group]:
         return iter(self.all)
 
-    def of(self, bucket: tuple[int, ...], settings: Settings) -> Parts:
+    def of(self, bucket: tuple[int, ...], settings: RunState) -> Parts:
         """What a bucket of these parameters, by their ``id``, is made up of, under these settings.
 
         A bucket is one new group, or several where it is above the cap, as the first one of a run, which holds all
@@ -100,7 +100,7 @@ class Groups:
             size += prod(self._shapes[name]) * self._dtypes[name].itemsize
         return runs
 
-    def _split(self, names: Sequence[str], settings: Settings) -> list[list[str]]:
+    def _split(self, names: Sequence[str], settings: RunState) -> list[list[str]]:
         """What is dense of float64 is a group of its own, since vectors are float32."""
         if self._dtypes[names[0]] != torch.float64:
             return [list(names)]
@@ -108,7 +108,7 @@ class Groups:
         parts = [[name for name, each in zip(names, dense, strict=True) if each is kind] for kind in (False, True)]
         return [part for part in parts if part]
 
-    def add(self, names: Sequence[str], settings: Settings, had_residual: bool = False) -> Group:
+    def add(self, names: Sequence[str], settings: RunState, had_residual: bool = False) -> Group:
         """A new group, with its parameters' state so far; groups without parameters are removed."""
         shaped = [(name, self._shapes[name]) for name in names]
         release(*MEMORY)  # while two states of some parameters are held
@@ -136,7 +136,7 @@ class Groups:
         groups = [(group.given, group.states) for group in self.all]
         return snapshot.take(method, step, rates, running, groups, self._orders)
 
-    def restore(self, state: snapshot.Snapshot, settings: Settings) -> None:
+    def restore(self, state: snapshot.Snapshot, settings: RunState) -> None:
         """Make the groups of a checked snapshot anew, with their states; errors that LoCo kept are dispensable.
 
         Raises:
@@ -160,7 +160,7 @@ class Groups:
                 group.adopted()
 
     def look_again(self) -> None:
-        """Settings have changed: the groups of each bucket are rebuilt when it is next averaged."""
+        """RunState have changed: the groups of each bucket are rebuilt when it is next averaged."""
         self.by_bucket.clear()
 
     def states(self) -> list[State]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 
-def check(settings: Settings) -> None:
+def check(settings: RunState) -> None:
     """Refuse what gives the outer optimizer anything else than a mean, or looks at the inner optimizer.
 
     Raises:
@@ -16,13 +16,13 @@ def check(settings: Settings) -> None:
             f"local steps cannot be combined with {by}, which does a part of the optimizer's work, or votes: the outer "
             "optimizer needs a mean of what the ranks have learned; use 'rotated', 'topk' or another compressor"
         )
-    if settings.schedule.by_rate:
+    if settings.options.schedule.by_rate:
         raise ValueError(
             "local steps cannot be combined with a schedule by learning rate: the outer one does not change; give "
             "values by rounds, such as {'density': {0: 0.25, 10: 0.01}}"
         )
 
 
-def alone(settings: Settings) -> Settings:
+def alone(settings: RunState) -> RunState:
     """The same on one rank, where there is nothing to compress."""
-    return Settings.of("none", on_nonfinite=settings.on_nonfinite, check_drift_every=0)
+    return RunState.of("none", on_nonfinite=settings.options.on_nonfinite, check_drift_every=0)

@@ -17,7 +17,7 @@ from lightning_compress.collectives import Collective
 from lightning_compress.core import failures
 from lightning_compress.engine.compression import Compression
 from lightning_compress.local.outer import OUTERS, Outer
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 _CAPS = (25 << 20, 25 << 20)
 """Bytes of a group, as of DistributedDataParallel's buckets."""
@@ -53,7 +53,7 @@ class Fragment:
         self,
         replicas: Mapping[str, nn.Parameter],
         kinds: Mapping[str, str],
-        settings: Settings,
+        settings: RunState,
         outer: Outer,
         ranks: Collective,
     ) -> None:

@@ -17,7 +17,7 @@ from lightning_compress.local.outer import Outer
 from lightning_compress.local.statistics import BufferRules, Buffers
 from lightning_compress.local.timetable import Rounds, split
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 
 class LocalSteps:
@@ -49,7 +49,7 @@ class LocalSteps:
     def __init__(
         self,
         module: nn.Module,
-        settings: Settings,
+        settings: RunState,
         rounds: Rounds,
         outer: Outer,
         ranks: Sequence[Collective],

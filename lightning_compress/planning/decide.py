@@ -19,10 +19,10 @@ from lightning_compress.planning.link import agreed
 from lightning_compress.planning.summary import Parameters, label, parts
 from lightning_compress.settings.arguments import build_compressor
 from lightning_compress.settings.automatic import Automatic, Chosen
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 
-def decide(settings: Settings, parameters: Parameters, world: World, kept: object = None) -> Settings:
+def decide(settings: RunState, parameters: Parameters, world: World, kept: object = None) -> RunState:
     """Let ``compressor="auto"`` become what it chooses; other settings stay as they are. A collective call.
 
     Args:
@@ -53,14 +53,14 @@ def decide(settings: Settings, parameters: Parameters, world: World, kept: objec
     return settings.become(Chosen(options[int(own)], cluster, f"compressor='auto' expects {figures} a step"))
 
 
-def keep(settings: Settings) -> dict[str, Any] | None:
+def keep(settings: RunState) -> dict[str, Any] | None:
     """What ``compressor="auto"`` became, for a checkpoint."""
     if settings.chosen is None:
         return None
     return settings.chosen.as_primitives() | {"measured": measured_by(settings.exchange)}
 
 
-def _earlier(settings: Settings, kept: object, cluster: Cluster, world: World) -> Settings | None:
+def _earlier(settings: RunState, kept: object, cluster: Cluster, world: World) -> RunState | None:
     """What was chosen by an earlier run, if it was on this cluster and all ranks know it."""
     found, number = None, 0
     try:
@@ -77,7 +77,7 @@ def _earlier(settings: Settings, kept: object, cluster: Cluster, world: World) -
     return found if number and bool(same) else None
 
 
-def _seconds(settings: Settings, codec: Codec, parameters: Parameters, world: World, pricing: Auto) -> float:
+def _seconds(settings: RunState, codec: Codec, parameters: Parameters, world: World, pricing: Auto) -> float:
     """What a step's exchanges are predicted to take with this codec."""
     exchange, rules = settings.exchange, dataclasses.replace(settings.rules, method=codec)
     way = exchange if isinstance(exchange, Exchange) else None

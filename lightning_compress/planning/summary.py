@@ -19,8 +19,9 @@ from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.compensation import automatic, name_of
+from lightning_compress.settings.options import Options
 from lightning_compress.settings.rules import Shape
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 MOST = 1 << 28
 """Elements that are planned at once: no group is larger."""
@@ -32,10 +33,8 @@ AUTO = "auto chose float32, because this link is as fast as the compressor"
 NONE = "compressor='none' sends gradients as they are"
 """Why compression is off."""
 
-_OF_RESIDUAL = ("residual_decay", "residual_follows_lr", "residual_dtype")
 _OF_DRIFT = ("on_drift", "check_drift_every")
-_OF_COMPRESSION = ("warmup_steps", *_OF_RESIDUAL, "on_nonfinite", *_OF_DRIFT)
-_OF_RULES = ("min_numel", "exclude", "rules")
+_OF_COMPRESSION = ("warmup_steps", "on_nonfinite", *_OF_DRIFT, "min_numel", "rules")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Forecast:
         }
 
 
-def forecast(settings: Settings, parameters: Parameters, world: World, steps: int = 1) -> Forecast:
+def forecast(settings: RunState, parameters: Parameters, world: World, steps: int = 1) -> Forecast:
     """What these settings will send; a collective call.
 
     Args:
@@ -85,18 +84,18 @@ def forecast(settings: Settings, parameters: Parameters, world: World, steps: in
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
     if collective.size == 1:
-        idle = f"on_nonfinite={settings.on_nonfinite} has no effect on one rank"
-        return _off("there is one rank", warning=idle if settings.on_nonfinite != "pass" else "")
+        idle = ", ".join(_set(settings.options, ["on_nonfinite"]))
+        return _off("there is one rank", warning=idle and f"{idle} has no effect on one rank")
     if settings.plain:
         if settings.chosen:
-            idle = ", ".join(_set(settings, Settings.of("none"), _OF_DRIFT))
+            idle = ", ".join(_set(settings.options, _OF_DRIFT))
             return _off(AUTO, why, idle and f"{AUTO}: {idle} has no effect without compression")
         idle = ", ".join(_idle(settings))
         return _off(NONE, warning=f"{NONE}, and {idle} has no effect; leave it out" if idle else "")
     plans = [(sections, _plan(settings, made, sections, world)) for made, sections in _sections(settings, parameters)]
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
-        small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or all are excluded"
+        small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or rules keep all of it"
         chosen = AUTO if settings.chosen else NONE
         return _off(chosen if isinstance(settings.method, Dense) else small, why)
     if all(plan.is_dense(each.span) for each, plan in coarse):
@@ -108,29 +107,28 @@ def _off(reason: str, why: str = "", warning: str = "") -> Forecast:
     return Forecast("none", "all_reduce", 1.0, f"compression is off: {reason}", why, warning)
 
 
-def _idle(settings: Settings) -> Iterator[str]:
+def _idle(settings: RunState) -> Iterator[str]:
     """What was set of compression where there is none.
 
     A warning and no error: a sweep over compressors, ``none`` among them, gives all the same settings.
     """
     if not isinstance(settings.exchange, Auto):
         yield f"exchange={settings.exchange}"
-    if settings.feedback not in (None, "none"):
-        yield f"error_feedback={settings.feedback}"
-    usual = Settings.of("none")
-    yield from _set(settings, usual, _OF_COMPRESSION)
-    yield from _set(settings.rules, usual.rules, _OF_RULES)
+    feedback = settings.options.error_feedback
+    if feedback.way not in (None, "none") or feedback.shapes:
+        yield f"error_feedback={feedback}"
+    yield from _set(settings.options, _OF_COMPRESSION)
 
 
-def _set(own: object, usual: object, names: Sequence[str]) -> Iterator[str]:
+def _set(options: Options, names: Sequence[str]) -> Iterator[str]:
     """Those that are not as usual, with their values."""
     for name in names:
-        if (value := getattr(own, name)) != getattr(usual, name):
+        if (value := getattr(options, name)) != getattr(_USUAL, name):
             yield f"{name}={[*map(str, value)] if isinstance(value, tuple) else value}"
 
 
 def _on(
-    settings: Settings, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str, steps: int
+    settings: RunState, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str, steps: int
 ) -> Forecast:
     """Compression is on; where some of the bytes stay within a node, those that leave it count."""
     inner = sum(plan.cost.inner_bytes for plan in plans)
@@ -149,11 +147,12 @@ def _on(
         less += f" a round than float32, {_number(steps * ratio)} x fewer than DDP in its {steps} steps"
     later = f", after {settings.dense_steps} dense {unit}s" if settings.dense_steps else ""
     warning = "".join(
-        f"The rule {each} has no effect: what it takes is excluded, has one dimension or fewer than "
+        f"The rule {each} has no effect: what it takes has one dimension or fewer than "
         f"min_numel={settings.rules.min_numel} elements, and stays float32. "
         for each in settings.rules.idle([(name, tuple(each.shape)) for name, each in parameters])
     )
-    if not settings.error_feedback and (idle := ", ".join(_set(settings, Settings.of("none"), _OF_RESIDUAL))):
+    if not settings.error_feedback and settings.options.error_feedback.shapes:
+        idle = f"error_feedback={settings.options.error_feedback}"
         warning += f"{name} keeps no residual here, so {idle} has no effect; leave it out. "
     if ratio < 1:
         warning += (
@@ -164,14 +163,14 @@ def _on(
     return Forecast(name, way, steps * ratio, f"{name} by {way}, {less}{_compensation(settings)}{later}", why, warning)
 
 
-def _compensation(settings: Settings) -> str:
+def _compensation(settings: RunState) -> str:
     """What makes up for errors, where the optimizer decides, or in another way than in full."""
     way = settings.compensation(settings.method)
     estimated = settings.correction is not None and settings.correction.replaces_residual
     if estimated or way == automatic(settings.method, None):
         return ""
     said = f", error_feedback {way if isinstance(way, str) else label(way)}"
-    if settings.feedback is not None:
+    if settings.options.error_feedback.way is not None:
         return said
     before = name_of(settings.method) in dict(settings.decided)
     return f"{said} as the run began" if before else f"{said} since the optimizer is {settings.optimizer}"
@@ -195,6 +194,9 @@ def _number(ratio: float) -> str:
     return f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:.0f}"
 
 
+_USUAL = Options.of("none")
+
+
 def parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
     """Names and shapes, in parts that can be planned at once."""
     part: list[tuple[str, Shape]] = []
@@ -208,13 +210,13 @@ def parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
     yield part
 
 
-def _sections(settings: Settings, parameters: Parameters) -> Iterator[tuple[Layout, Sequence[Section]]]:
+def _sections(settings: RunState, parameters: Parameters) -> Iterator[tuple[Layout, Sequence[Section]]]:
     for part in parts(parameters):
         _, sections = settings.rules.sections(part)
         yield Layout.of(part), [settings.fed(each) for each in sections]
 
 
-def _plan(settings: Settings, layout: Layout, sections: Sequence[Section], world: World) -> ExchangePlan:
+def _plan(settings: RunState, layout: Layout, sections: Sequence[Section], world: World) -> ExchangePlan:
     """What a group of them will be, without its memory."""
     exchange, messages = settings.exchange, composite.encoded(sections)
     if messages and isinstance(exchange, Auto):

@@ -37,14 +37,13 @@ class PowerSGD(Reducer):
     a kind, with as many threads, have equal bits. A column of Q that becomes 0, as after a gradient of zeros, stays as
     it was: the QR of 0 is made of unit vectors, and of rows that have no gradient it would make 0 again, for ever.
 
-    State: every Q, ``4 r m`` bytes, equal on all ranks. It starts from N(0, 1) that follows from seed and name.
+    State: every Q, ``4 r m`` bytes, equal on all ranks. It starts from N(0, 1) that follows from the name.
 
     Args:
         rank: r, at least 1; the paper has 1 to 4. One that no matrix is large enough for averages everything exactly.
         warm_start: go on from the last Q; without it, every step draws a new one.
         min_compression_rate: by how much the factors must be smaller than the matrix, at least 1. The authors'
             implementation has 2.
-        seed: of the first Q; without ``warm_start`` every Q is drawn anew, by the step's own seed.
 
     Raises:
         ValueError: a setting is none of these.
@@ -58,7 +57,8 @@ class PowerSGD(Reducer):
     rank: int = 2
     warm_start: bool = True
     min_compression_rate: float = 2.0
-    seed: int = 0
+
+    gone: ClassVar[Mapping[str, str]] = {"seed": "the first Q follows from names; give seed= beside the compressor"}
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
@@ -70,8 +70,6 @@ class PowerSGD(Reducer):
             raise ValueError(
                 f"PowerSGD(min_compression_rate={rate!r}): min_compression_rate must be a number, at least 1; try 2"
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"PowerSGD(seed={self.seed!r}): seed must be an integer, 0 or more")
 
     def factors(self, segment: Segment) -> bool:
         """Whether a parameter is worth factors: whole, and large enough both ways."""
@@ -88,7 +86,7 @@ class PowerSGD(Reducer):
         return {"q": Declared(Layout.of(transposed), "shared", self._first)}
 
     def _first(self, segment: Segment) -> Tensor:
-        return normal(mix(self.seed, name_key((segment.name,))), segment.numel, torch.device("cpu"))
+        return normal(mix(0, name_key((segment.name,))), segment.numel, torch.device("cpu"))
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout."""

@@ -5,14 +5,13 @@ The message names the value, what is allowed, and the fix.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-
-import torch
+from typing import Any
 
 from lightning_compress.codecs import CODECS, Codec, Method
 from lightning_compress.core.registry import Names, build, rebuild
 from lightning_compress.corrections import CORRECTED, Corrected
+from lightning_compress.corrections.clipping import Clipping
 from lightning_compress.exchanges import EXCHANGES, Pattern
 from lightning_compress.reducers import REDUCERS, Reducer
 from lightning_compress.settings.automatic import Automatic
@@ -104,23 +103,18 @@ def read_rules(given: object) -> tuple[Rule, ...]:
     return tuple(made)
 
 
-def read_dtype(name: str, given: object) -> torch.dtype:
-    """The dtype of a residual."""
-    for dtype in (torch.float32, torch.bfloat16):
-        if given in (dtype, str(dtype).removeprefix("torch.")):
-            return dtype
-    raise ValueError(f"{name}={given!r} must be 'float32' or 'bfloat16'")
+def read_clipping(name: str, given: object) -> Clipping | None:
+    """What a rank clips to: a norm, or a mapping with ``norm`` and ``by``.
 
-
-def read_norm(name: str, given: object, compressor: object = None) -> float | None:
-    """The norm to which a rank clips, for a compressor that does not clip by itself."""
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
-        raise ValueError(f"{name}={given!r} must be a norm above 0, or null for no clipping")
-    if getattr(compressor, "clip", None) is not None:
-        raise ValueError(f"{name}={given!r}: {compressor} clips by itself; set one of the two to null")
-    return float(given)
+    Raises:
+        ValueError: it is none of these.
+    """
+    if given is None or isinstance(given, Clipping):
+        return given
+    fields: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"norm": given}
+    if not {"norm"} <= fields.keys() <= {"norm", "by"}:
+        raise ValueError(f"{name}={given!r} must be a norm, or say norm and by, such as {{norm: 1.0, by: bucket}}")
+    return Clipping(**fields)
 
 
 def read_patterns(what: str, given: object) -> tuple[str, ...]:

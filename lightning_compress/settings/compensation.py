@@ -4,17 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
+
+import torch
 
 from lightning_compress.codecs import Method
 from lightning_compress.core.registry import build, describe
 from lightning_compress.corrections import Correction
 from lightning_compress.corrections.loco import LoCo
+from lightning_compress.settings import readers
 
 Compensation = Literal["none", "classical"] | LoCo
-FeedbackLike = bool | str | Mapping[str, object] | LoCo | None
 Optimizer = Literal["adam", "sgd"]
-_NAMES = {"loco": LoCo}
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What was not sent is kept in full, and added to the next gradient.
+
+    Args:
+        decay: what it is multiplied by before it is added, in [0, 1]; 1 keeps it, 0 discards it.
+        follows_lr: when an optimizer's learning rate changes from a to b, multiply it by a / b.
+        dtype: in which it is kept, "float32" or "bfloat16", which is rounded at random.
+
+    Raises:
+        ValueError: a value is none of these.
+    """
+
+    decay: float = 1.0
+    follows_lr: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        readers.share("error_feedback: decay", self.decay)
+        readers.truth("error_feedback: follows_lr", self.follows_lr)
+        for dtype in (torch.float32, torch.bfloat16):
+            if self.dtype in (dtype, str(dtype).removeprefix("torch.")):
+                object.__setattr__(self, "dtype", dtype)  # frozen; equal settings are equal, however they were given
+                return
+        raise ValueError(f"error_feedback: dtype={self.dtype!r} must be 'float32' or 'bfloat16'")
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What ``error_feedback=`` says.
+
+    Args:
+        way: for all methods; None: it follows from the method and the optimizer.
+        asks: the latter was asked for by name, and needs an optimizer.
+        residual: what one is like, where it is kept.
+    """
+
+    way: Compensation | None = None
+    asks: bool = False
+    residual: Residual = Residual()
+
+    @property
+    def shapes(self) -> dict[str, object]:
+        """What was said about the residual, which is wanted then."""
+        usual = vars(Residual())
+        return {name: value for name, value in vars(self.residual).items() if value != usual[name]}
+
+    def __str__(self) -> str:
+        return str(self.shapes or self.way)
+
+
+BY_METHOD = Feedback()
+"""Where the user said nothing."""
+_NAMES: dict[str, type] = {"loco": LoCo, "residual": Residual}
 
 KINDS: dict[str, Optimizer] = {"Adam": "adam", "SGD": "sgd"}
 """Optimizers of which something was measured, by a part of the name of their class or of one that it is derived from:
@@ -146,48 +203,44 @@ def _restored(given: object) -> Compensation:
     return built
 
 
-def read_feedback(given: object) -> tuple[Compensation | None, bool]:
-    """What the user wrote: a compensation, or None where it follows from the method; and whether it must ("auto").
+def read_feedback(name: str, given: object) -> Feedback:
+    """What the user wrote.
 
     Raises:
         ValueError: it is nothing of the kind.
     """
+    if isinstance(given, Feedback):
+        return given
     if given is None or given == "auto":
-        return None, given is not None
+        return Feedback(asks=given is not None)
     if isinstance(given, bool):
-        return ("classical" if given else "none"), False
-    if isinstance(given, Mapping | LoCo) or given == "loco":
-        built = build("error_feedback", given, _NAMES, (LoCo,))
-        assert isinstance(built, LoCo)
-        return built, False
+        return Feedback("classical" if given else "none")
+    if isinstance(given, Mapping) and "name" not in given:
+        built = build(name, {"name": "residual", **given}, _NAMES, ())
+        assert isinstance(built, Residual)
+        return Feedback(residual=built)
+    if isinstance(given, Mapping | LoCo | Residual) or given in _NAMES:
+        built = build(name, given, _NAMES, (LoCo, Residual))
+        return Feedback("classical", residual=built) if isinstance(built, Residual) else Feedback(cast(LoCo, built))
     raise ValueError(
-        f"error_feedback={given!r} must be true, false, 'loco' (or a mapping with its settings), 'auto', or null (auto "
-        "where the optimizer is known, else on for methods that need it)"
+        f"{name}={given!r} must be true, false, 'loco', 'residual', a mapping with settings of either, such as "
+        "{decay: 0.95} or {name: loco, beta: 0.05}, 'auto', or null (auto where the optimizer is known, else on for "
+        "methods that need it)"
     )
 
 
-def check_feedback(
-    feedback: Compensation | None, given: object, correction: Correction | None, shapes_residual: bool
-) -> None:
+def check_feedback(feedback: Feedback, given: object, correction: Correction | None) -> None:
     """Refuse ways that do not go together.
 
     Args:
-        feedback: what the user named for errors, if anything.
+        feedback: what the user chose for errors.
         given: the compressor.
         correction: its own, if it has one.
-        shapes_residual: settings of a residual were given.
 
     Raises:
         ValueError: they do not.
     """
-    if correction and correction.replaces_residual and (feedback not in (None, "none") or shapes_residual):
-        raise ValueError(f"error_feedback={feedback!r}: {given} keeps no residual, but estimates; leave it out")
-    if not isinstance(feedback, LoCo):
-        return
-    if correction:
+    if correction and correction.replaces_residual and (feedback.way not in (None, "none") or feedback.shapes):
+        raise ValueError(f"error_feedback={feedback}: {given} keeps no residual, but estimates; leave it out")
+    if isinstance(feedback.way, LoCo) and correction:
         raise ValueError(f"error_feedback={feedback}: {given} counts on a residual; set it to null")
-    if shapes_residual:
-        raise ValueError(
-            f"error_feedback={feedback}: residual_decay, residual_dtype and residual_follows_lr are of a residual, and "
-            "it keeps an average of errors in 8 bits, which has beta and reset_every; leave them out"
-        )

@@ -51,29 +51,20 @@ def check_corrected(given: object, correction: Correction, exchange: Pattern, me
             raise ValueError(
                 f"a rule gives {given} the compressor {each}: its estimates need a method that always comes closer, "
                 "such as 'onebit', 'topk' or 'bf16', and this one is right on average only, or leaves nothing behind; "
-                "name one of those in the rule, or exclude=[...] its parameters"
+                "name one of those in the rule, or 'none'"
             )
 
 
-def check_idle(local_clip_norm: float | None, local_clip_by: str, on_drift: str, every: int) -> None:
-    """Refuse settings of which nothing would come.
-
-    Args:
-        local_clip_norm: see ``CompressedDDPStrategy``.
-        local_clip_by: likewise.
-        on_drift: likewise.
-        every: ``check_drift_every``.
+def check_alone(given: object, exchange: Pattern) -> None:
+    """Refuse an exchange under which a corrected method does not see what it needs, or that does its work too.
 
     Raises:
-        ValueError: nothing would.
+        ValueError: it does.
     """
-    if local_clip_norm is None and local_clip_by != "parameter":
+    if exchange.talks:
         raise ValueError(
-            f"local_clip_by={local_clip_by!r} says whose norm local_clip_norm is, and there is none; give "
-            "local_clip_norm=1.0, or leave local_clip_by out"
+            f"exchange={exchange} adds up the gradients of a node before they are compressed, and {given} needs to "
+            "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
         )
-    if on_drift != "error" and not every:
-        raise ValueError(
-            f"on_drift={on_drift!r} and check_drift_every=0: without checks no drift is found; give "
-            "check_drift_every=100, or leave on_drift out"
-        )
+    if exchange.keeper and exchange.keeper.optimizes:
+        raise ValueError(f"exchange={exchange} and {given} would both do the optimizer's work; use one of them")

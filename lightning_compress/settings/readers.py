@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_compress.corrections.clipping import ClipBy, check_by
-
 
 def must(fits: Callable[[Any], bool], be: str) -> Callable[[str, object], object]:
     """Accept what fits; ``be`` says what it must be."""
@@ -38,9 +36,3 @@ def share(name: str, given: object) -> float:
     if not isinstance(given, (int, float)) or not 0 <= given <= 1:
         raise ValueError(f"{name}={given!r} must be in [0, 1]; 1 keeps all of it")
     return float(given)
-
-
-def clip_by(name: str, given: ClipBy) -> ClipBy:
-    """Whose norm it is."""
-    check_by(name, given)
-    return given

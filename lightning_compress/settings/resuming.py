@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import cast
 
 from lightning_compress.core.primitives import plain
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 Scheduled = Mapping[str, object]
 """What a schedule said last, as primitives."""
 
 
-def running(now: Settings, following: Settings, scheduled: Scheduled) -> dict[str, object]:
+def running(now: RunState, following: RunState, scheduled: Scheduled) -> dict[str, object]:
     """What a checkpoint keeps.
 
     Args:
@@ -27,11 +27,11 @@ def running(now: Settings, following: Settings, scheduled: Scheduled) -> dict[st
     return kept
 
 
-def resumed(own: Settings, kept: Mapping[str, object]) -> tuple[Settings, Settings, dict[str, object]]:
+def resumed(own: RunState, kept: Mapping[str, object]) -> tuple[RunState, RunState, dict[str, object]]:
     """What ``running`` was made of, in a run of the user's ``own`` settings.
 
     Raises:
-        ValueError: see ``Settings.resumed``. Where something else was saved, also TypeError, LookupError and the like.
+        ValueError: see ``RunState.resumed``. Where something else was saved, also TypeError, LookupError and the like.
     """
     now, following = (own.resumed(each).bound(own.rules.kinds) for each in (kept, coming(kept)))
     scheduled = dict(cast(Scheduled, kept["scheduled"])) if own.follows(kept) else {}

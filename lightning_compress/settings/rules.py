@@ -70,7 +70,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """Small, 1-D and excluded parameters travel as float32, others by the first rule that takes them, or the method.
+    """Parameters travel by the first rule that takes them, or the method; small and 1-D ones as float32.
 
     A method that treats every element alone (a cast) is given the small and 1-D parameters too, those of the rules as
     well: it has nothing to lose there, and one dtype is one all-reduce.
@@ -78,14 +78,12 @@ class Rules:
     Args:
         method: for what no rule takes.
         min_numel: parameters with fewer elements stay dense.
-        exclude: shell-style patterns of parameter names that stay dense.
         rules: in the order in which they are asked.
         kinds: of the parameters by name, found in the model that the rules are bound to.
     """
 
     method: Method
     min_numel: int
-    exclude: tuple[str, ...]
     rules: tuple[Rule, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -96,12 +94,10 @@ class Rules:
     @property
     def methods(self) -> list[Method]:
         """All methods, the one for what stays dense first."""
-        return [Dense(), *(rule.method for rule in self.rules), self.method]
+        return [Dense(), *(each.method for each in self.rules if not isinstance(each.method, Dense)), self.method]
 
     def method_of(self, name: str, shape: Shape) -> Method:
         """What takes care of this parameter."""
-        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
-            return Dense()
         method = next((rule.method for rule in self.rules if rule.takes(name, self._kind(name))), self.method)
         if method.elementwise or (len(shape) > 1 and prod(shape) >= self.min_numel):
             return method
@@ -138,7 +134,7 @@ class Rules:
         return tuple(order), tuple(sections)
 
     def idle(self, parameters: Sequence[tuple[str, Shape]]) -> list[Rule]:
-        """Rules whose parameters all stay as they are, since they are small, 1-D or excluded.
+        """Rules whose parameters all stay as they are, since they are small or 1-D.
 
         Args:
             parameters: name and shape.
@@ -150,15 +146,15 @@ class Rules:
         """Refuse patterns and rules that match nothing.
 
         Raises:
-            ValueError: a pattern in ``exclude`` or a rule takes no parameter.
+            ValueError: a rule takes no parameter, or one of its patterns matches none.
         """
         hint = (
             "patterns are shell-style ('*.bias', 'head.*'), a shared parameter has its first name, and the names begin "
             f"with {', '.join(names[:5])}"
         )
-        for pattern in self.exclude:
+        for given, pattern in [(each, pattern) for each in self.rules for pattern in each.match]:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"exclude={pattern!r} matches no parameter that is trained; {hint}")
+                raise ValueError(f"the rule {given} takes no parameter by {pattern!r} that is trained; {hint}")
         free = list(names)
         for rule in self.rules:
             taken = [name for name in free if rule.takes(name, self._kind(name))]
@@ -168,4 +164,5 @@ class Rules:
                     f"the rule {rule} takes no parameter that is trained and not taken by a rule before it; there are "
                     f"kinds {kinds}; {hint}"
                 )
-            free = [name for name in free if name not in taken]
+            if not isinstance(rule.method, Dense):
+                free = [name for name in free if name not in taken]

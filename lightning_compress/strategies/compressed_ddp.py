@@ -26,7 +26,7 @@ from lightning_compress.exchanges import Exchange
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.alike import batches_by_rank, check_batches
 from lightning_compress.strategies.interruptions import Interruptions
 from lightning_compress.strategies.names import VARIANTS, register
@@ -47,28 +47,23 @@ class CompressedDDPMixin(WaitingMixin):
         error_feedback: bool | str | dict[str, Any] | None = None,
         warmup_steps: int = 0,
         min_numel: int = 1024,
-        exclude: Sequence[str] | None = (),
         seed: int = 0,
         state: SavedState = "sidecar",
         strict_state: bool = False,
         schedule: str | dict[str, Any] | None = None,
         rules: Sequence[dict[str, Any]] | None = (),
-        residual_decay: float = 1.0,
-        residual_follows_lr: bool = False,
-        residual_dtype: Literal["float32", "bfloat16"] = "float32",
-        local_clip_norm: float | None = None,
+        local_clip_norm: float | dict[str, Any] | None = None,
         deterministic: bool = False,
         on_nonfinite: Literal["pass", "skip", "raise"] = "pass",
         on_drift: Literal["error", "resync"] = "error",
         check_drift_every: int = 100,
-        local_clip_by: Literal["parameter", "bucket"] = "parameter",
         **kwargs: Any,
     ) -> None:
-        given = locals()  # settings by name: Settings has their checks and nothing here repeats them
+        given = locals()  # settings by name: RunState has their checks and nothing here repeats them
         checks.check_known(kwargs, type(self), _OURS)
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
-        self._settings = Settings.of(**{name: given[name] for name in _OURS if name not in _ON_CHECKPOINTS})
+        self._settings = RunState.of(**{name: given[name] for name in _OURS if name not in _ON_CHECKPOINTS})
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
         self._kept: object = None
@@ -304,12 +299,14 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             parameter; False: nothing; "loco", or a mapping with its settings: an average of it is, for 2 bytes a
             parameter, see ``LoCo``. None or "auto": what was measured to go best with the method and the optimizer
             (``settings/compensation.py``), and where nothing was, True for methods that are biased (topk, onebit),
-            whose theory needs it, and False for the others.
+            whose theory needs it, and False for the others. A mapping without a name, such as ``{"decay": 0.95}``,
+            keeps a residual like that where the method is biased; see ``Residual``: ``decay``, ``follows_lr`` (what is
+            sent and what is kept then add up in units of updates, Stich et al., NeurIPS 2018, for SGD), and ``dtype``
+            ("bfloat16" halves its memory, from 8 to 4 bytes a parameter, for some time).
         warmup_steps: optimizer steps with dense averaging before compression begins; 0, since not every method
             needs them.
         min_numel: parameters with fewer elements, and 1-D ones (biases, norms), travel as float32 in the same
             message: together they are a percent of the bytes and the most sensitive. Casts take them too.
-        exclude: shell-style patterns of parameter names that travel as float32, e.g. ``["head.*"]``.
         seed: of all randomness; equal seeds give equal messages.
         state: how checkpoints hold residuals and other state of the ranks: "sidecar", a file a rank in a folder beside
             the checkpoint (``epoch=3.ckpt.lc``), from which a run goes on bit for bit; "mean", their mean inside the
@@ -328,20 +325,16 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         rules: what takes another compressor, in order; the first rule that takes a parameter has it, and ``compressor``
             has the rest: ``[{"kind": "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor":
             {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns
-            the parameter) embedding, conv, linear, norm or other; both may be given. ``exclude`` and ``min_numel``
-            come first. Error feedback is for those methods that need it, if it is None.
-        residual_decay: the residual is multiplied by it before it is added to the gradient; 1 keeps it, 0 discards it.
-        residual_follows_lr: when an optimizer's learning rate changes from a to b, multiply the residual of its
-            parameters by a / b, so that late gradients move the parameters as far as they would have in time: what is
-            sent and what is kept then add up in units of updates (Stich et al., NeurIPS 2018), not of gradients. Where
-            a learning rate is 0, the residual waits. For SGD, with which updates are in proportion to the rate.
-        residual_dtype: "bfloat16" halves what the residual costs, from 8 to 4 bytes a parameter, for some time: it is
-            rounded at random, so that small gradients still add up. It asks for a full residual, as the two before do:
-            ``onebit`` and ``efsign`` then do without LoCo.
+            the parameter) embedding, conv, linear, norm or other; both may be given. ``"none"`` keeps
+            what it takes float32; ``min_numel`` comes first. Error feedback is for those methods that need it, if it is
+            None.
         local_clip_norm: clip gradients on each rank before they are compressed, to this norm times the square root of
-            the number of ranks, so that the mean of independent gradients is clipped to about this norm. The Trainer's
-            ``gradient_clip_val`` clips the mean, after; it is refused where the optimizer is given steps and no mean of
-            gradients (dgc, onebit_adam, signsgd, AdaGrad), and this is what to use there.
+            the number of ranks, so that the mean of independent gradients is clipped to about this norm. It is that of
+            each parameter, or with ``{"norm": 1.0, "by": "bucket"}`` that of a bucket of DistributedDataParallel: the
+            norm of the whole gradient is not known when the first bucket is sent, but where ``bucket_cap_mb`` is no
+            less than the model. The Trainer's ``gradient_clip_val`` clips the mean, after; it is refused where the
+            optimizer is given steps and no mean of gradients (dgc, onebit_adam, signsgd, AdaGrad), and this is what to
+            use there.
         deterministic: add floating-point numbers up in the order of the ranks, whatever DistributedDataParallel's
             buckets are: then ``none`` too resumes bit for bit. As many bytes, in two rounds.
         on_nonfinite: what to do, in a run without a GradScaler, when a rank's gradient is NaN or infinite, or above
@@ -352,9 +345,6 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         on_drift: what to do when parameters or averaged gradients are not the same on all ranks any more: an "error"
             that names step, parameters and ranks, or "resync": copy parameters and optimizer state from rank 0.
         check_drift_every: steps between these checks, of a checksum; 0: never.
-        local_clip_by: whose norm ``local_clip_norm`` is: that of each "parameter", or that of a "bucket" of
-            DistributedDataParallel. The norm of the whole gradient is not known when the first bucket is sent: "bucket"
-            is that where ``bucket_cap_mb`` is no less than the model.
         **kwargs: of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``, ``start_method``, ...
 
     Raises:

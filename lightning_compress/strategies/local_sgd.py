@@ -33,8 +33,9 @@ from lightning_compress.planning.decide import decide
 from lightning_compress.planning.summary import forecast
 from lightning_compress.settings import readers
 from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.options import Options
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.alike import check_alike, differing
 from lightning_compress.strategies.meeting import END
 from lightning_compress.strategies.names import LOCAL_STEPS, register
@@ -63,17 +64,14 @@ class LocalSGDMixin(UnwrappedMixin):
         alpha: float | None = None,
         evaluate: Literal["anchor", "mean"] = "anchor",
         buffers: dict[str, Literal["mean", "rank0"]] | None = None,
-        error_feedback: bool | None = None,
+        error_feedback: bool | str | dict[str, Any] | None = None,
         warmup_rounds: int = 0,
         min_numel: int = 1024,
-        exclude: Sequence[str] | None = (),
         seed: int = 0,
         state: SavedState = "sidecar",
         strict_state: bool = False,
         schedule: str | dict[str, Any] | None = None,
         rules: Sequence[dict[str, Any]] | None = (),
-        residual_decay: float = 1.0,
-        residual_dtype: Literal["float32", "bfloat16"] = "float32",
         deterministic: bool = False,
         on_nonfinite: Literal["pass", "skip", "raise"] = "skip",
         on_drift: Literal["error", "resync"] = "error",
@@ -91,7 +89,7 @@ class LocalSGDMixin(UnwrappedMixin):
             raise ValueError(f"evaluate={evaluate!r} must be 'anchor' or 'mean'")
         self._evaluate, self._rules = evaluate, BufferRules({} if buffers is None else buffers)
         readers.whole("warmup_rounds", warmup_rounds)
-        self._settings = Settings.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=warmup_rounds)
+        self._settings = RunState.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=warmup_rounds)
         check(self._settings)
         self._local: LocalSteps | None = None
 
@@ -190,7 +188,7 @@ class LocalSGDMixin(UnwrappedMixin):
         self.compression.meter.bytes_sent += sent
         self.compression.meter.bytes_dense += dense
         if getattr(self.precision_plugin, "scaler", None) is None:  # which skips such steps by itself
-            self.local.skipped += leave_out_nonfinite(optimizer, self._settings.on_nonfinite, self.attempts)
+            self.local.skipped += leave_out_nonfinite(optimizer, self._settings.options.on_nonfinite, self.attempts)
 
     def after_attempt(self, step: int) -> None:
         """Do what is due in the round."""
@@ -272,7 +270,7 @@ class LocalSGDMixin(UnwrappedMixin):
             self.local.abandon()
         if (self._evaluate == "mean" or self._swa) and not self.gives_up:
             found = self.local.mean(self.replica(), self._counted())
-            if self._settings.on_nonfinite != "pass" and not self.local.finite(found):  # on all ranks alike
+            if self._settings.options.on_nonfinite != "pass" and not self.local.finite(found):  # on all ranks alike
                 rank_zero_warn("a rank's numbers are not finite: what the ranks had in common last is evaluated")
                 found = self.local.anchors()
         else:
@@ -340,7 +338,7 @@ class LocalSGDMixin(UnwrappedMixin):
 
 _OURS = set(inspect.signature(LocalSGDMixin.__init__).parameters)
 _SETTINGS = sorted(
-    _OURS & {*inspect.signature(Settings.of).parameters, *(each.name for each in dataclasses.fields(Settings))}
+    _OURS & {*inspect.signature(Options.of).parameters, *(each.name for each in dataclasses.fields(Options))}
 )
 
 
@@ -372,9 +370,9 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
         buffers: "mean" or "rank0" by shell-style pattern of buffer names, such as {"*.codebook": "mean"}; the first one
             that matches counts. Others: BatchNorm's running statistics are averaged, the rest is rank 0's, as by DDP.
         error_feedback: as there, but None and "auto" do not look at the optimizer: on for biased methods, else off.
+            SparseLoCo: ``{"decay": 0.95}``, by which the residual is multiplied in each round.
         warmup_rounds: rounds in float32 before compression begins.
         min_numel: see ``CompressedDDPStrategy``.
-        exclude: likewise.
         seed: likewise.
         state: how checkpoints hold what a rank has of its own: "sidecar", a file a rank beside the checkpoint, from
             which a run goes on bit for bit, also in the middle of a round; or "none". At another world size, or
@@ -382,8 +380,6 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
         strict_state: state that cannot be restored stops the run, instead of a warning.
         schedule: settings of the compressor that change, by rounds or epochs; see ``CompressedDDPStrategy``.
         rules: see ``CompressedDDPStrategy``.
-        residual_decay: the residual is multiplied by it in each round; SparseLoCo: 0.95.
-        residual_dtype: see ``CompressedDDPStrategy``.
         deterministic: likewise.
         on_nonfinite: what to do when a rank's numbers are not finite at the end of a round: "skip" it: all ranks go
             back to the anchors, and optimizer states that are not finite begin anew; "raise" an error that names the

@@ -21,7 +21,7 @@ LOCAL_STEPS: dict[str, dict[str, Any]] = {
         "sync_every": 30,
         "outer": {"lr": 1.0},
         "compressor": "sparseloco",
-        "residual_decay": 0.95,
+        "error_feedback": {"decay": 0.95},
     },
 }
 """Settings of local steps by the registered name of the strategy."""

@@ -12,7 +12,7 @@ from benchmarks import network
 from benchmarks._network import lab, methods, plot, relay
 from benchmarks._network.launch import run_ranks
 from lightning_compress.core.layout import Layout
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 root = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2 for network namespaces"
@@ -207,7 +207,7 @@ def test_what_cannot_be_run_is_refused_at_once(monkeypatch, capsys, words, said)
 def test_sets_send_equal_bits(family, bits):
     layout = Layout.of([("fc", (1000, 4096))])
     for name, arguments in methods.SETS[family].items():
-        method = Settings.of(**arguments).method
+        method = RunState.of(**arguments).method
         found = 8 * method.plan(layout, torch.device("cpu")).message_size / layout.numel
         assert found == pytest.approx(bits, rel=0.03), name
 

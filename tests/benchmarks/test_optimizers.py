@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import optimizers
 from benchmarks._optimizers import stages, table, training
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.benchmarks.test_error import write_text
 
 
@@ -89,4 +89,4 @@ def test_the_front_has_what_no_other_beats():
 @pytest.mark.parametrize("name", stages.SETTINGS)
 def test_every_setting_is_one(name):
     given = training.given_of(stages.SETTINGS[name], 0)
-    Settings.of(**{key: each for key, each in given.items() if key not in ("rounds", "outer")})
+    RunState.of(**{key: each for key, each in given.items() if key not in ("rounds", "outer")})

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CompressedDDPStrategy, LocalSGDStrategy, ThetaRecovery
 from lightning_compress.callbacks.theta_recovery import Stall, looser
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.callbacks.test_monitor import Memory
 from tests.helpers.training import Net, digits, fit, loader, parameters
 
@@ -33,7 +33,7 @@ from tests.helpers.training import Net, digits, fit, loader, parameters
     ],
 )
 def test_looser_until_nothing_is_left(compressor, name, values, course):
-    settings, taken = Settings.of(compressor), []
+    settings, taken = RunState.of(compressor), []
     while (value := looser(settings, name, values)) is not None:
         taken.append(value)
         settings = settings.retuned(None, {name: value})

@@ -79,7 +79,7 @@ def test_cells_compose(path: Path, cells: Callable[[Path], list[Cell]]) -> None:
         cfg = composed(*overrides(sweep, cell))
         strategy = CompressedDDPStrategy(build(cfg.compressor))
         check_clipping(strategy._settings, cfg.trainer.gradient_clip_val)
-        for _, course in strategy._settings.schedule.courses:  # of the method's own, in epochs
+        for _, course in strategy._settings.options.schedule.courses:  # of the method's own, in epochs
             assert max(start for start, _ in course.values) < cfg.trainer.max_epochs
 
 

@@ -11,7 +11,7 @@ from lightning_compress.collectives import World, run_threads
 from lightning_compress.contrib.ef21 import EF21
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.arguments import build_compressor
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import (
     COMPRESSED,
     CPU,
@@ -67,8 +67,8 @@ def test_a_constant_gradient_is_found():
 
 
 def test_a_run_that_kept_a_residual_goes_on():
-    before = Settings.of("onebit", exchange="all_gather", error_feedback=True)
-    after = Settings.of(EF21(eta=0.5), "all_gather").resumed({**before.running(), "scheduled": {}})
+    before = RunState.of("onebit", exchange="all_gather", error_feedback=True)
+    after = RunState.of(EF21(eta=0.5), "all_gather").resumed({**before.running(), "scheduled": {}})
 
     def rank(collective):
         walker = Walker(collective, "ef21")
@@ -122,10 +122,10 @@ def test_wrong_settings(settings, message):
         build_compressor({"name": "ef21", **settings})
 
 
-@pytest.mark.parametrize("given", [{"error_feedback": True}, {"error_feedback": "loco"}, {"residual_decay": 0.5}])
-def test_a_residual_is_refused(given):
+@pytest.mark.parametrize("feedback", [True, "loco", {"decay": 0.5}], ids=str)
+def test_a_residual_is_refused(feedback):
     with pytest.raises(ValueError, match="keeps no residual"):
-        Settings.of("ef21", **given)
+        RunState.of("ef21", error_feedback=feedback)
     assert EF21().codec == OneBit()
 
 
@@ -136,6 +136,6 @@ def test_rules_take_what_comes_closer(name):
     """As its quantiser: what is right on average only makes the estimates grow without bound."""
     rule = {"match": ["0.weight"], "compressor": name}
     with pytest.raises(ValueError, match="its estimates need a method that always comes closer"):
-        Settings.of("ef21", rules=[rule])
+        RunState.of("ef21", rules=[rule])
     for fit in ("topk", "bf16", "none", "powersgd"):
-        Settings.of("ef21", rules=[rule | {"compressor": fit}])
+        RunState.of("ef21", rules=[rule | {"compressor": fit}])

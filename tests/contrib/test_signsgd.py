@@ -15,7 +15,7 @@ from lightning_compress.contrib.reducers.tally import Tally
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.engine.group import Group
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.reducers.helpers import CPU, trips
 from tests.reference import ternary as reference
 
@@ -110,7 +110,7 @@ def test_momentum_is_in_the_state_and_a_second_backward_goes_on() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_loss_scale_does_not_reach_the_optimizer(momentum: float) -> None:
-    settings = Settings.of({"name": "signsgd", "momentum": momentum})
+    settings = RunState.of({"name": "signsgd", "momentum": momentum})
     group = Group([("a", (4, 5))], settings, World(LocalCollective(), CPU, Meter(CPU)))
     gradient = torch.tensor([1.0, -2.0]).repeat(10).view(4, 5) * 1024
     group.reduce([gradient], 0, torch.tensor(1024.0))
@@ -121,8 +121,8 @@ def test_a_loss_scale_does_not_reach_the_optimizer(momentum: float) -> None:
 
 def test_error_feedback_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves nothing that could be fed back"):
-        Settings.of("signsgd", error_feedback=True)
-    assert not Settings.of("signsgd").error_feedback
+        RunState.of("signsgd", error_feedback=True)
+    assert not RunState.of("signsgd").error_feedback
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_compress.codecs import TopK
 from lightning_compress.corrections import DGC, OneBitAdam
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
 
 
@@ -43,13 +43,13 @@ GIVEN = {
 
 def running(compressor, **settings):
     """What a checkpoint has of a run that came to it, whatever it was given; only what a file can hold."""
-    said = Settings.of(compressor, **settings).running() | {"named": None}
+    said = RunState.of(compressor, **settings).running() | {"named": None}
     return json.loads(json.dumps(said))
 
 
 @pytest.mark.parametrize("compressor", GIVEN.values(), ids=GIVEN)
 def test_what_ran_is_made_again(compressor):
-    assert Settings.of(compressor).resumed(running(compressor)).compressor == compressor
+    assert RunState.of(compressor).resumed(running(compressor)).compressor == compressor
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_what_ran_is_made_again(compressor):
     ],
 )
 def test_with_the_settings_that_it_had_come_to(given, ran):
-    assert Settings.of(given).resumed(running(ran)).compressor == ran
+    assert RunState.of(given).resumed(running(ran)).compressor == ran
 
 
 def test_a_class_of_a_schedule_or_a_rule_was_given_too():
     schedule = {"sparsifier": {3: Mine(0.2)}}
-    assert Settings.of("dgc", schedule=schedule).resumed(running(DGC(sparsifier=Mine(0.1)))).compressor.codec == Mine(
+    assert RunState.of("dgc", schedule=schedule).resumed(running(DGC(sparsifier=Mine(0.1)))).compressor.codec == Mine(
         0.1
     )
 
@@ -76,7 +76,7 @@ def test_a_class_of_a_schedule_or_a_rule_was_given_too():
 @pytest.mark.parametrize("ran", [Mine(0.3), DGC(sparsifier=Mine(0.3)), Around()])
 def test_what_this_run_was_not_given_is_refused(ran):
     with pytest.raises(ValueError, match=r"tests.core.test_outside.\w+', which this run was not given"):
-        Settings.of(DGC(density=0.1) if isinstance(ran, DGC) else "topk").resumed(running(ran))
+        RunState.of(DGC(density=0.1) if isinstance(ran, DGC) else "topk").resumed(running(ran))
 
 
 @pytest.mark.parametrize(
@@ -103,5 +103,5 @@ def test_what_this_run_was_not_given_is_refused(ran):
 def test_a_file_names_no_class(described, words):
     assert "antigravity" not in sys.modules
     with pytest.raises(ValueError, match=re.escape(words)):
-        Settings.of(Mine(0.3)).resumed(running(Mine(0.3)) | {"compressor": described})
+        RunState.of(Mine(0.3)).resumed(running(Mine(0.3)) | {"compressor": described})
     assert "antigravity" not in sys.modules

@@ -21,7 +21,7 @@ from lightning_compress.gossip import ALGORITHMS, DPSGD
 from lightning_compress.gossip.arguments import build_algorithm
 from lightning_compress.reducers import REDUCERS
 from lightning_compress.settings.arguments import COMPRESSORS, build_compressor, build_exchange
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.core.test_outside import running
 
 TABLES = (CODECS, REDUCERS, COMPRESSORS, EXCHANGES, PLAIN, ALGORITHMS)
@@ -93,19 +93,19 @@ def test_a_reducer_too():
 
 def test_retuned_and_resumed_by_name():
     register("mine", Mine)
-    settings = Settings.of("topk").retuned("mine", {}).retuned(None, {"density": 0.2})
+    settings = RunState.of("topk").retuned("mine", {}).retuned(None, {"density": 0.2})
     assert settings.compressor == Mine(0.2)
     state = running(Mine(0.2))
     assert state["compressor"]["name"] == "mine"
-    assert Settings.of("topk").resumed(state).compressor == Mine(0.2)
-    assert Settings.of("mine").resumed(state).compressor == Mine(0.2)
+    assert RunState.of("topk").resumed(state).compressor == Mine(0.2)
+    assert RunState.of("mine").resumed(state).compressor == Mine(0.2)
 
 
 def test_a_state_from_before_it_was_registered():
     state = running(Mine(0.2))
     assert state["compressor"]["class"] == "tests.core.test_registered.Mine"
     register("mine", Mine)
-    assert Settings.of("mine").resumed(state).compressor == Mine(0.2)
+    assert RunState.of("mine").resumed(state).compressor == Mine(0.2)
 
 
 def test_a_state_whose_name_is_not_registered_any_more(offered):
@@ -116,7 +116,7 @@ def test_a_state_whose_name_is_not_registered_any_more(offered):
     offered(mine="antigravity:Codec")
     for given in ("topk", Mine(0.3)):
         with pytest.raises(ValueError, match=re.escape("lightning_compress.register('mine', its class) first")):
-            Settings.of(given).resumed(state)
+            RunState.of(given).resumed(state)
     assert "antigravity" not in sys.modules  # a file's word imports nothing, though a package offers it
 
 
@@ -127,7 +127,7 @@ def test_a_state_by_name_where_the_class_itself_is_given(offered):
     for table in TABLES:
         table.pop("mine", None)
     offered(mine=f"{__name__}:Mine")
-    assert Settings.of(Mine(0.3)).resumed(state).compressor == Mine(0.2)
+    assert RunState.of(Mine(0.3)).resumed(state).compressor == Mine(0.2)
 
 
 def without(*bases, **attributes):
@@ -230,7 +230,7 @@ def test_a_state_of_what_we_offer_needs_nothing_from_the_user():
     for table in TABLES:
         table.pop("terngrad", None)
     assert state["compressor"]["name"] == "terngrad"
-    assert Settings.of("topk").resumed(state).compressor.clip == 1.5
+    assert RunState.of("topk").resumed(state).compressor.clip == 1.5
     direct = running(TernGrad(1.5))  # by its class, as Hydra does
     assert direct["compressor"] == state["compressor"]
 

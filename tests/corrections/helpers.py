@@ -7,7 +7,7 @@ import torch
 from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 CPU = torch.device("cpu")
 SOUND = torch.tensor(False)
@@ -37,7 +37,7 @@ class Walker:
     """
 
     def __init__(self, collective, compressor, **settings):
-        settings = Settings.of(compressor, **settings)
+        settings = RunState.of(compressor, **settings)
         self.meter = Meter(CPU)
         self.group = Group(PARAMETERS, settings, World(collective, CPU, self.meter))
 

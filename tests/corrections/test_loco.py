@@ -10,7 +10,7 @@ import torch
 from lightning_compress.core import blocks
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.exchanges.message import PRECISE
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import COMPRESSED, LENGTHS, NAMES, Walker, gradient, named, on_ranks, walk
 from tests.reference.loco import simulate_loco
 from tests.strategies.test_resume import Net, fit, fit_only, interrupted
@@ -131,7 +131,7 @@ def test_dense_steps_send_no_error_and_keep_it():
         ({"error_feedback": {"name": "loco", "reset_every": 0}}, "reset_every=0"),
         ({"error_feedback": {"name": "loco", "rate": 1}}, "no setting 'rate'"),
         ({"error_feedback": "locos"}, "error_feedback='locos' must be true, false, 'loco'"),
-        ({"error_feedback": "loco", "residual_decay": 0.5}, "residual_decay, residual_dtype"),
+        ({"error_feedback": {"name": "loco", "decay": 0.5}}, "error_feedback 'loco' has no setting 'decay'"),
         ({"error_feedback": "loco", "compressor": "dgc"}, "counts on a residual"),
         ({"error_feedback": "loco", "compressor": "signsgd"}, "nothing that could be fed back"),
         ({"error_feedback": "loco", "compressor": "auto"}, "chooses among methods that need none"),
@@ -139,11 +139,11 @@ def test_dense_steps_send_no_error_and_keep_it():
 )
 def test_wrong_settings(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Settings.of(**{"compressor": "onebit"} | settings)
+        RunState.of(**{"compressor": "onebit"} | settings)
 
 
 def test_state_takes_little_more_than_a_byte():
-    layout = LoCo.state(Settings.of("onebit").rules.sections([("weight", (1000, 100))])[1][0].layout.segments).layout
+    layout = LoCo.state(RunState.of("onebit").rules.sections([("weight", (1000, 100))])[1][0].layout.segments).layout
     assert 2 * layout.numel <= 2.04 * 100_000
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning_compress.codecs import Dense, EFSign, Rotated
 from lightning_compress.corrections import OneBitAdam
 from lightning_compress.settings.arguments import build_compressor
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import COMPRESSED, LENGTHS, NAMES, Walker, gradient, named, on_ranks, walk
 from tests.reference.onebit_adam import simulate_onebit_adam
 
@@ -194,9 +194,9 @@ def test_wrong_settings(settings, message):
 
 
 def test_dense_steps_are_a_setting_of_the_method():
-    assert Settings.of("onebit_adam").dense_steps == 1000
-    assert Settings.of({"name": "onebit_adam", "freeze_steps": 10}, warmup_steps=50).dense_steps == 50
-    assert Settings.of("dgc", warmup_steps=50).dense_steps == 50
+    assert RunState.of("onebit_adam").dense_steps == 1000
+    assert RunState.of({"name": "onebit_adam", "freeze_steps": 10}, warmup_steps=50).dense_steps == 50
+    assert RunState.of("dgc", warmup_steps=50).dense_steps == 50
     assert OneBitAdam().codec == EFSign()
     assert OneBitAdam(quantiser={"name": "rotated", "bits": 4}) == OneBitAdam(quantiser=Rotated(4))
     assert OneBitAdam(quantiser="none").codec == Dense()

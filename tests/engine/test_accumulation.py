@@ -19,7 +19,7 @@ from tests.helpers.training import Net, fit, parameters
 
 NO_MEANS = {
     "dgc": ({"compressor": DGC(density=0.05)}, 0.3),
-    "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True, clip=1.0)}, 0.3),
+    "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True), "local_clip_norm": 1.0}, 0.3),
     "onebit_adam": ({"compressor": OneBitAdam(freeze_steps=3)}, 0.01),
     "signsgd": ({"compressor": SignSGD()}, 0.01),
     "adagrad": ({"compressor": "onebit", "exchange": TwoShot(adagrad=1e-8)}, 0.01),
@@ -218,7 +218,7 @@ def _step_without_zero_grad():
     """Gradients that the user keeps from one step to the next are added to, as without compression."""
     torch.manual_seed(0)
     model = DistributedDataParallel(TwoHeads())
-    attach(model, DGC(density=1.0, momentum=0.0, clip=1e6), min_numel=1)
+    attach(model, DGC(density=1.0, momentum=0.0), local_clip_norm=1e6, min_numel=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     for _ in range(2):
         model(*_batch(0, 0)).backward()

@@ -205,7 +205,7 @@ def test_warmup_steps_are_dense(pools):
 def _twice():
     """Two backwards before one step: both gradients count."""
     model = _model()
-    compression = attach(model, "topk", exclude=[], min_numel=1)
+    compression = attach(model, "topk", rules=[], min_numel=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     total = torch.zeros(64, 64)
     for step in range(2):

@@ -10,7 +10,7 @@ from lightning_compress import CompressedDDPStrategy, attach, kernels
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.core import blocks
 from lightning_compress.engine import checks
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.helpers.training import fit
 
 
@@ -65,7 +65,7 @@ def _other_kernels(differ):
     theirs = kernels.compiler
     kernels.compiler = lambda device: None if differ and dist.get_rank() == 1 else "triton"
     try:
-        checks.check_ranks_agree(Settings.of("topk"), nn.Linear(9, 9), None, TorchCollective(), torch.device("cpu"))
+        checks.check_ranks_agree(RunState.of("topk"), nn.Linear(9, 9), None, TorchCollective(), torch.device("cpu"))
     except ValueError as error:
         return str(error)
     finally:

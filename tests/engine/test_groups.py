@@ -11,7 +11,7 @@ from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.exchanges.base import longest
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 CPU, MEGA = torch.device("cpu"), 1 << 20
 
@@ -109,7 +109,7 @@ def test_what_stays_dense_of_float64_is_exact(pools):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot", {"name": "two_shot", "sums": "same"}, "binomial"])
 def test_what_stays_dense_of_float16_is_not_cut(exchange):
-    given = Settings.of("rotated", exchange)
+    given = RunState.of("rotated", exchange)
 
     def mean(collective):
         shapes = [("weight", (64, 64)), ("bias", (64,))]

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import run_threads
 from lightning_compress.engine.compression import Compression
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
 
@@ -18,7 +18,7 @@ def train(ranks, case, gradients, **settings):
     """What each step gives, on one rank, and the compression at the end."""
     model = nn.Linear(*SHAPE[::-1], bias=False)
     exchange = "all_gather" if isinstance(case.codec, Codec) else "auto"
-    chosen = Settings.of(case.codec, exchange, min_numel=1, check_drift_every=0, **settings)
+    chosen = RunState.of(case.codec, exchange, min_numel=1, check_drift_every=0, **settings)
     compression, optimizer = Compression(model, chosen, ranks), torch.optim.SGD(model.parameters(), 0.0)
     means = []
     for each in gradients:

@@ -70,12 +70,16 @@ def _together(settings, cap, steps):
 BY_BUCKET = {
     "local_clip_norm": {
         "compressor": {"name": "topk", "density": 1.0},
-        "local_clip_norm": 2.0,
-        "local_clip_by": "bucket",
+        "local_clip_norm": {"norm": 2.0, "by": "bucket"},
     },
-    "dgc": {"compressor": {"name": "dgc", "momentum": 0.0, "clip": 2.0, "clip_by": "bucket"}, "warmup_steps": 9},
+    "dgc": {
+        "compressor": {"name": "dgc", "momentum": 0.0},
+        "local_clip_norm": {"norm": 2.0, "by": "bucket"},
+        "warmup_steps": 9,
+    },
     "dgc, one pass": {
-        "compressor": {"name": "dgc", "density": 1.0, "momentum": 0.0, "clip": 2.0, "clip_by": "bucket"},
+        "compressor": {"name": "dgc", "density": 1.0, "momentum": 0.0},
+        "local_clip_norm": {"norm": 2.0, "by": "bucket"},
         "exchange": "all_gather",
     },
 }
@@ -94,10 +98,7 @@ def test_one_bucket_is_the_whole_gradient(pools, settings):
             assert np.allclose(mean, sum(parts) / 3, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"compressor": "topk", "local_clip_by": "model"}, {"compressor": {"name": "dgc", "clip_by": "model"}}],
-)
-def test_whose_norm_is_refused(settings):
-    with pytest.raises(ValueError, match="clip_by='model' must be one of 'parameter', 'bucket'"):
-        CompressedDDPStrategy(**settings)
+@pytest.mark.parametrize("compressor", ["topk", "dgc"])
+def test_whose_norm_is_refused(compressor):
+    with pytest.raises(ValueError, match="'by': 'model'}: it must be one of 'parameter', 'bucket'"):
+        CompressedDDPStrategy(compressor, local_clip_norm={"norm": 1.0, "by": "model"})

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_compress.collectives import run_threads
 from lightning_compress.engine.compression import Compression
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 FEW, MANY = {"name": "topk", "density": 0.01}, {"name": "topk", "density": 0.2}
 SCHEDULE = {"density": {0: 0.3, 100: 0.01}}
@@ -32,7 +32,7 @@ def _step(compression, model, step, optimizer):
 def _run(collective, given, state=None, steps=1, tuned=None, names=("only",), rates=(), **settings):
     """Take steps; returns the state, elements of the last mean that are not 0, the residual's norm."""
     model = _layers(*names)
-    compression = Compression(model, Settings.of(given, **settings), collective)
+    compression = Compression(model, RunState.of(given, **settings), collective)
     compression.active = True
     if state is not None:
         compression.load_state_dict(state)
@@ -81,7 +81,7 @@ def test_what_was_tuned_goes_on():
 
 def test_what_was_tuned_goes_on_for_a_model_that_is_wrapped_anew():
     def rank(collective):
-        first, second = (Compression(nn.Linear(64, 64), Settings.of(FEW), collective) for _ in range(2))
+        first, second = (Compression(nn.Linear(64, 64), RunState.of(FEW), collective) for _ in range(2))
         first.active = second.active = True
         first.retune(density=0.2)
         second.follow(first)
@@ -111,9 +111,9 @@ def test_it_is_said(caplog):
     [
         ({"error_feedback": False}, set()),
         ({"error_feedback": True}, {"residual"}),
-        ({"residual_decay": 0.9}, {"residual"}),
-        ({"exclude": ["*"]}, set()),
-        ({"exclude": ["first.*"]}, {"loco"}),
+        ({"error_feedback": {"decay": 0.9}}, {"residual"}),
+        ({"rules": [{"match": "*", "compressor": "none"}]}, set()),
+        ({"rules": [{"match": "first.*", "compressor": "none"}]}, {"loco"}),
     ],
     ids=str,
 )
@@ -146,7 +146,7 @@ def test_a_state_of_other_parameters_is_no_state_of_this_model(caplog):
 def test_a_model_that_is_wrapped_anew_counts_on():
     def rank(collective):
         model = _layers("only")
-        first, second = (Compression(model, Settings.of(FEW), collective) for _ in range(2))
+        first, second = (Compression(model, RunState.of(FEW), collective) for _ in range(2))
         first.active = second.active = True
         first.meter.sample_every = 3
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -169,7 +169,7 @@ def test_a_rate_that_rounds_to_less_than_0_is_0():
     """As LinearLR(end_factor=0.0) leaves it: the residual waits, and the state is one that is read."""
 
     def rank(collective):
-        given = {"given": FEW, "residual_follows_lr": True}
+        given = {"given": FEW, "error_feedback": {"follows_lr": True}}
         one, _, norm = _run(collective, steps=2, rates=[0.1, 0.0], **given)
         other, _, same = _run(collective, steps=2, rates=[0.1, -1.5e-18], **given)
         assert other["rates"] == one["rates"] == {"only.weight": 0.1}

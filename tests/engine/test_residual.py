@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 
 def _model(**settings):
@@ -42,7 +42,7 @@ def _telescopes(rates, follows):
 
     Two parameter groups, the second with a tenth of the rate.
     """
-    model, compression = _model(residual_follows_lr=follows)
+    model, compression = _model(error_feedback={"follows_lr": follows})
     weights = {"0.weight": model.module[0].weight, "2.weight": model.module[2].weight}
     optimizer = torch.optim.SGD([{"params": [weight]} for weight in weights.values()], 0.1)
     start = {name: weight.detach().double().clone() for name, weight in weights.items()}
@@ -83,7 +83,7 @@ def _follows_on(cut):
             torch.manual_seed(0)
             model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48, bias=False)))
             optimizer = torch.optim.SGD(model.parameters(), rate)
-            compression = attach(model, "topk", residual_follows_lr=True, optimizer=optimizer)
+            compression = attach(model, "topk", error_feedback={"follows_lr": True}, optimizer=optimizer)
             if kept:
                 compression.load_state_dict(kept[0])
                 nn.utils.vector_to_parameters(kept[1], model.parameters())
@@ -116,7 +116,7 @@ def test_an_optimizer_that_cannot_go_with_the_method_is_refused_at_once(pools):
 
 def _decayed(decay, backwards):
     """What is neither applied nor kept of gradients plus decayed residual, at most over the steps."""
-    model, compression = _model(residual_decay=decay)
+    model, compression = _model(error_feedback={"decay": decay})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     weight, worst = model.module[0].weight, 0.0
     for step in range(4):
@@ -144,11 +144,11 @@ def test_the_residual_is_decayed_once_a_step(pools, decay, backwards):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"residual_decay": 1.5}, "residual_decay=1.5 must be in [0, 1]"),
-        ({"residual_decay": "half"}, "residual_decay='half' must be in [0, 1]"),
-        ({"residual_follows_lr": "yes"}, "residual_follows_lr='yes' must be true or false"),
+        ({"error_feedback": {"decay": 1.5}}, "decay=1.5 must be in [0, 1]"),
+        ({"error_feedback": {"decay": "half"}}, "decay='half' must be in [0, 1]"),
+        ({"error_feedback": {"follows_lr": "yes"}}, "follows_lr='yes' must be true or false"),
     ],
 )
 def test_refused_at_construction(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Settings.of("topk", **arguments)
+        RunState.of("topk", **arguments)

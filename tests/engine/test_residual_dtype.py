@@ -1,4 +1,4 @@
-"""``residual_dtype="bfloat16"``: half the memory, and everything else as before."""
+"""``error_feedback={"dtype": "bfloat16"}``: half the memory, and everything else as before."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from tests.engine.test_attach import TwoHeads
 from tests.helpers.training import fit, parameters
 from tests.strategies.test_resume import fit_only, interrupted, resumed_sums
 
-HALVED = {"residual_dtype": "bfloat16"}
+HALVED = {"error_feedback": {"dtype": "bfloat16"}}
 
 
 def _conserves():
@@ -108,8 +108,8 @@ def test_bit_for_bit_with_a_scaler(pools, tmp_path):
 
 @pytest.mark.parametrize(("before", "after", "size"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 3)])
 def test_a_checkpoint_of_the_other_dtype(pools, tmp_path, before, after, size):
-    pools[2].run(partial(fit_only, residual_dtype=before), str(tmp_path))
-    resume = partial(resumed_sums, residual_dtype=after)
+    pools[2].run(partial(fit_only, error_feedback={"name": "residual", "dtype": before}), str(tmp_path))
+    resume = partial(resumed_sums, error_feedback={"name": "residual", "dtype": after})
     for (_, norm), said in pools[size].run(resume, f"{tmp_path}/again", f"{tmp_path}/epoch=0.ckpt"):
         assert norm > 0
         assert not said
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_the_other_dtype(pools, tmp_path, before, after, size):
 def _accuracy(dtype):
     """Parameters after a run, and the loss of three, as one alone says little."""
     models = [
-        fit(CompressedDDPStrategy({"name": "topk", "density": 0.01}, residual_dtype=dtype), 60, seed=seed)[1]
+        fit(CompressedDDPStrategy({"name": "topk", "density": 0.01}, error_feedback={"dtype": dtype}), 60, seed=seed)[1]
         for seed in (1, 2, 3)
     ]
     return parameters(models[0]).numpy(), sum(float(fit_loss(model)) for model in models)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import attach
 from lightning_compress.codecs import TopK
 from lightning_compress.corrections import Corrected
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.helpers.processes import RankError
 
 
@@ -122,7 +122,7 @@ def test_a_step_under_way_is_not_touched(pools):
 )
 def test_refused(compressor, changes, message):
     with pytest.raises(ValueError, match=message):
-        Settings.of("topk").retuned(compressor, changes)
+        RunState.of("topk").retuned(compressor, changes)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Halved(Corrected):
 
 
 def test_a_corrected_method_is_retuned_by_its_own_settings():
-    settings = Settings.of(Halved(), schedule={"density": {0: 0.2, 5: 0.02}})
+    settings = RunState.of(Halved(), schedule={"density": {0: 0.2, 5: 0.02}})
     assert settings.method == TopK(density=0.1)
     assert settings.retuned(None, {"density": 0.02}).method == TopK(density=0.01)
     assert [method.density for method in settings.methods[1:]] == [0.1, 0.1, 0.01]
@@ -152,14 +152,14 @@ def test_a_corrected_method_is_retuned_by_its_own_settings():
 
 def test_the_exchange_must_carry_it():
     with pytest.raises(ValueError, match="those of OneBit"):
-        Settings.of("bf16", "all_reduce").retuned("onebit", {})
+        RunState.of("bf16", "all_reduce").retuned("onebit", {})
 
 
 def test_error_feedback_is_as_the_user_chose():
-    assert not Settings.of("bf16").feeds_back(Settings.of("bf16").method)
-    assert Settings.of("bf16").retuned("topk", {}).error_feedback
-    assert not Settings.of("bf16", error_feedback=False).retuned("topk", {}).error_feedback
-    kept = Settings.of("topk").retuned("bf16", {})
+    assert not RunState.of("bf16").feeds_back(RunState.of("bf16").method)
+    assert RunState.of("bf16").retuned("topk", {}).error_feedback
+    assert not RunState.of("bf16", error_feedback=False).retuned("topk", {}).error_feedback
+    kept = RunState.of("topk").retuned("bf16", {})
     assert kept.error_feedback
     assert not kept.feeds_back(kept.method)
 

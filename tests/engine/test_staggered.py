@@ -14,7 +14,7 @@ from lightning_compress.collectives import run_threads
 from lightning_compress.contrib.reducers.signsgd import SignSGD
 from lightning_compress.corrections import DGC
 from lightning_compress.engine.compression import Compression
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, fit, parameters
@@ -94,7 +94,7 @@ class Run:
 
 def settings_of(method):
     exchange = "all_gather" if isinstance(method, Codec) else "auto"
-    return Settings.of(method, exchange, error_feedback=True, min_numel=1, check_drift_every=0)
+    return RunState.of(method, exchange, error_feedback=True, min_numel=1, check_drift_every=0)
 
 
 def unaccounted(runs):
@@ -118,7 +118,7 @@ def test_nothing_is_lost(case, size, together):
 
 NO_MEANS = {
     "dgc": ({"compressor": DGC(density=0.05, warmup=False)}, 0.1),
-    "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True, clip=1.0, warmup=False)}, 0.1),
+    "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True, warmup=False), "local_clip_norm": 1.0}, 0.1),
     "signsgd": ({"compressor": SignSGD("tally")}, 0.01),
     "clipped": ({"compressor": "topk", "local_clip_norm": 0.1}, 0.1),
 }
@@ -128,7 +128,7 @@ NO_MEANS = {
 def test_passes_of_the_slow_optimizer_count_as_one(name, size):
     """As if the slow optimizer's parameters were a model of their own, whose passes but the last were not averaged."""
     given, rate = NO_MEANS[name]
-    settings = Settings.of(**given, min_numel=1, check_drift_every=0)
+    settings = RunState.of(**given, min_numel=1, check_drift_every=0)
 
     def rank(ranks):
         run = Run(ranks, settings, False, rate)
@@ -354,7 +354,7 @@ def test_parameters_that_no_optimizer_has_wait_for_none(pools, compressor):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_vote_may_be_followed_by_a_mean(size):
     def rank(ranks):
-        run = Run(ranks, Settings.of(SignSGD("tally"), min_numel=1, check_drift_every=0), False)
+        run = Run(ranks, RunState.of(SignSGD("tally"), min_numel=1, check_drift_every=0), False)
         run.compression.active = True
         run.train(EVERY)
         run.compression.retune({"name": "topk", "density": 1.0})
@@ -370,7 +370,7 @@ def test_a_gradient_that_is_only_asked_for_stays():
     """As by a gradient penalty, or where norms are logged."""
 
     def rank(ranks):
-        run = Run(ranks, Settings.of(SignSGD("tally"), min_numel=1, check_drift_every=0), False)
+        run = Run(ranks, RunState.of(SignSGD("tally"), min_numel=1, check_drift_every=0), False)
         for number in range(EVERY):
             run.backward(number)
             before = run.model.slow.grad.clone()

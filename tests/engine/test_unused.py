@@ -16,7 +16,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.corrections import DGC, OneBitAdam
 from lightning_compress.engine.group import Group
 from lightning_compress.exchanges import TwoShot
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
 
@@ -64,7 +64,7 @@ def residual_of(group, name):
 
 def settings_of(method, exchange="auto", **more):
     given = {"name": "auto", "fallback": "never", "link": {"latency_s": 1e-4, "bytes_per_s": 1e7}}
-    return Settings.of(method, given if exchange == "auto" else exchange, min_numel=1, **more)
+    return RunState.of(method, given if exchange == "auto" else exchange, min_numel=1, **more)
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

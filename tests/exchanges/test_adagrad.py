@@ -16,7 +16,7 @@ from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.arguments import build_exchange
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import (
     COMPRESSED,
     CPU,
@@ -107,7 +107,7 @@ def test_dense_steps_go_on_from_the_same_history():
 
 def test_history_and_residual_follow_the_shards():
     """The same parameters in two buckets, in another order, as DistributedDataParallel rebuilds them."""
-    settings = Settings.of(OneBit(BLOCK), ADAGRAD)
+    settings = RunState.of(OneBit(BLOCK), ADAGRAD)
 
     def program(collective):
         def made(parameters):
@@ -201,7 +201,7 @@ def test_wrong_settings(value):
 
 def test_two_methods_that_optimize_are_refused():
     with pytest.raises(ValueError, match="would both do the optimizer's work"):
-        Settings.of("dgc", ADAGRAD)
+        RunState.of("dgc", ADAGRAD)
 
 
 def test_a_spike_does_not_hold_an_element_still():
@@ -210,7 +210,7 @@ def test_a_spike_does_not_hold_an_element_still():
     spike[5] = 2e19  # whose square is beyond float32
 
     def walk(collective):
-        group = Group(layout, Settings.of("bf16", ADAGRAD), World(collective, CPU, Meter(CPU)))
+        group = Group(layout, RunState.of("bf16", ADAGRAD), World(collective, CPU, Meter(CPU)))
         for step, numbers in enumerate((spike, torch.full_like(spike, 1e19))):
             given = [numbers.clone()]
             assert float(group.reduce(given, step, None)) == 0

@@ -22,7 +22,7 @@ from lightning_compress.planning import choose
 from lightning_compress.planning import link as probe
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import CODES, COPIES, UNKNOWN, Link, Speeds
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.helpers import link as pretended
 
 CPU = torch.device("cpu")
@@ -214,14 +214,14 @@ def test_between_nodes_all_decide_alike(world):
 def test_what_was_measured_is_kept_by_settings(world):
     world(SLOW, COPIES)
     dense = {"name": "auto", "fallback": "dense"}
-    settings = [Settings.of("onebit", dense) for _ in range(4)]
+    settings = [RunState.of("onebit", dense) for _ in range(4)]
     before = run_threads(
         4, lambda collective: plan(settings[collective.rank].exchange, collective, OneBit()).description
     )
     running = settings[0].running()
     calls = world(FAST, BUSY)
     calls.clear()
-    resumed = [Settings.of("onebit", dense).resumed(running) for _ in range(4)]
+    resumed = [RunState.of("onebit", dense).resumed(running) for _ in range(4)]
     after = run_threads(4, lambda collective: plan(resumed[collective.rank].exchange, collective, OneBit()).description)
     assert before == after == ["two_shot"] * 4
     assert not calls
@@ -352,9 +352,9 @@ def test_ranks_of_a_host_need_not_be_neighbours(monkeypatch, world):
     ],
 )
 def test_what_was_never_measured_is_refused(measured):
-    running = Settings.of("onebit").running() | {"measured": measured}
+    running = RunState.of("onebit").running() | {"measured": measured}
     with pytest.raises(ValueError):  # noqa: PT011  # whatever is wrong with it
-        Settings.of("onebit").resumed(running)
+        RunState.of("onebit").resumed(running)
 
 
 def _run(steps, link, state=None):
@@ -430,10 +430,10 @@ def test_what_is_measured_leaves_no_trace_in_random_numbers():
 
 
 def test_settings_that_cannot_go_by_what_is_measured():
-    assert Settings.of("onebit", deterministic=True).exchange.link == UNKNOWN
-    assert Settings.of("onebit", {"name": "hierarchical"}, deterministic=True).exchange.outer.link == UNKNOWN
-    assert Settings.of("dgc").exchange.node_size == 1  # a velocity is one rank's
-    assert Settings.of("onebit").exchange == Auto()
+    assert RunState.of("onebit", deterministic=True).exchange.link == UNKNOWN
+    assert RunState.of("onebit", {"name": "hierarchical"}, deterministic=True).exchange.outer.link == UNKNOWN
+    assert RunState.of("dgc").exchange.node_size == 1  # a velocity is one rank's
+    assert RunState.of("onebit").exchange == Auto()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from lightning_compress.collectives import CountingCollective, TorchCollective, 
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.engine.group import Group
 from lightning_compress.engine.in_place import extremes
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 CPU, SOUND = torch.device("cpu"), torch.tensor(False)
 PARAMETERS = [("small", (37,)), ("large", (1500, 1001)), ("nothing", (0,)), ("bias", (1001,)), ("larger", (1001, 1300))]
@@ -30,7 +30,7 @@ def averaged(collective, settings, straight, owed=(), steps=2, spoilt=(), spoili
     meter = Meter(CPU)
     group = Group(
         PARAMETERS,
-        Settings.of(**settings),
+        RunState.of(**settings),
         World(CountingCollective(collective, meter), CPU, meter),
         unused=False,
     )
@@ -126,7 +126,7 @@ def test_what_is_fed_back_is_not_cast_and_forgotten():
 
 
 def test_a_residual_is_looked_at_again_once_it_was_written():
-    group = Group(PARAMETERS, Settings.of("topk"), World(run_threads(1, lambda each: each)[0], CPU, Meter(CPU)))
+    group = Group(PARAMETERS, RunState.of("topk"), World(run_threads(1, lambda each: each)[0], CPU, Meter(CPU)))
     residual = group.residual
     assert residual.empty
     residual.pending[5] = 1.0
@@ -146,7 +146,7 @@ def test_where_nothing_is_kept_it_is_what_ddp_does(size, dtype):
     def program(collective):
         meter = Meter(CPU)
         world = World(CountingCollective(collective, meter), CPU, meter)
-        group = Group(PARAMETERS, Settings.of(**STOCK), world, dtype=dtype)
+        group = Group(PARAMETERS, RunState.of(**STOCK), world, dtype=dtype)
         bucket = torch.cat([each.flatten() for each in gradients(collective.rank, 0)]).to(dtype)
         parts = [
             each.view(shape)

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_compress.collectives import run_threads
 from lightning_compress.core import snapshot
 from lightning_compress.engine.compression import Compression
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.testing.hostile import mutate
 
@@ -33,7 +33,7 @@ class Run:
         torch.manual_seed(1)
         self.ranks = ranks
         self.model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40))
-        self.compression = Compression(self.model, Settings.of(method), ranks)
+        self.compression = Compression(self.model, RunState.of(method), ranks)
         self.compression.active = True
 
     def step(self, seed):

@@ -8,7 +8,7 @@ from lightning_compress.collectives import TorchCollective
 from lightning_compress.local.outer import Outer
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.strategies.test_interruptions import EVERY, _asks
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ def _streamed(device, compressor):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(41, 53), nn.BatchNorm1d(53), nn.Tanh(), nn.Linear(53, 7)).to(device)
     rounds, ranks = Rounds(4, 2, 2, 0.5), [TorchCollective().apart() for _ in range(2)]
-    local = LocalSteps(model, Settings.of(compressor, min_numel=1), rounds, Outer.of("nesterov"), ranks)
+    local = LocalSteps(model, RunState.of(compressor, min_numel=1), rounds, Outer.of("nesterov"), ranks)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     for step in range(1, STEPS + 1):
         generator = torch.Generator().manual_seed(100 * step + ranks[0].rank)

@@ -87,7 +87,7 @@ def test_ranks_stay_equal_and_nothing_waits(ranks, compressor):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"exchange": "auto"}, {"residual_dtype": "bfloat16"}, {"exchange": "two_shot"}], ids=str
+    "settings", [{"exchange": "auto"}, {"error_feedback": {"dtype": "bfloat16"}}, {"exchange": "two_shot"}], ids=str
 )
 def test_other_settings(ranks, settings):
     (one, losses, *_), (other, *_) = ranks("nccl").run(trained, "onebit", settings, 6)

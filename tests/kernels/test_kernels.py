@@ -14,7 +14,7 @@ from lightning_compress.core.vector import Vector, kernel_of
 from lightning_compress.corrections.base import zero_where_zero
 from lightning_compress.engine.group import Group
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from lightning_compress.testing.alone import encode
 from tests.cases import kernel_settings
 
@@ -123,7 +123,8 @@ def test_velocities(nesterov, clip, both):
     """Nothing goes the long way but a gradient that is not finite."""
 
     def rank(collective):
-        settings = Settings.of({"name": "dgc", "density": 0.01, "nesterov": nesterov, "clip": clip}, "all_gather")
+        method = {"name": "dgc", "density": 0.01, "nesterov": nesterov}
+        settings = RunState.of(method, "all_gather", local_clip_norm=clip)
         shapes = [(each.name, each.shape) for each in LAYOUT.segments]
         group = Group(shapes, settings, World(collective, CPU, Meter(CPU)))
         generator, found, take = torch.Generator().manual_seed(collective.rank), [], group._take

@@ -18,7 +18,7 @@ from lightning_compress.local.means import mean_of
 from lightning_compress.local.outer import Outer
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds, split
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.reference.codecs import topk
 from tests.reference.local_steps import simulate
 from tests.reference.sparse import sparseloco
@@ -54,7 +54,7 @@ def adamw(parameters):
 def train(collective, rounds, outer, settings, steps, inner=sgd, each=lambda local: None, finish=False):
     """``steps`` local steps on this rank; the model, and the local steps."""
     model = make()
-    local = LocalSteps(model, Settings.of(**settings), rounds, Outer.of(outer), [collective] * rounds.fragments)
+    local = LocalSteps(model, RunState.of(**settings), rounds, Outer.of(outer), [collective] * rounds.fragments)
     optimizer = inner(model.parameters())
     collective.all_reduce(torch.zeros(1))  # all listen before any steps
     for step in range(1, steps + 1):
@@ -95,7 +95,7 @@ def rotated(vectors, number):
     """The package's own exchange of these vectors, in the keys of this round."""
     names = list(vectors[0])
     shaped = [(name, vectors[0][name].shape) for name in names]
-    settings = Settings.of({"name": "rotated", "bits": 4})
+    settings = RunState.of({"name": "rotated", "bits": 4})
 
     def average(collective):
         group = Group(shaped, settings, World(collective, CPU, Meter(CPU)), unused=False)
@@ -134,7 +134,7 @@ def test_three_rounds_follow_the_simulation(preset, method, size):
     def run(collective):
         chosen = {
             **settings,
-            "residual_decay": decay,
+            "error_feedback": {"decay": decay},
             "exchange": "all_gather" if method in ("topk", "sparseloco") else "auto",
         }
         return train(collective, Rounds(every), outer, chosen, 3 * every, adamw)[0]
@@ -169,7 +169,7 @@ def test_what_is_sent_and_kept_is_what_was_learned(compressor, decay):
 
     def run(collective):
         model = make()
-        settings = Settings.of(compressor, residual_decay=decay)
+        settings = RunState.of(compressor, error_feedback={"decay": decay})
         local = LocalSteps(model, settings, Rounds(2), Outer(), [collective])
         fragment, rows = local.fragments[0], []
         collective.all_reduce(torch.zeros(1))
@@ -208,7 +208,7 @@ def test_a_rank_that_is_not_finite_leaves_the_round_out_on_all():
         model = make()
         model.register_buffer("seen", torch.zeros(3))
         local = LocalSteps(
-            model, Settings.of("onebit", on_nonfinite="skip"), Rounds(1), Outer.of("nesterov"), [collective]
+            model, RunState.of("onebit", on_nonfinite="skip"), Rounds(1), Outer.of("nesterov"), [collective]
         )
         left_out = []
         local.on_left_out = lambda: left_out.append(collective.rank)
@@ -345,7 +345,7 @@ def test_a_state_at_any_step_goes_on_exactly(rounds, poisoned):
         def begun():
             model = make()
             local = LocalSteps(
-                model, Settings.of(**settings), rounds, Outer.of("nesterov"), [collective] * rounds.fragments
+                model, RunState.of(**settings), rounds, Outer.of("nesterov"), [collective] * rounds.fragments
             )
             collective.all_reduce(torch.zeros(1))
             return model, adamw(model.parameters()), local
@@ -382,7 +382,7 @@ def test_what_is_unfrozen_later_follows_as_if_it_had_only_stood_still(rounds):
     def run(collective, joins):
         model, settings = make(), {"compressor": "none", "check_drift_every": 1}
         model[0].requires_grad_(not joins)
-        local = LocalSteps(model, Settings.of(**settings), rounds, Outer.of("nesterov"), [collective])
+        local = LocalSteps(model, RunState.of(**settings), rounds, Outer.of("nesterov"), [collective])
         optimizer = sgd(model.parameters())
         for step in range(1, 18):
             model[0].requires_grad_(not joins or step > 6)
@@ -407,7 +407,7 @@ def test_what_is_unfrozen_later_follows_as_if_it_had_only_stood_still(rounds):
 def test_what_is_added_later_joins_and_what_takes_a_parameters_place_is_refused():
     def run(collective):
         model = make()
-        local = LocalSteps(model, Settings.of("none"), Rounds(2), Outer(), [collective])
+        local = LocalSteps(model, RunState.of("none"), Rounds(2), Outer(), [collective])
         with torch.no_grad():
             model.append(nn.Linear(7, 3))
             for each in model[3].parameters():
@@ -421,7 +421,7 @@ def test_what_is_added_later_joins_and_what_takes_a_parameters_place_is_refused(
         with pytest.raises(ValueError, match=r"no parameter 0\.weight any more, and 0\.parametrizations"):
             local.join(2)
         other = make()
-        local = LocalSteps(other, Settings.of("none"), Rounds(2), Outer(), [collective])
+        local = LocalSteps(other, RunState.of("none"), Rounds(2), Outer(), [collective])
         other[0].weight = nn.Parameter(torch.ones(2, 3))  # of the same name, as of a layer that lost neurons
         with pytest.raises(ValueError, match=r"no parameter 0\.weight any more, and another one in its place"):
             local.join(2)
@@ -437,7 +437,7 @@ def test_what_joins_while_a_fragment_travels_depends_on_steps_alone():
         model = make()
         model[0].requires_grad_(False)
         schedule = {"bits": {0: 8, 2: 2}}
-        settings = Settings.of("rotated", schedule=schedule, min_numel=0, check_drift_every=0)
+        settings = RunState.of("rotated", schedule=schedule, min_numel=0, check_drift_every=0)
         local = LocalSteps(model, settings, Rounds(4, 1, 2, 0.5), Outer.of("nesterov"), [collective])
         optimizer = sgd(model.parameters())
         for step in range(1, 11):
@@ -492,7 +492,7 @@ def test_sparseloco_sends_what_its_paper_says():
 
     def run(collective):
         model = nn.Linear(columns, rows)
-        settings = Settings.of("sparseloco", "all_gather", min_numel=0, residual_decay=0.95)
+        settings = RunState.of("sparseloco", "all_gather", min_numel=0, error_feedback={"decay": 0.95})
         local = LocalSteps(model, settings, Rounds(30), Outer(), [collective])
         with torch.no_grad():
             for step in range(1, 61):
@@ -565,7 +565,7 @@ def test_parameters_in_another_memory_format_are_averaged():
     def run(collective):
         torch.manual_seed(0)
         model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-        local = LocalSteps(model, Settings.of("none"), Rounds(2), Outer(), [collective])
+        local = LocalSteps(model, RunState.of("none"), Rounds(2), Outer(), [collective])
         before = model.weight.detach().clone()
         with torch.no_grad():
             for each in model.parameters():
@@ -584,7 +584,7 @@ def test_steps_too_small_for_half_precision_are_kept_in_the_anchors():
         model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
         with torch.no_grad():
             model.weight.fill_(1.0)
-            local = LocalSteps(model, Settings.of("none"), Rounds(1), Outer(), [collective])
+            local = LocalSteps(model, RunState.of("none"), Rounds(1), Outer(), [collective])
             for step in range(1, 9):
                 if collective.rank == 0:
                     model.weight += 2.0**-7
@@ -598,7 +598,7 @@ def test_an_outer_optimizer_that_is_named_at_a_resume_is_what_runs():
     def run(collective, given):
         _, before = train(collective, Rounds(2), "nesterov", {"compressor": "none"}, 4)
         model = make()
-        local = LocalSteps(model, Settings.of("none"), Rounds(2), Outer.of(given), [collective])
+        local = LocalSteps(model, RunState.of("none"), Rounds(2), Outer.of(given), [collective])
         local.load_state_dict(before.state_dict())
         outer = local.fragments[0]._outer
         buffers = [each.get("momentum_buffer") for each in outer.state.values()]
@@ -616,7 +616,7 @@ def test_what_is_sent_late_has_the_epoch_of_its_own_step():
     def run(collective):
         model, go = nn.Linear(64, 64, bias=False), threading.Event()
         topk = {"name": "topk", "density": 0.25}
-        settings = Settings.of(topk, min_numel=0, schedule="dgc", exchange="all_gather")
+        settings = RunState.of(topk, min_numel=0, schedule="dgc", exchange="all_gather")
         local = LocalSteps(model, settings, Rounds(4, 1, 2), Outer(), [collective])
         if collective.rank == 1:
             local._carrier.carry(go.wait)

@@ -14,7 +14,7 @@ from lightning_compress.local.outer import Outer
 from lightning_compress.local.statistics import BufferRules, Buffers
 from lightning_compress.local.steps import LocalSteps
 from lightning_compress.local.timetable import Rounds
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 
 class Masked(nn.Module):
@@ -138,7 +138,7 @@ def test_what_is_normed_stays_so_in_the_model_that_all_have(size, rounds):
 
     def rank(collective):
         model, draw = copy.deepcopy(made), torch.Generator().manual_seed(collective.rank)
-        local = LocalSteps(model, Settings.of("none"), rounds, Outer(), [collective])
+        local = LocalSteps(model, RunState.of("none"), rounds, Outer(), [collective])
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         for step in range(1, 36):
             inputs = torch.randn(8, 8, generator=draw)

@@ -43,7 +43,7 @@ def by_rotated(vector: np.ndarray, lengths: list[int], place: Place) -> tuple[np
     """4 bits; nothing stays. The key is the engine's: of the bucket's names, the step and the rank."""
     names, step, rank = place
     key = mix(mix(mix(0, name_key(tuple(f"model.{name}" for name in names))), step), rank)
-    sent, _ = rotated(vector, 4, 256, 0, key)
+    sent, _ = rotated(vector, 4, 256, key)
     return sent, np.zeros_like(vector)
 
 

@@ -183,9 +183,8 @@ def test_a_zero_gradient_does_not_stop_it_for_good() -> None:
 
 def test_the_start_is_random_normal_and_the_same_in_every_process() -> None:
     layout = Layout.of([("a", (200, 5000)), ("b", (200, 5000))])
-    state, again = (train(PowerSGD(2, seed=3), layout, 1, skipped=(0,))[0].committed[0]["q"] for _ in range(2))
+    state, again = (train(PowerSGD(2), layout, 1, skipped=(0,))[0].committed[0]["q"] for _ in range(2))
     assert state.equal(again)
-    assert not state.equal(train(PowerSGD(2, seed=4), layout, 1, skipped=(0,))[0].committed[0]["q"])
     first, second = state.view(2, -1)
     assert not first.equal(second)
     for part in (first, second):
@@ -193,7 +192,7 @@ def test_the_start_is_random_normal_and_the_same_in_every_process() -> None:
         assert abs(part.std() - 1) < 0.05
         assert abs(part.pow(4).mean() - 3) < 0.4
     reordered = Layout.of([("b", (200, 5000)), ("a", (200, 5000))])
-    assert train(PowerSGD(2, seed=3), reordered, 1, skipped=(0,))[0].committed[0]["q"].equal(torch.cat([second, first]))
+    assert train(PowerSGD(2), reordered, 1, skipped=(0,))[0].committed[0]["q"].equal(torch.cat([second, first]))
     u, v = np.array([(number + 32768.5) / 65536 for number in random16(7, 16)]).reshape(2, 8)
     np.testing.assert_allclose(normal(7, 8, CPU).numpy(), np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v), rtol=1e-5)
 
@@ -231,7 +230,7 @@ def test_steady_state_allocates_nothing_large() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"rank": 0}, {"rank": 1.5}, {"rank": True}, {"warm_start": 1}, {"seed": -1}, {"seed": 0.5}),
+        *({"rank": 0}, {"rank": 1.5}, {"rank": True}, {"warm_start": 1}),
         *({"min_compression_rate": 0.9}, {"min_compression_rate": math.nan}, {"min_compression_rate": "2"}),
     ],
 )

@@ -160,12 +160,12 @@ def qsgd_numbers(vector: Array, bits: int, bucket: int, norm: str) -> tuple[Arra
     return np.array(norms, np.float32), numbers
 
 
-def rotation(block: int, seed: int) -> npt.NDArray[np.float64]:
+def rotation(block: int) -> npt.NDArray[np.float64]:
     """``H D``, by the matrix's recursive definition."""
     matrix = np.ones((1, 1))
     while len(matrix) < block:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix * [1 if number >= 0 else -1 for number in random16(seed % 2**64, block)]
+    return matrix * [1 if number >= 0 else -1 for number in random16(0, block)]
 
 
 def rotated_blocks(numel: int, block: int) -> list[list[int]]:
@@ -177,11 +177,11 @@ def rotated_blocks(numel: int, block: int) -> list[list[int]]:
     return blocks
 
 
-def rotated(vector: Array, bits: int, block: int, seed: int, key: int) -> tuple[Array, Array]:
+def rotated(vector: Array, bits: int, block: int, key: int) -> tuple[Array, Array]:
     """Each block's coefficients, rounded to even levels between plus and minus the largest, and rotated back."""
     numel = len(vector)
     block = min(block, max(8, 2 ** math.ceil(math.log2(numel))))
-    places, matrix = np.array(rotated_blocks(numel, block)), rotation(block, seed)
+    places, matrix = np.array(rotated_blocks(numel, block)), rotation(block)
     padded = np.zeros(places.size)
     padded[:numel] = vector
     coefficients = padded[places] @ matrix.T / block

@@ -28,7 +28,7 @@ from lightning_compress.planning.cost import COPIES, Link, Speeds
 from lightning_compress.planning.decide import decide
 from lightning_compress.planning.summary import forecast, label
 from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
 from tests.helpers import link as pretended
 from tests.helpers.training import Net, digits, fit, loader, parameters, quiet_trainer
@@ -70,7 +70,7 @@ def named(numel=1 << 20, dtype=torch.float32):
 
 def decided(ranks, exchange="auto", parameters=None, **settings):
     """What all of so many ranks choose."""
-    given = Settings.of("auto", exchange, **settings)
+    given = RunState.of("auto", exchange, **settings)
     found = run_threads(
         ranks, lambda collective: decide(given, parameters or named(), World(collective, CPU, Meter(CPU)))
     )
@@ -149,7 +149,7 @@ def test_nothing_is_measured_where_that_was_forbidden(monkeypatch):
     ids=str,
 )
 def test_summary(compressor, ranks, summary):
-    settings = Settings.of(compressor, Auto(link=SLOW))
+    settings = RunState.of(compressor, Auto(link=SLOW))
     one = lambda collective: forecast(settings, named(), World(collective, CPU, Meter(CPU)))  # noqa: E731
     found = run_threads(ranks, one) if ranks > 1 else [one(LocalCollective())]
     assert all(each.summary == found[0].summary for each in found)
@@ -159,7 +159,7 @@ def test_summary(compressor, ranks, summary):
 
 
 def test_one_rank_says_that_it_looks_at_nothing():
-    settings = Settings.of("rotated", on_nonfinite="raise")
+    settings = RunState.of("rotated", on_nonfinite="raise")
     said = forecast(settings, named(), World(LocalCollective(), CPU, Meter(CPU))).warning
     assert said == "on_nonfinite=raise has no effect on one rank"
 
@@ -167,7 +167,7 @@ def test_one_rank_says_that_it_looks_at_nothing():
 @pytest.mark.parametrize("more", [{}, {"on_nonfinite": "skip"}, {"deterministic": True}], ids=str)
 def test_auto_says_that_it_chose_float32(more):
     """Also where a hook averages it, and not DistributedDataParallel."""
-    given = Settings.of("auto", Auto(link=FAST), **more)
+    given = RunState.of("auto", Auto(link=FAST), **more)
 
     def rank(ranks):
         world = World(ranks, CPU, Meter(CPU))
@@ -179,7 +179,7 @@ def test_auto_says_that_it_chose_float32(more):
 
 def test_why_it_is_off():
     def said(**settings):
-        given = Settings.of(**settings)
+        given = RunState.of(**settings)
         return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).summary)[0]
 
     assert "falls back to all_reduce of float32, since all_gather would save too little" in said(
@@ -193,13 +193,9 @@ def test_why_it_is_off():
 
 IDLE = {
     "exchange": "two_shot",
-    "error_feedback": True,
     "warmup_steps": 5,
-    "residual_decay": 0.5,
-    "residual_follows_lr": True,
-    "residual_dtype": "bfloat16",
+    "error_feedback": {"decay": 0.5, "follows_lr": True, "dtype": "bfloat16"},
     "min_numel": 7,
-    "exclude": ["a.*"],
     "rules": [{"match": "b", "compressor": "none"}],
     "on_drift": "resync",
     "check_drift_every": 7,
@@ -208,7 +204,7 @@ IDLE = {
 
 def test_what_comes_to_nothing_without_a_compressor_is_said():
     def warned(**settings):
-        given = Settings.of(**settings)
+        given = RunState.of(**settings)
 
         def rank(ranks):
             world = World(ranks, CPU, Meter(CPU))
@@ -222,25 +218,25 @@ def test_what_comes_to_nothing_without_a_compressor_is_said():
     assert warned(compressor="none", error_feedback=False, seed=3) == ""
     for more in ({"deterministic": True}, {"on_nonfinite": "skip"}):  # then the hook is there
         assert "no effect" not in warned(compressor="none", **IDLE, **more)
-    assert warned(compressor="auto", exchange=Auto(link=FAST), exclude=["a.*"]) == ""  # which chose none
+    rules = [{"match": "a.*", "compressor": "none"}]
+    assert warned(compressor="auto", exchange=Auto(link=FAST), rules=rules) == ""  # which chose none
     said = warned(compressor="auto", exchange=Auto(link=FAST), on_drift="resync", check_drift_every=7)
     assert "on_drift=resync, check_drift_every=7 has no effect" in said
 
 
 def test_settings_of_a_residual_that_is_not_kept_are_said():
     def warned(**settings):
-        given = Settings.of(**settings)
+        given = RunState.of(**settings)
         return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
 
-    for given in ({"compressor": "rotated"}, {"compressor": "onebit", "error_feedback": False}):
-        said = warned(**given, residual_decay=0.5, residual_dtype="bfloat16")
-        assert "residual_decay=0.5, residual_dtype=torch.bfloat16 has no effect; leave it out" in said
-    assert warned(compressor="onebit", residual_decay=0.5) == ""
+    said = warned(compressor="rotated", error_feedback={"decay": 0.5, "dtype": "bfloat16"})
+    assert "error_feedback={'decay': 0.5, 'dtype': torch.bfloat16} has no effect; leave it out" in said
+    assert warned(compressor="onebit", error_feedback={"decay": 0.5}) == ""
 
 
 def test_a_rule_for_what_stays_float32_is_said():
     def warned(match):
-        given = Settings.of("topk", rules=[{"match": match, "compressor": "efsign"}])
+        given = RunState.of("topk", rules=[{"match": match, "compressor": "efsign"}])
         return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
 
     assert "The rule {'match': ['bias']} has no effect" in warned("bias")
@@ -252,7 +248,7 @@ def test_a_rule_for_what_stays_float32_is_said():
 def test_the_ratio_is_that_of_the_plans(case, ranks):
     held = [(segment.name, nn.Parameter(torch.empty(segment.shape, device="meta")))
             for layout in (DENSE, LARGE) for segment in layout.segments]  # fmt: skip
-    settings = Settings.of(case.codec, Auto(), exclude=["bias", "norm"], min_numel=1)
+    settings = RunState.of(case.codec, Auto(), rules=[{"match": ["bias", "norm"], "compressor": "none"}], min_numel=1)
 
     def rank(collective):
         made = forecast(settings, held, World(collective, CPU, Meter(CPU)))
@@ -264,7 +260,7 @@ def test_the_ratio_is_that_of_the_plans(case, ranks):
 
 
 def test_labels():
-    assert label(Settings.of({"name": "topk", "density": 0.2, "indices": "rice"}).compressor) == (
+    assert label(RunState.of({"name": "topk", "density": 0.2, "indices": "rice"}).compressor) == (
         "topk (density 0.2, indices rice)"
     )
     assert label(BITS8) == "rotated (bits 8)"

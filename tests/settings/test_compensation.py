@@ -11,7 +11,7 @@ from lightning_compress import attach
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
 from lightning_compress.settings.compensation import KINDS, TABLE, automatic, beside_adam, kind_of
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.strategies.test_resume import Net, fit
 
 WEIGHT = [nn.Parameter(torch.zeros(3))]
@@ -73,43 +73,49 @@ def test_what_a_warning_says_of_it():
 
 def test_what_a_warning_says_of_estimates():
     """Nothing is lost where they take the place of a residual, and no other error feedback may be given."""
-    settings = Settings.of("ef21").stepped_by("adam")
+    settings = RunState.of("ef21").stepped_by("adam")
     said = beside_adam(settings.method, of(settings), settings.correction)
     assert "1.457 with eta 0.1" in said
     assert "error_feedback" not in said
     assert "is lost" not in said
-    dgc = Settings.of("dgc").stepped_by("adam")
+    dgc = RunState.of("dgc").stepped_by("adam")
     assert "'loco'" not in beside_adam(dgc.method, of(dgc), dgc.correction)
 
 
 @pytest.mark.parametrize("given", [None, "auto"])
 def test_it_follows_from_both(given):
-    settings = Settings.of("onebit", error_feedback=given)
+    settings = RunState.of("onebit", error_feedback=given)
     assert of(settings) == "classical"
     assert of(settings.stepped_by("sgd")) == LoCo()
     adam = settings.stepped_by("adam")
     assert of(adam) == LoCo()
-    assert of(Settings.of("efsign", error_feedback=given).stepped_by("adam")) == "none"
+    assert of(RunState.of("efsign", error_feedback=given).stepped_by("adam")) == "none"
     assert not adam.error_feedback
-    assert settings.asks is (given == "auto")
+    assert settings.options.error_feedback.asks is (given == "auto")
     assert of(adam.retuned("topk", {})) == "classical"
-    assert of(Settings.of("bf16", error_feedback=given).stepped_by("adam")) == "none"
+    assert of(RunState.of("bf16", error_feedback=given).stepped_by("adam")) == "none"
 
 
 @pytest.mark.parametrize(
-    "named", [{"error_feedback": True}, {"residual_decay": 0.5}, {"residual_dtype": "bfloat16"}, {"compressor": "topk"}]
+    "named",
+    [
+        {"error_feedback": True},
+        {"error_feedback": {"decay": 0.5}},
+        {"error_feedback": {"dtype": "bfloat16"}},
+        {"compressor": "topk"},
+    ],
 )
 def test_what_the_user_says_is_done(named):
-    assert of(Settings.of(**{"compressor": "onebit"} | named).stepped_by("adam")) == "classical"
-    assert of(Settings.of("onebit", error_feedback=False).stepped_by("adam")) == "none"
+    assert of(RunState.of(**{"compressor": "onebit"} | named).stepped_by("adam")) == "classical"
+    assert of(RunState.of("onebit", error_feedback=False).stepped_by("adam")) == "none"
 
 
 def test_a_correction_keeps_its_residual():
-    assert of(Settings.of({"name": "onebit_adam", "quantiser": "onebit"}).stepped_by("adam")) == "classical"
+    assert of(RunState.of({"name": "onebit_adam", "quantiser": "onebit"}).stepped_by("adam")) == "classical"
 
 
 def test_a_run_goes_on_as_it_was():
-    plain, adam = Settings.of("onebit"), Settings.of("onebit").stepped_by("adam")
+    plain, adam = RunState.of("onebit"), RunState.of("onebit").stepped_by("adam")
     earlier = plain.running()
     del earlier["compensations"]  # of a version that did not look at the optimizer
     for state in (plain.running(), earlier):
@@ -117,15 +123,15 @@ def test_a_run_goes_on_as_it_was():
         assert of(resumed) == "classical"
         assert resumed.error_feedback
     assert of(plain.resumed(adam.running())) == LoCo()
-    assert of(Settings.of("onebit", error_feedback={"name": "loco", "beta": 0.2}).resumed(adam.running())).beta == 0.2
-    loco = Settings.of("onebit", error_feedback={"name": "loco", "beta": 0.2})
+    assert of(RunState.of("onebit", error_feedback={"name": "loco", "beta": 0.2}).resumed(adam.running())).beta == 0.2
+    loco = RunState.of("onebit", error_feedback={"name": "loco", "beta": 0.2})
     assert of(plain.resumed(loco.running())).beta == 0.2
 
 
 @pytest.mark.parametrize("wrong", [3, ["loco"], {"OneBit": "nothing"}, {"OneBit": {"name": "loco", "beta": 7}}])
 def test_a_state_that_says_nothing_of_the_kind(wrong):
     with pytest.raises(ValueError, match=r"compensation|beta"):
-        Settings.of("onebit").resumed(Settings.of("onebit").running() | {"compensations": wrong})
+        RunState.of("onebit").resumed(RunState.of("onebit").running() | {"compensations": wrong})
 
 
 def _attached(optimizer, feedback):

@@ -16,7 +16,7 @@ from lightning_compress.engine.checks import check_module
 from lightning_compress.reducers import Reducer
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.helpers.training import Net, fit
 
 
@@ -48,15 +48,31 @@ from tests.helpers.training import Net, fit
         ({"exchange": "ring"}, "unknown exchange 'ring'; there are: all_reduce, all_gather, two_shot"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"min_numel": 1.5}, "min_numel=1.5"),
-        ({"exclude": "head"}, "write exclude=['head']"),
-        ({"exclude": 5}, "exclude=5 must be a list"),
+        ({"rules": [{"match": 5, "compressor": "none"}]}, "match=5 must be a list"),
+        ({"exclude": ["head"]}, "exclude= is gone: write rules=[{'match': ['head.*'], 'compressor': 'none'}]"),
+        ({"residual_decay": 0.5}, "residual_decay= is gone: write error_feedback={'decay': 0.95}"),
+        ({"residual_dtype": "bfloat16"}, "residual_dtype= is gone: write error_feedback={'dtype': 'bfloat16'}"),
+        ({"residual_follows_lr": True}, "residual_follows_lr= is gone: write error_feedback={'follows_lr': True}"),
+        ({"local_clip_by": "bucket"}, "local_clip_by= is gone: write local_clip_norm={'norm': 1.0, 'by': 'bucket'}"),
+        ({"local_clip_norm": {"norm": 1.0, "by": "model"}}, "must be one of 'parameter', 'bucket'"),
+        ({"local_clip_norm": {"by": "bucket"}}, "must be a norm, or say norm and by"),
+        (
+            {"compressor": {"name": "dgc", "clip": 1.0}},
+            "no setting 'clip' any more: give local_clip_norm=1.0",
+        ),
+        ({"compressor": {"name": "dgc", "clip_by": "bucket"}}, "any more: give local_clip_norm={'norm': 1.0, 'by': 'b"),
+        (
+            {"compressor": {"name": "rotated", "seed": 1}},
+            "no setting 'seed' any more: the rotation is one",
+        ),
+        ({"compressor": {"name": "powersgd", "seed": 1}}, "no setting 'seed' any more: the first Q follows from names"),
         ({"compressor": "topk", "exchange": "all_reduce"}, "those of TopK"),
         ({"error_feedback": "yes"}, "error_feedback='yes'"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook"),
         ({"ddp_comm_state": object()}, "ddp_comm_state"),
         ({"ddp_comm_wrapper": print}, "compressor='bf16' or 'fp16'"),
         ({"mixed_precision": object()}, "Trainer(precision=...)"),
-        ({"delay_all_reduce_named_params": [("a", None)]}, "exclude=[...]"),
+        ({"delay_all_reduce_named_params": [("a", None)]}, "use rules=[{'match': [...], 'compressor': 'none'}]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -117,7 +133,7 @@ def _static_graph():
 
 
 def _pattern():
-    return _refusal({"compressor": "topk", "exclude": ["nosuch.*"]})
+    return _refusal({"compressor": "topk", "rules": [{"match": "nosuch.*", "compressor": "none"}]})
 
 
 def _sparse():
@@ -145,8 +161,8 @@ def _complex():
 def test_a_model_on_two_devices_is_refused_but_for_none():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
     with pytest.raises(ValueError, match=r"on cpu, meta: .* put it there, or use CompressedDDPStrategy\('none'\)"):
-        check_module(model, Settings.of("onebit"))
-    check_module(model, Settings.of("none"))
+        check_module(model, RunState.of("onebit"))
+    check_module(model, RunState.of("none"))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +171,7 @@ def test_a_model_on_two_devices_is_refused_but_for_none():
         (_different_settings, "compression settings of rank 1 differ from those of rank 0"),
         (_wider, "trained parameters (names, shapes, dtypes) of rank 2 differ from those of rank 0"),
         (_static_graph, "static_graph=True with accumulate_grad_batches=2"),
-        (_pattern, "exclude='nosuch.*' matches no parameter"),
+        (_pattern, "takes no parameter by 'nosuch.*'"),
         (_sparse, "words has sparse gradients; build it with sparse=False"),
         (_stepped, "stepped inside backward"),
         (

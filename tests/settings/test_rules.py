@@ -19,7 +19,7 @@ from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.helpers.training import Net
 
 CPU = torch.device("cpu")
@@ -73,7 +73,8 @@ RULES = [
 
 def chosen(compressor, rules, min_numel=1024, exclude=()):
     model = Model()
-    settings = Settings.of(compressor, rules=rules, min_numel=min_numel, exclude=exclude).bound(kinds_of(model))
+    excluded = [{"match": list(exclude), "compressor": "none"}] * bool(exclude)
+    settings = RunState.of(compressor, rules=[*excluded, *rules], min_numel=min_numel).bound(kinds_of(model))
     settings.rules.check([name for name, _ in model.named_parameters()])
     return {name: settings.rules.method_of(name, tuple(p.shape)) for name, p in model.named_parameters()}
 
@@ -100,7 +101,7 @@ def test_cut_off_and_exclusion_come_first():
 def test_a_section_for_every_method_and_none_twice():
     rules = [{"match": "a*", "compressor": "onebit"}, {"match": "b*", "compressor": "topk"}]
     parameters = [("b", (64, 64)), ("a", (32, 64)), ("c", (64, 32)), ("small", (5,)), ("a2", (64, 64))]
-    order, sections = Settings.of("topk", rules=rules).rules.sections(parameters)
+    order, sections = RunState.of("topk", rules=rules).rules.sections(parameters)
     assert order == (1, 4, 0, 2, 3)
     assert [(each.method, each.layout.names, each.number) for each in sections] == [
         (OneBit(), ("a", "a2"), 1),
@@ -131,7 +132,7 @@ def test_refused_at_construction(rules, message):
 
 def test_the_exchange_must_carry_all_methods():
     with pytest.raises(ValueError, match="those of OneBit"):
-        Settings.of("bf16", "all_reduce", rules=[{"kind": "conv", "compressor": "onebit"}])
+        RunState.of("bf16", "all_reduce", rules=[{"kind": "conv", "compressor": "onebit"}])
 
 
 @pytest.mark.parametrize(

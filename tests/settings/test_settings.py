@@ -11,7 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
-from lightning_compress.settings.settings import Settings
+from lightning_compress.corrections.clipping import Clipping
+from lightning_compress.corrections.loco import LoCo
+from lightning_compress.settings.compensation import Feedback, Residual
+from lightning_compress.settings.options import Options
+from lightning_compress.settings.run_state import RunState
 
 NO_SETTINGS = {"self", "kwargs", "state", "strict_state"}
 SHOWN = {
@@ -24,13 +28,13 @@ CONFIGURED = OmegaConf.create({"strategy": OmegaConf.load(CONF)}).strategy  # wi
 
 
 def test_what_the_strategy_shows_is_what_runs_without_it():
-    assert Settings.of(**SHOWN) == Settings.of("auto")
-    assert CompressedDDPStrategy()._settings == Settings.of("auto")
+    assert RunState.of(**SHOWN) == RunState.of("auto")
+    assert CompressedDDPStrategy()._settings == RunState.of("auto")
 
 
 def test_the_configuration_changes_nothing():
     given = {name: CONFIGURED[name] for name in SHOWN.keys() - {"compressor", "exchange"}}
-    assert Settings.of("auto", **given) == Settings.of("auto")
+    assert RunState.of("auto", **given) == RunState.of("auto")
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -43,11 +47,11 @@ def test_every_setting_is_documented(name):
     [
         {"warmup_steps": 3},
         {"seed": 5},
-        {"residual_decay": 0.5},
-        {"residual_follows_lr": True},
-        {"residual_dtype": torch.bfloat16},
-        {"local_clip_norm": 2.0},
-        {"local_clip_by": "bucket", "local_clip_norm": 2.0},
+        {"error_feedback": Feedback(residual=Residual(decay=0.5))},
+        {"error_feedback": Feedback(residual=Residual(follows_lr=True))},
+        {"error_feedback": Feedback(residual=Residual(dtype=torch.bfloat16))},
+        {"local_clip_norm": Clipping(2.0)},
+        {"local_clip_norm": Clipping(2.0, "bucket")},
         {"deterministic": True},
         {"on_nonfinite": "skip"},
         {"on_drift": "resync"},
@@ -56,30 +60,57 @@ def test_every_setting_is_documented(name):
     ids=str,
 )
 def test_every_setting_arrives(changed):
-    given = {name: "bfloat16" if value is torch.bfloat16 else value for name, value in changed.items()}
-    strategy = CompressedDDPStrategy("topk", **given)
+    strategy = CompressedDDPStrategy("topk", **changed)
     for name, value in changed.items():
-        assert getattr(strategy._settings, name) == value
-        assert getattr(Settings.of("topk"), name) != value
+        assert getattr(strategy._settings.options, name) == value
+        assert getattr(Options.of("topk"), name) != value
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (True, Feedback("classical")),
+        ("residual", Feedback("classical")),
+        (False, Feedback("none")),
+        (None, Feedback()),
+        ("auto", Feedback(asks=True)),
+        ("loco", Feedback(LoCo())),
+        ({"name": "loco", "beta": 0.2}, Feedback(LoCo(beta=0.2))),
+        ({"decay": 0.5}, Feedback(residual=Residual(0.5))),
+        ({"name": "residual", "decay": 0.5}, Feedback("classical", residual=Residual(0.5))),
+        ({"dtype": "bfloat16"}, Feedback(residual=Residual(dtype=torch.bfloat16))),
+    ],
+    ids=str,
+)
+def test_error_feedback_may_be_a_truth_a_name_or_a_mapping(given, read):
+    assert Options.of("topk", error_feedback=given).error_feedback == read
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [(2, Clipping(2.0)), ({"norm": 2.0}, Clipping(2.0)), ({"norm": 2.0, "by": "bucket"}, Clipping(2.0, "bucket"))],
+    ids=str,
+)
+def test_a_clip_may_be_a_norm_or_a_mapping(given, read):
+    assert Options.of("topk", local_clip_norm=given).local_clip_norm == read
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"local_clip_by": "bucket"}, "local_clip_by='bucket' says whose norm local_clip_norm is, and there is none"),
         ({"on_drift": "resync", "check_drift_every": 0}, "on_drift='resync' and check_drift_every=0"),
     ],
-    ids=["clip", "drift"],
+    ids=["drift"],
 )
 def test_what_nothing_would_come_of_is_refused(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Settings.of("topk", **given)
+        RunState.of("topk", **given)
 
 
-@pytest.mark.parametrize(("given", "meant"), [("residual_decai", "residual_decay"), ("exclud", "exclude")])
+@pytest.mark.parametrize(("given", "meant"), [("error_feedbak", "error_feedback"), ("rulez", "rules")])
 def test_attach_refuses_what_it_does_not_know_and_says_what_may_be_meant(pools, given, meant):
     for said in pools[1].run(_attached, given):
-        assert f"unexpected keyword argument {given!r}; did you mean {meant!r}?" in said
+        assert f"there is no argument {given!r}; did you mean {meant!r}?" in said
 
 
 def _attached(name):

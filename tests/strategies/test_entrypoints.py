@@ -58,15 +58,15 @@ def test_lightning_cli_yaml(tmp_path):
         "trainer:\n  accelerator: cpu\n  logger: false\n  strategy:\n"
         f"    class_path: {CLASS_PATH}\n    init_args:\n"
         "      compressor:\n        class_path: lightning_compress.codecs.TopK\n        init_args: {density: 0.3}\n"
-        "      exclude: ['head.*']\n"
+        "      rules: [{match: ['head.*'], compressor: none}]\n"
     )
     cli = LightningCLI(Net, args=[f"--config={config}"], run=False)
     assert cli.trainer.strategy._settings.method == TopK(density=0.3)
-    assert cli.trainer.strategy._settings.rules.exclude == ("head.*",)
+    assert cli.trainer.strategy._settings.options.rules[0].match == ("head.*",)
 
 
 def test_an_unused_strategy_can_be_pickled():
-    strategy = CompressedDDPStrategy({"name": "topk", "density": 0.5}, exclude=["a"])
+    strategy = CompressedDDPStrategy({"name": "topk", "density": 0.5}, rules=[{"match": "a", "compressor": "none"}])
     assert pickle.loads(pickle.dumps(strategy))._settings == strategy._settings
 
 

@@ -95,7 +95,7 @@ KEEPERS = {
     "ef21": {"compressor": "ef21"},
     "adagrad": {"compressor": OneBit(), "exchange": {"name": "two_shot", "adagrad": 1e-8}, "make": PlainSGD},
     "schedule": {"compressor": TopK(0.5), "schedule": {"density": {0: 0.5, 2: 0.2, 4: 0.05}}},
-    "rate": {"compressor": TopK(0.05), "residual_follows_lr": True, "make": FallingRate},
+    "rate": {"compressor": TopK(0.05), "error_feedback": {"follows_lr": True}, "make": FallingRate},
     "rank": {"compressor": {"name": "powersgd", "rank": 4}, "schedule": {"rank": {0: 4, 2: 2}}},
     "rules": {"compressor": TopK(0.05), "rules": [{"kind": "conv", "compressor": "powersgd"}]},
     "warmup": {"compressor": TopK(0.05), "warmup_steps": 4},
@@ -178,7 +178,7 @@ def sums_of_residuals(folder):
 
 def resumed_sums(folder, path, **settings):
     make = partial(Watched)
-    _, _, said = fit(folder, OneBit(), path, make=make, error_feedback=True, **settings)
+    _, _, said = fit(folder, OneBit(), path, make=make, **{"error_feedback": True} | settings)
     return Watched.seen, said
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 
 CPU = torch.device("cpu")
 PARAMETERS = [("weight", (20, 61)), ("bias", (37,)), ("nothing", (0,)), ("other", (13, 83))]
@@ -81,7 +81,7 @@ def program(collective, device, settings, happens, twice, unused):
 )
 def test_as_on_a_cpu(happens, exchange, twice, device, by):
     unused = happens is without  # else an accelerator does not look
-    settings = Settings.of({"name": "onebit", "block": 512}, exchange)
+    settings = RunState.of({"name": "onebit", "block": 512}, exchange)
 
     def run(where):
         return run_threads(3, lambda collective: program(collective, where, settings, happens, twice, unused))
@@ -106,7 +106,7 @@ def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, m
 
     monkeypatch.setattr(FusedSigns, "encode", counted)
     by("triton")
-    settings = Settings.of({"name": "onebit", "block": 512}, exchange)
+    settings = RunState.of({"name": "onebit", "block": 512}, exchange)
     run_threads(2, lambda collective: program(collective, device, settings, plain, False, False))
     assert len(calls) == 2 * 3
 
@@ -127,7 +127,7 @@ def left_out(collective, device, settings):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
 def test_what_a_later_pass_leaves_out_stays(exchange, device, by):
-    settings = Settings.of({"name": "onebit", "block": 512}, exchange)
+    settings = RunState.of({"name": "onebit", "block": 512}, exchange)
     by("auto")
     slow = run_threads(3, lambda collective: left_out(collective, CPU, settings))
     by("triton")

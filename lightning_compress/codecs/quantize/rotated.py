@@ -66,7 +66,7 @@ LARGEST = 2.0**110
 class Rotated(Codec):
     """Rotate each block, round the coefficients to ``2^bits`` numbers, and let the receiver rotate the sum back.
 
-    The coefficients of a block x of n elements are ``c = H D x / n``: D flips signs, drawn from ``seed`` and the same
+    The coefficients of a block x of n elements are ``c = H D x / n``: D flips signs, the same
     for every block, rank and step; H is the Walsh-Hadamard matrix. They look like normal data whatever x looks like, so
     that one large element does not take all levels. With ``m = max|c|``, each is rounded at random, up or down, to a
     number ``m (2 q + 1) / (2^bits - 1)``, q from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, such that the mean is exact. A
@@ -86,7 +86,6 @@ class Rotated(Codec):
         block: elements that are rotated together and share a scale; a power of two from 64 (half a bit each for the
             scale) to 8192 (slowest). Smaller ones have smaller m on normal data, and larger ones spread an outlier
             further: on normal data 128 to 512 have the least error for the bits in all.
-        seed: which signs are flipped; any integer, the same on all ranks.
         correlated: ranks round by random bits that they share, each at another offset, in an order that is drawn in
             each step: where their numbers lie between the same two levels, their errors cancel in part, and one rank's
             message is as right on average as it was. Of several messages for one mean, so in ``all_gather``,
@@ -105,8 +104,9 @@ class Rotated(Codec):
     name: ClassVar[str] = "rotated"
     bits: int = 4
     block: int = 256
-    seed: int = 0
     correlated: bool = False
+
+    gone: ClassVar[dict[str, str]] = {"seed": "the rotation is one; seed= beside the compressor draws all the rest"}
 
     def __post_init__(self) -> None:
         check_correlated("Rotated", self.correlated)
@@ -114,8 +114,6 @@ class Rotated(Codec):
             raise ValueError(f"Rotated(bits={self.bits!r}): bits must be an integer from 2 to 8; try 4")
         if not isinstance(self.block, int) or not 64 <= self.block <= 8192 or self.block & (self.block - 1):
             raise ValueError(f"Rotated(block={self.block!r}): block must be a power of two from 64 to 8192; try 256")
-        if not isinstance(self.seed, int):
-            raise ValueError(f"Rotated(seed={self.seed!r}): seed must be an integer; try 0")
 
     @property
     def safe_with_adam(self) -> bool:
@@ -132,7 +130,7 @@ class Rotated(Codec):
         fused = kernels.backend(__name__, device, "triton")
         if fused and self.block <= fused.LONGEST:
             block, count = _shape(layout.numel, self.block)
-            signs = _signs(self.seed, block, device).view(-1)
+            signs = _signs(block, device).view(-1)
             rest = scratch("rotated rest", COLUMNS * block, torch.float32, device)
             return FusedLevels(fused, layout, count, count * block, self.bits, signs, rest)
         return _RotatedPlan(layout, device, self)
@@ -149,7 +147,7 @@ class _RotatedPlan(FusedPlan):
         self._quantiser = Quantiser(codec.bits, 0.5, self._blocks * block, most, device)
         self.message_size = self._body + self._quantiser.size
         self._norms = torch.empty(self._blocks, dtype=torch.float32, device=device)
-        signs = _signs(codec.seed, block, device)
+        signs = _signs(block, device)
         fast = kernels.backend(__name__, device, "numba")
         if fast:
             whole = [_Piece(slice(0, self._blocks), block, layout.numel)]
@@ -312,7 +310,7 @@ def _cut(numel: int, block: int) -> list[slice]:
     return parts + [slice(whole, blocks)] * (whole < blocks)
 
 
-def _signs(seed: int, block: int, device: torch.device) -> Tensor:
+def _signs(block: int, device: torch.device) -> Tensor:
     """A random sign for each row of a matrix."""
-    bits = RandomBits(block, device).draw(seed % 2**64, 0, block)
+    bits = RandomBits(block, device).draw(0, 0, block)
     return torch.where(bits >= 0, 1, -1).float().view(block, 1)

@@ -17,7 +17,7 @@ from lightning_compress.core.random import permutation
 from lightning_compress.exchanges import AllGather, TwoShot
 from lightning_compress.exchanges.message import Section
 from lightning_compress.gossip.arguments import build_gossip_compressor
-from lightning_compress.settings.settings import Settings
+from lightning_compress.settings.run_state import RunState
 from tests.codecs.helpers import CPU, layout, make
 from tests.codecs.quantize.test_quantisers import check_levels
 from tests.corrections.helpers import Walker, gradient, on_ranks
@@ -50,7 +50,7 @@ def test_equals_the_references(place, places):
     check_levels(levels, reference.qsgd_numbers(vector.numpy(), 3, 64, "max")[1], 0.0, 9, 1e-4, share)
     places_of = np.array(reference.rotated_blocks(NUMEL, 64))
     norms, levels = reference.levels(messages[0][1], len(places_of), NUMEL, 2)
-    coefficients, numbers = vector.numpy()[places_of] @ reference.rotation(64, 0).T / 64, np.zeros(NUMEL)
+    coefficients, numbers = vector.numpy()[places_of] @ reference.rotation(64).T / 64, np.zeros(NUMEL)
     numbers[places_of] = coefficients * 1.5 / norms[:, None]
     check_levels(levels, numbers, 0.5, 9, 1e-2, share)
     np.testing.assert_array_equal(messages[4][0], reference.natural(vector.numpy(), 64, 9, share)[0])
@@ -164,7 +164,7 @@ def test_what_is_refused(codec):
     with pytest.raises(ValueError, match=rf"{kind.__name__}\(correlated='yes'\)"):
         kind(correlated="yes")
     with pytest.raises(ValueError, match="exchange='binomial' encodes sums of few ranks"):
-        Settings.of({"name": name, "correlated": True}, exchange="binomial")
+        RunState.of({"name": name, "correlated": True}, exchange="binomial")
     for exchange in (TwoShot, Binomial):
         with pytest.raises(ValueError, match="a sum is encoded by one rank"):
             exchange(sums={"name": name, "correlated": True})
