@@ -71,7 +71,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "schedule": {"density": {0: 0.25, 60: 0.0625, 120: 0.01}},
     },
     "dgc 1 %": {"compressor": {"name": "dgc", "density": 0.01}, "warmup_steps": 20},
-    "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 60}},
+    "onebit_adam": {"compressor": "onebit_adam", "warmup_steps": 60},
 }
 """Arguments of ``attach``; those of which there is no compressor are passed over."""
 ONLY = {"dgc 1 %": "sgd", "onebit_adam": "adamw"}

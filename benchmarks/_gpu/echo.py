@@ -72,7 +72,7 @@ def _wide(message: Tensor) -> Tensor:
 def compress(ddp: DistributedDataParallel, method: Mapping[str, object], ranks: int) -> Compression:
     """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled."""
     exchange = "auto" if method["name"] in OWN_WAY else "all_gather"
-    settings = RunState.of(method, exchange, check_drift_every=0)
+    settings = RunState.of(method, exchange, schedule="none", check_drift_every=0)
     unused = ddp.find_unused_parameters or ddp.static_graph
     world, ignored = EchoCollective(ranks), ddp.parameters_to_ignore
     compression = Compression(ddp.module, settings, world, ignored=ignored, unused=unused)

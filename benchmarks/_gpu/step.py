@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, object]] = {
     "rotated": {"name": "rotated", "bits": 4},
     "qsgd": {"name": "qsgd"},
     "topk": {"name": "topk"},
-    "dgc": {"name": "dgc", "warmup": False},
+    "dgc": {"name": "dgc"},
     "powersgd": {"name": "powersgd"},
     "fft": {"name": "fft"},
 }

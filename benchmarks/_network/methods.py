@@ -82,7 +82,7 @@ OURS: dict[str, dict[str, Any]] = {
     "rotated": {"compressor": "rotated"},
     "qsgd": {"compressor": "qsgd"},
     "topk 1 %": {"compressor": {"name": "topk", "density": 0.01}},
-    "dgc 0.1 %": {"compressor": {"name": "dgc", "momentum": 0.0, "warmup": False}},
+    "dgc 0.1 %": {"compressor": {"name": "dgc", "momentum": 0.0}, "schedule": "none"},
     "powersgd 1": {"compressor": {"name": "powersgd", "rank": 1}},
     "powersgd 4": {"compressor": {"name": "powersgd", "rank": 4}},
 }

@@ -73,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "exchange": _sums(3),
         "warmup_steps": 30,
     },
-    "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 60}},
+    "onebit_adam": {"compressor": "onebit_adam", "warmup_steps": 60},
     **{
         f"adam_mask {100 * density:g} %, {rest}": {
             "compressor": {"name": "adam_mask", "density": density, "rest": rest}

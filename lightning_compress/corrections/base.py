@@ -101,6 +101,14 @@ class Correction(ABC):
         """It takes what has left a rank's residual for applied, which no exchange may leave in that of another rank."""
         return False
 
+    def begun(self, dense_steps: int) -> Correction:
+        """The same where so many steps at the beginning are dense.
+
+        Raises:
+            ValueError: it cannot begin so.
+        """
+        return self
+
     def give_back(self, state: dict[str, Any]) -> None:  # noqa: B027  # most take nothing away
         """Put into an optimizer's ``state_dict`` what ``take_over`` took: another method may go on from it."""
 
@@ -134,11 +142,11 @@ class Corrected(ABC):
         """What is done before and after."""
 
     @property
-    def courses(self) -> Mapping[str, object]:
-        """How its settings change while training, where the user gives no ``schedule``."""
-        return {}
+    def schedule(self) -> str | None:
+        """The preset by which its settings change while training, where the user gives no ``schedule``."""
+        return None
 
     @property
     def dense_steps(self) -> int:
-        """Steps at the beginning that the method needs dense."""
+        """Steps at the beginning that are dense, where the user gives no ``warmup_steps``."""
         return 0

@@ -110,7 +110,9 @@ class DGC(Corrected):
     are and then get the same momentum. In dense steps (warm-up, one rank, where ``auto`` finds dense cheaper)
     all of v is sent and no u is forgotten: that is SGD with momentum, exactly. ``64 * density`` bits per element:
     0.064, a five-hundredth, at the default. At a density of 1 all is sent and nothing forgotten either; near 0 one
-    element of each parameter is sent.
+    element of each parameter is sent. At the default density it begins with the paper's others, an epoch each
+    (``schedule="dgc"``, as for any density; ``schedule="none"`` does without); with ``attach``, who trains sets the
+    handle's ``epoch``.
 
     State: ``velocity`` (float32, per rank) and ``momentum`` (float32, of what stays dense, the same on all ranks),
     beside the residual: with their second buffers 16 bytes per compressed parameter. A parameter without a gradient on
@@ -130,9 +132,6 @@ class DGC(Corrected):
         selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
             again among what passed, as the paper does; "exact" selects among all.
         sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
-        warmup: begin with those of ``WARMUP_DENSITIES`` that are above ``density``, an epoch each. None: if ``density``
-            is the paper's, 0.001. A ``schedule`` takes the place of it, such as ``{"preset": "dgc",
-            "steps": 100}``; with ``attach``, who trains sets the handle's ``epoch``.
 
     Raises:
         ValueError: a setting is out of range, or the sparsifier is none.
@@ -147,9 +146,9 @@ class DGC(Corrected):
     masking: bool = True
     selection: Literal["exact", "sampled"] = "sampled"
     sparsifier: Codec | Mapping[str, object] | str | None = None
-    warmup: bool | None = None
 
     gone: ClassVar[Mapping[str, str]] = {
+        "warmup": "give schedule='dgc' beside the compressor, or schedule='none' for none",
         "clip": "give local_clip_norm=1.0 beside the compressor",
         "clip_by": "give local_clip_norm={'norm': 1.0, 'by': 'bucket'} beside the compressor",
     }
@@ -161,15 +160,8 @@ class DGC(Corrected):
                 raise ValueError(f"DGC({name}={value!r}): {name} must be true or false")
         if isinstance(self.momentum, bool) or not isinstance(self.momentum, (int, float)) or not 0 <= self.momentum < 1:
             raise ValueError(f"DGC(momentum={self.momentum!r}): momentum must be in [0, 1), as SGD's; 0.9 is usual")
-        if self.warmup not in (None, True, False):
-            raise ValueError(f"DGC(warmup={self.warmup!r}): warmup must be true, false, or null (on at density 0.001)")
         if self.sparsifier is None:
             return
-        if self.warmup:
-            raise ValueError(
-                f"DGC(warmup=True, sparsifier={self.sparsifier!r}): the warm-up changes the density of top-k, which "
-                "the sparsifier stands in for; set warmup=False"
-            )
         codec = build("sparsifier", self.sparsifier, CODECS, (Codec,))
         if not isinstance(codec, Codec) or not (codec.sparse and codec.contractive):
             fit = [name for name, each in CODECS.complete().items() if each.sparse and each.contractive]
@@ -196,13 +188,9 @@ class DGC(Corrected):
         return cast(Codec | None, self.sparsifier) or TopK(self.density, selection=self.selection)
 
     @property
-    def courses(self) -> Mapping[str, object]:
-        """The paper's warm-up."""
-        usual = self.density == WARMUP_DENSITIES[-1] and self.sparsifier is None
-        if not (usual if self.warmup is None else self.warmup):
-            return {}
-        densities = [*(each for each in WARMUP_DENSITIES if each > self.density), self.density]
-        return {"density": {"unit": "epoch", "values": dict(enumerate(densities))}}
+    def schedule(self) -> str | None:
+        """The paper's warm-up, at the paper's density."""
+        return "dgc" if self.density == WARMUP_DENSITIES[-1] and self.sparsifier is None else None
 
     @property
     def correction(self) -> MomentumCorrection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import torch
@@ -29,6 +29,15 @@ class AdamCorrection(Correction):
     beta2: float
     eps: float
     freeze_steps: int
+
+    def begun(self, dense_steps: int) -> AdamCorrection:
+        """See ``Correction.begun``."""
+        if dense_steps < 1:
+            raise ValueError(
+                f"warmup_steps={dense_steps}: onebit_adam needs dense steps, from which its variance comes, 1 or more; "
+                "15 to 25 % of all steps are usual"
+            )
+        return replace(self, freeze_steps=dense_steps)
 
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
         """Adam's two moments, the same on all ranks."""
@@ -61,7 +70,7 @@ class AdamCorrection(Correction):
 class OneBitAdam(Corrected):
     """Adam whose variance stands still after a while, so that its momentum can be averaged in one bit an element.
 
-    In step t = 1, 2, ... up to ``freeze_steps``, the gradient g_i of each rank is averaged as it is::
+    In step t = 1, 2, ... up to f, the strategy's ``warmup_steps``, the gradient g_i of each rank is averaged as it is::
 
         m <- beta1 m + (1 - beta1) mean(g_i)
         v <- beta2 v + (1 - beta2) mean(g_i)^2
@@ -70,7 +79,7 @@ class OneBitAdam(Corrected):
 
         m <- mean(compressed(beta1 m + (1 - beta1) g_i + residual_i))
 
-    The optimizer is given ``m / (1 - beta1^t) / (sqrt(v / (1 - beta2^s)) + eps)`` with ``s = min(t, freeze_steps)`` as
+    The optimizer is given ``m / (1 - beta1^t) / (sqrt(v / (1 - beta2^s)) + eps)`` with ``s = min(t, f)`` as
     the gradient, 0 where a frozen v is 0 (an element that was not used before v froze does not train afterwards). It
     has to be ``torch.optim.SGD`` without momentum, which with its lr and weight_decay then is AdamW; any other one is
     refused. (DeepSpeed's implementation corrects neither m nor v for their beginning at 0.) Small, 1-D and excluded
@@ -81,13 +90,11 @@ class OneBitAdam(Corrected):
     each rank with ``local_clip_norm``. A parameter without a gradient on any rank keeps momentum and variance; without
     one on some ranks it has one of 0 there.
 
-    Bits per element: 32 up to ``freeze_steps``, then those of the codec, by default ``1 + 32 / block``. State:
+    Bits per element: 32 up to step f, then those of the codec, by default ``1 + 32 / block``. State:
     ``momentum`` and ``variance``, float32, the same on all ranks, beside the residual: with their second buffers 24
     bytes per parameter.
 
     Args:
-        freeze_steps: dense steps of Adam before v freezes, at least 1: the paper takes 15 to 25 % of the steps, and
-            never fewer than the learning rate's warm-up and a few times ``1 / (1 - beta2)``.
         beta1: decay of m, in [0, 1).
         beta2: decay of v, in [0, 1).
         eps: added to the root of v, above 0.
@@ -102,19 +109,15 @@ class OneBitAdam(Corrected):
     with Adam's Convergence Speed", ICML 2021, arXiv 2102.02888.
     """
 
-    freeze_steps: int = 1000
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     block: int = 1024
     quantiser: Codec | Mapping[str, object] | str | None = None
 
+    gone: ClassVar[Mapping[str, str]] = {"freeze_steps": "give warmup_steps=1000 beside the compressor"}
+
     def __post_init__(self) -> None:
-        if isinstance(self.freeze_steps, bool) or not isinstance(self.freeze_steps, int) or self.freeze_steps < 1:
-            raise ValueError(
-                f"OneBitAdam(freeze_steps={self.freeze_steps!r}): freeze_steps must be an integer, 1 or more; "
-                "15 to 25 % of all steps are usual"
-            )
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"OneBitAdam({name}={value!r}): {name} must be in [0, 1), as Adam's")
@@ -139,12 +142,12 @@ class OneBitAdam(Corrected):
     @property
     def correction(self) -> AdamCorrection:
         """The optimizer."""
-        return AdamCorrection(self.beta1, self.beta2, self.eps, self.freeze_steps)
+        return AdamCorrection(self.beta1, self.beta2, self.eps, self.dense_steps)
 
     @property
     def dense_steps(self) -> int:
         """Until the variance freezes."""
-        return self.freeze_steps
+        return 1000
 
 
 class _Plan(CorrectionPlan):

@@ -77,7 +77,7 @@ def attach(
     if by_epoch and TorchCollective(ddp.process_group).rank == 0:
         log.warning(
             "%s begins with other settings, epoch by epoch: set the handle's epoch when one begins, or give a schedule "
-            "by steps, or warmup=False",
+            "by steps, or schedule='none'",
             chosen.compressor,
         )
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)

@@ -22,11 +22,10 @@ from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.planning.summary import Forecast
-from lightning_compress.settings import resuming
 from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.run_state import RunState
+from lightning_compress.settings.run_state import RunState, coming, kept_of, resumed
 from lightning_compress.settings.schedule import Progress
 
 log = logging.getLogger(__name__)
@@ -206,7 +205,7 @@ class Compression:
         """
         if self._last_state is not None:
             return self._last_state
-        running = resuming.running(self.settings, self.next_settings, self._scheduled)
+        running = kept_of(self.settings, self.next_settings, self._scheduled)
         return self.groups.save(self.family, self.step, self._optimizers.rates, running)
 
     def load_state_dict(self, state: snapshot.Snapshot) -> None:
@@ -224,7 +223,7 @@ class Compression:
         self.reset()
         before = self.settings, self.next_settings, self._scheduled
         try:
-            self.settings, self.next_settings, self._scheduled = resuming.resumed(self.settings, state["running"])
+            self.settings, self.next_settings, self._scheduled = resumed(self.settings, state["running"])
             if self.active or not self.settings.plain:
                 with self._workspace.used():
                     self.groups.restore(state, self.settings)
@@ -234,7 +233,7 @@ class Compression:
             raise ValueError(str(error)) from error
         self._optimizers.rates.update(state["rates"])
         self.step = state["step"]
-        theirs, ours = resuming.coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
+        theirs, ours = coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
         if theirs != ours and self._collective.rank == 0:
             log.warning("the checkpoint was trained with %s; this run goes on with %s", theirs, ours)
         for callback in self._at_load:

@@ -248,12 +248,8 @@ class Planner(Pattern):
         """
 
     @abstractmethod
-    def fixed(self) -> Planner:
-        """The same that measures nothing: equal runs choose alike."""
-
-    @abstractmethod
-    def flat(self) -> Planner:
-        """The same whose exchanges average what each rank sends, and no sums of several ranks."""
+    def limited(self, fixed: bool, flat: bool) -> Planner:
+        """The same that measures nothing, so that equal runs choose alike; or that never adds up within a node."""
 
 
 def exchange_of(

@@ -96,13 +96,12 @@ class Auto(Planner):
         """What was said once."""
         return set()
 
-    def fixed(self) -> Auto:
-        """See ``Planner.fixed``."""
-        return replace(self, link=self.link or cost.UNKNOWN)
-
-    def flat(self) -> Auto:
-        """See ``Planner.flat``."""
-        return replace(self, node_size=1)
+    def limited(self, fixed: bool, flat: bool) -> Auto:
+        """See ``Planner.limited``."""
+        if not fixed and not flat:
+            return self
+        link = self.link or cost.UNKNOWN if fixed else self.link
+        return replace(self, link=link, node_size=1 if flat else self.node_size)
 
     def measured(self) -> dict[str, Any]:
         """See ``Planner.measured``."""
@@ -207,13 +206,13 @@ class Auto(Planner):
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
         if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
-            price = cost.step_seconds(plan.compared, work, self.link, inside, sharing=node, copy_s=copy_s, sums=finer)
+            wire = cost.wire_seconds(plan.compared, self.link, inside, node)
         else:
             links = self._measured.links
             link = links.get("between", links["ranks"]) if plan.compared.inner_rounds else links["ranks"]
-            price = cost.step_seconds(plan.compared, work, link, links.get("inside"), copy_s=copy_s, sums=finer)
+            wire = cost.wire_seconds(plan.compared, link, links.get("inside"))
         through = 0.0 if plan.in_place else THROUGH * copy_s * sum(numel for numel, _ in work)
-        return _Offer(way, plan, price + through)
+        return _Offer(way, plan, wire + cost.device_seconds(plan.compared, work, copy_s, finer) + through)
 
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:

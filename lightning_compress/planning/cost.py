@@ -111,29 +111,6 @@ def device_seconds(cost: Cost, work: Work, copy_s: float = 0.0, sums: Work | Non
     return once
 
 
-def step_seconds(
-    cost: Cost,
-    work: Work,
-    link: Link,
-    inside: Link | None = None,
-    sharing: int = 1,
-    copy_s: float = 0.0,
-    sums: Work | None = None,
-) -> float:
-    """What one exchange adds to a step, if none of it is hidden behind backward.
-
-    Args:
-        cost: of the exchange.
-        work: see ``device_seconds``.
-        link: see ``wire_seconds``.
-        inside: likewise.
-        sharing: likewise.
-        copy_s: see ``device_seconds``.
-        sums: see ``device_seconds``.
-    """
-    return device_seconds(cost, work, copy_s, sums) + wire_seconds(cost, link, inside, sharing)
-
-
 def link_of(given: object) -> Link:
     """A link, or a mapping of its two numbers.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, consensus
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes, all_reduce_rounds, all_to_all_rounds
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges.message import MessagePlan, Section
@@ -168,18 +168,15 @@ class Measured:
             figures = [speeds.encode_s, speeds.decode_s, speeds.start_s]
             self.speeds[name] = Speeds(*agreed(figures, world, device))
 
-    def _missing(self, kinds: Iterable[str], world: Collective, device: torch.device) -> list[int]:
+    def _missing(self, kinds: Iterable[str], world: Collective, device: torch.device) -> list[bool]:
         """Whether to see which cluster this is, to measure its links, and each of the codecs; alike on all ranks."""
+        # ranks that are threads share this object, and come at different moments
         missing = [not self._here, not self.node_size, *(kind not in self.speeds for kind in kinds)]
-        flags = torch.tensor(missing, dtype=torch.int32, device=device)
-        world.all_reduce_max(flags)  # ranks that are threads share this object, and come at different moments
-        return flags.tolist()
+        return consensus.anywhere(missing, world, device)
 
     def _come_to(self, cluster: Cluster, world: Collective, device: torch.device) -> None:
         """Discard what was measured on another cluster; a collective call."""
-        moved = torch.tensor([cluster != self.cluster], dtype=torch.int32, device=device)
-        world.all_reduce_max(moved)
-        if moved:
+        if any(consensus.anywhere([cluster != self.cluster], world, device)):
             self.links, self.speeds, self.node_size, self.nodes = {}, {}, 0, []
         self.cluster, self._here = cluster, True
 

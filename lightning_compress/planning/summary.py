@@ -123,7 +123,7 @@ def _idle(settings: RunState) -> Iterator[str]:
 def _set(options: Options, names: Sequence[str]) -> Iterator[str]:
     """Those that are not as usual, with their values."""
     for name in names:
-        if (value := getattr(options, name)) != getattr(_USUAL, name):
+        if (value := getattr(options, name)) != getattr(_USUAL, name) and (value or name != "warmup_steps"):
             yield f"{name}={[*map(str, value)] if isinstance(value, tuple) else value}"
 
 

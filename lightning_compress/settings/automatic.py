@@ -93,5 +93,5 @@ def check_automatic(given: Automatic, error_feedback: object, schedule: object) 
             f"error_feedback={error_feedback!r}: {given} chooses among methods that need none; set it to null, or name "
             "a compressor"
         )
-    if schedule is not None:
+    if schedule not in (None, "none"):
         raise ValueError(f"schedule={schedule!r}: {given} has no settings that could change; name a compressor")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 from lightning_compress.corrections import Corrected
 from lightning_compress.corrections.clipping import Clipping
-from lightning_compress.exchanges import Pattern, Planner
+from lightning_compress.exchanges import Pattern
 from lightning_compress.exchanges.hierarchical import replanned
 from lightning_compress.settings import readers
 from lightning_compress.settings.arguments import (
@@ -34,6 +34,7 @@ GONE = {
     "residual_decay": "error_feedback={'decay': 0.95}",
     "residual_dtype": "error_feedback={'dtype': 'bfloat16'}",
     "residual_follows_lr": "error_feedback={'follows_lr': True}",
+    "warmup_rounds": "warmup_steps=5, which are rounds there",
 }
 """What is no argument any more, and how to write it."""
 
@@ -63,7 +64,7 @@ class Options:
     schedule: Schedule
     min_numel: Annotated[int, readers.whole] = 1024
     error_feedback: Annotated[Feedback, read_feedback] = BY_METHOD
-    warmup_steps: Annotated[int, readers.whole] = 0
+    warmup_steps: Annotated[int | None, readers.warmup] = None
     seed: Annotated[int, readers.whole] = 0
     local_clip_norm: Annotated[Clipping | None, read_clipping] = None
     deterministic: Annotated[bool, readers.truth] = False
@@ -93,7 +94,6 @@ class Options:
             check_automatic(given, options.get("error_feedback"), schedule)
         if correction:
             check_alone(given, pattern)
-            pattern = pattern.flat() if isinstance(pattern, Planner) else pattern
         read = cls._read(options)
         check_feedback(read["error_feedback"], given, correction)
         if read["on_drift"] != "error" and not read["check_drift_every"]:
@@ -103,7 +103,7 @@ class Options:
             )
         return cls(
             compressor=given,
-            exchange=replanned(pattern, lambda planner: planner.fixed()) if read["deterministic"] else pattern,
+            exchange=replanned(pattern, lambda planner: planner.limited(read["deterministic"], bool(correction))),
             rules=read_rules(rules),
             schedule=Schedule() if isinstance(given, Automatic) else Schedule.of(schedule, given),
             **read,

@@ -28,6 +28,7 @@ def one_of(*allowed: str) -> Callable[[str, object], object]:
 
 
 whole = count("an integer, 0 or more")
+warmup = must(lambda given: given is None or (type(given) is int and given >= 0), "a number of steps, or null")
 truth = must(lambda given: isinstance(given, bool), "true or false")
 
 

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning_compress.codecs import Codec, Dense, Method
+from lightning_compress.core.primitives import plain
 from lightning_compress.core.registry import describe
 from lightning_compress.corrections import Corrected, Correction
 from lightning_compress.corrections.loco import LoCo
@@ -99,8 +100,7 @@ class RunState:
     @property
     def dense_steps(self) -> int:
         """Steps before compression begins."""
-        own = self.compressor.dense_steps if isinstance(self.compressor, Corrected) else 0
-        return max(self.options.warmup_steps, own)
+        return _dense_steps(self.options, self.compressor)
 
     @property
     def keeps_state(self) -> bool:
@@ -183,13 +183,12 @@ class RunState:
             ValueError: options do not go together.
         """
         given, feedback = options.compressor, options.error_feedback
-        method, correction = _parts(given)
         made = cls(
             options=options,
             compressor=given,
-            rules=Rules(method, options.min_numel, options.rules),
+            rules=Rules(_parts(given)[0], options.min_numel, options.rules),
             exchange=options.exchange,
-            correction=correction,
+            correction=_correction(options, given),
             error_feedback=feedback.way == "classical",
         )
         if isinstance(given, Automatic) and len(made.candidates) == 1:
@@ -242,7 +241,7 @@ class RunState:
         if isinstance(built, Automatic):
             raise ValueError(f"{built} is chosen once, when a run begins, and has no settings after that; name another")
         given = changed(built, changes)
-        method, correction = _parts(given)
+        method, correction = _parts(given)[0], _correction(self.options, given)
         if type(correction) is not type(self.correction):
             raise ValueError(
                 f"{given} cannot follow {self.compressor} within a run: each takes another part of the optimizer's work"
@@ -308,7 +307,51 @@ _AUTO = "auto"
 """The family of runs whose compressor is chosen."""
 
 
+def _dense_steps(options: Options, compressor: Compressor | Automatic) -> int:
+    own = compressor.dense_steps if isinstance(compressor, Corrected) else 0
+    return own if options.warmup_steps is None else options.warmup_steps
+
+
+def _correction(options: Options, compressor: Compressor | Automatic) -> Correction | None:
+    correction = _parts(compressor)[1]
+    return correction and correction.begun(_dense_steps(options, compressor))
+
+
 def _parts(compressor: Compressor | Automatic) -> tuple[Method, Correction | None]:
     if isinstance(compressor, Automatic):
         return Automatic.candidates[0], None  # until it is chosen
     return (compressor.codec, compressor.correction) if isinstance(compressor, Corrected) else (compressor, None)
+
+
+def kept_of(now: RunState, following: RunState, scheduled: Mapping[str, object]) -> dict[str, object]:
+    """What a checkpoint keeps, as primitives.
+
+    Args:
+        now: with which the states were made.
+        following: with which the next step begins, after ``retune``.
+        scheduled: what a schedule said last.
+    """
+    made = now.running() | {"scheduled": dict(scheduled)}
+    if following is not now:
+        made["next"] = following.running()
+    kept: dict[str, object] = plain(made)
+    return kept
+
+
+def resumed(own: RunState, kept: Mapping[str, object]) -> tuple[RunState, RunState, dict[str, object]]:
+    """What ``kept_of`` was made of, in a run of the user's ``own`` settings.
+
+    Raises:
+        ValueError: see ``RunState.resumed``. Where something else was saved, also TypeError, LookupError and the like.
+    """
+    now, following = (own.resumed(each).bound(own.rules.kinds) for each in (kept, coming(kept)))
+    scheduled = dict(cast(Mapping[str, object], kept["scheduled"])) if own.follows(kept) else {}
+    return now, now if following == now else following, scheduled
+
+
+def coming(kept: Mapping[str, object]) -> Mapping[str, object]:
+    """What the next step was to begin with."""
+    following = kept.get("next", kept)
+    if not isinstance(following, Mapping):
+        raise ValueError(f"the state has no mapping of what was to run next, but {type(following).__name__}")
+    return following

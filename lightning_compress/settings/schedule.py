@@ -14,7 +14,10 @@ from lightning_compress.settings.rules import Compressor
 Unit = Literal["step", "epoch"]
 
 PRESETS: dict[str, dict[str, tuple[float, ...]]] = {"dgc": {"density": WARMUP_DENSITIES}}
-"""Values of one stage after the other; the last one stays. ``dgc``: the warm-up of Lin et al., ICLR 2018."""
+"""Values of one stage after the other, as far as they are above the compressor's own, which comes last and stays.
+``dgc``: the warm-up of Lin et al., ICLR 2018."""
+NONE = "none"
+"""No schedule, not even what the compressor brings."""
 
 
 class Progress(NamedTuple):
@@ -78,7 +81,7 @@ def _rounded(share: float) -> float:
 Course = Milestones | ByRate
 
 
-def preset(given: object) -> dict[str, object] | None:
+def preset(given: object, compressor: Compressor) -> dict[str, object] | None:
     """A preset by name, one epoch a stage, or ``{preset: name, steps: n}``, ``{preset: name, epochs: n}``; else None.
 
     Raises:
@@ -91,10 +94,12 @@ def preset(given: object) -> dict[str, object] | None:
     if name not in PRESETS:
         raise ValueError(f"unknown schedule {name!r}; there are: {', '.join(PRESETS)}")
     unit, length = _length(fields or {"epochs": 1}, f"schedule {name!r}")
-    return {
-        setting: {"unit": unit, "values": {stage * length: value for stage, value in enumerate(values)}}
-        for setting, values in PRESETS[str(name)].items()
-    }
+    made: dict[str, object] = {}
+    for setting, values in PRESETS[str(name)].items():
+        own = getattr(compressor, setting, values[-1])
+        stages = [*(value for value in values if value > own), own]
+        made[setting] = {"unit": unit, "values": {stage * length: value for stage, value in enumerate(stages)}}
+    return made
 
 
 def _length(fields: Mapping[object, object], where: str) -> tuple[Unit, int]:
@@ -185,9 +190,9 @@ class Schedule:
         if isinstance(given, Schedule):
             schedule = given
         else:
-            own = compressor.courses if isinstance(compressor, Corrected) else {}
-            courses = own if given is None else preset(given) or given
-            if not isinstance(courses, Mapping) or (given is not None and not courses):
+            own = compressor.schedule if given is None and isinstance(compressor, Corrected) else given
+            courses = {} if own in (None, NONE) else preset(own, compressor) or own
+            if not isinstance(courses, Mapping) or (own not in (None, NONE) and not courses):
                 raise ValueError(
                     f"schedule={given!r}: give {{setting: {{0: value, step: value, ...}}}}, or a preset: "
                     f"{', '.join(PRESETS)}"

@@ -22,7 +22,7 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import telling
-from lightning_compress.exchanges import Exchange
+from lightning_compress.exchanges import Pattern
 from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
@@ -43,9 +43,9 @@ class CompressedDDPMixin(WaitingMixin):
     def __init__(
         self,
         compressor: Method | Corrected | Automatic | str | dict[str, Any] = "auto",
-        exchange: Exchange | str | dict[str, Any] = "auto",
+        exchange: Pattern | str | dict[str, Any] = "auto",
         error_feedback: bool | str | dict[str, Any] | None = None,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = None,
         min_numel: int = 1024,
         seed: int = 0,
         state: SavedState = "sidecar",
@@ -303,8 +303,9 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             keeps a residual like that where the method is biased; see ``Residual``: ``decay``, ``follows_lr`` (what is
             sent and what is kept then add up in units of updates, Stich et al., NeurIPS 2018, for SGD), and ``dtype``
             ("bfloat16" halves its memory, from 8 to 4 bytes a parameter, for some time).
-        warmup_steps: optimizer steps with dense averaging before compression begins; 0, since not every method
-            needs them.
+        warmup_steps: optimizer steps with dense averaging before compression begins; None: what the method needs, 1000
+            for ``onebit_adam`` (the paper takes 15 to 25 % of the steps, and never fewer than the learning rate's
+            warm-up and a few times ``1 / (1 - beta2)``), else 0.
         min_numel: parameters with fewer elements, and 1-D ones (biases, norms), travel as float32 in the same
             message: together they are a percent of the bytes and the most sensitive. Casts take them too.
         seed: of all randomness; equal seeds give equal messages.
@@ -319,9 +320,10 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             ``{"theta": {"kind": "linear", "to": 0.0, "steps": 1000}}`` or ``exponential``, from the compressor's own
             value (or ``"from"``), in 8 ``"stages"``, over steps or epochs; ``{"theta": {"kind": "lr", "factor": 5}}``:
             the dropped share is ``factor`` times the learning rate (the largest of a parameter group), at most the
-            compressor's own. Or a preset: ``"dgc"``, density 0.25, 0.0625, 0.0156, 0.004, 0.001, an epoch each;
-            ``{"preset": "dgc", "steps": 100}``. Steps count from 0, ``warmup_steps`` included. The compressor ``dgc``
-            brings that preset along; ``{"name": "dgc", "warmup": False}`` does without.
+            compressor's own. Or a preset: ``"dgc"``, density 0.25, 0.0625, 0.0156, 0.004, 0.001, as far as they
+            are above the compressor's own, an epoch each, then that; ``{"preset": "dgc", "steps": 100}``. Steps count
+            from 0, ``warmup_steps`` included. The compressor ``dgc`` brings that preset along at its default density;
+            ``"none"`` does without.
         rules: what takes another compressor, in order; the first rule that takes a parameter has it, and ``compressor``
             has the rest: ``[{"kind": "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor":
             {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns

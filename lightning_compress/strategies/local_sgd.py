@@ -21,7 +21,7 @@ from lightning_compress.core import failures
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
 from lightning_compress.engine.compression import Compression
-from lightning_compress.exchanges import Exchange
+from lightning_compress.exchanges import Pattern
 from lightning_compress.local.allowed import alone, check
 from lightning_compress.local.inner import average_gradients, forget_nonfinite, leave_out_nonfinite
 from lightning_compress.local.means import mean_of
@@ -57,7 +57,7 @@ class LocalSGDMixin(UnwrappedMixin):
         sync_every: int = 16,
         outer: Outer | str | dict[str, Any] = "average",
         compressor: Method | Automatic | str | dict[str, Any] = "auto",
-        exchange: Exchange | str | dict[str, Any] = "auto",
+        exchange: Pattern | str | dict[str, Any] = "auto",
         averaged_steps: int = 0,
         fragments: int = 1,
         delay: int = 0,
@@ -65,7 +65,7 @@ class LocalSGDMixin(UnwrappedMixin):
         evaluate: Literal["anchor", "mean"] = "anchor",
         buffers: dict[str, Literal["mean", "rank0"]] | None = None,
         error_feedback: bool | str | dict[str, Any] | None = None,
-        warmup_rounds: int = 0,
+        warmup_steps: int | None = None,
         min_numel: int = 1024,
         seed: int = 0,
         state: SavedState = "sidecar",
@@ -88,8 +88,7 @@ class LocalSGDMixin(UnwrappedMixin):
         if evaluate not in ("anchor", "mean"):
             raise ValueError(f"evaluate={evaluate!r} must be 'anchor' or 'mean'")
         self._evaluate, self._rules = evaluate, BufferRules({} if buffers is None else buffers)
-        readers.whole("warmup_rounds", warmup_rounds)
-        self._settings = RunState.of(**{name: given[name] for name in _SETTINGS}, warmup_steps=warmup_rounds)
+        self._settings = RunState.of(**{name: given[name] for name in _SETTINGS})
         check(self._settings)
         self._local: LocalSteps | None = None
 
@@ -371,7 +370,7 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
             that matches counts. Others: BatchNorm's running statistics are averaged, the rest is rank 0's, as by DDP.
         error_feedback: as there, but None and "auto" do not look at the optimizer: on for biased methods, else off.
             SparseLoCo: ``{"decay": 0.95}``, by which the residual is multiplied in each round.
-        warmup_rounds: rounds in float32 before compression begins.
+        warmup_steps: rounds in float32 before compression begins.
         min_numel: see ``CompressedDDPStrategy``.
         seed: likewise.
         state: how checkpoints hold what a rank has of its own: "sidecar", a file a rank beside the checkpoint, from

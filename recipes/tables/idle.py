@@ -24,7 +24,7 @@ __all__ = ["Outlasted", "refuse_idle"]
 
 IDLE = {"compressor": ("auto", "none"), "exchange": ("auto",)}
 """Groups that only our strategy takes, and what says nothing of them."""
-PHASES = ("strategy.warmup_steps", "strategy.averaged_steps", "compressor.freeze_steps")
+PHASES = ("strategy.warmup_steps", "strategy.averaged_steps")
 """Steps at the beginning of a run, in which all gradients are averaged as they are."""
 
 

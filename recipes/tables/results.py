@@ -50,11 +50,9 @@ QUIET = ["logger=none", "trainer.enable_checkpointing=false", "trainer.enable_pr
 SHORT = [
     *("trainer.max_epochs=1", "trainer.limit_train_batches=70"),
     *("trainer.limit_val_batches=0", "trainer.limit_test_batches=1"),
-    *("strategy.warmup_steps=0", "strategy.schedule=null"),
+    *("strategy.warmup_steps=null", "strategy.schedule=none"),
 ]
 """Overrides of a run of which only the time of a step is wanted, and that as it is after any warm-up."""
-OWN_WARMUP = {"dgc": ["compressor.warmup=false"]}
-"""Further ones of methods that bring a warm-up along."""
 COLUMNS = (
     *("recipe", "data", "experiment", "method", "compressor", "settings", "seed", "ranks", "steps", "metric", "goal"),
     *("unit", "score", "val_loss", "bytes_per_step", "ratio", "step_ms", "seconds", "versions", "date", "command"),
@@ -196,7 +194,7 @@ def retime(comparisons: list[Comparison], data: Path | None, out: Path) -> None:
         path = out / f"{comparison.name}.csv"
         rows, every = read_rows(path), comparison.runs(data)
         for run in every[: len(comparison.methods)]:
-            short = SHORT + OWN_WARMUP.get(choices(run)["compressor"], [])
+            short = SHORT
             step_ms = figures(train(run, short))["step_ms"]
             print(f"{comparison.name}, {run.method}: {step_ms} ms", flush=True)
             commands = {each.command for each in every if each.method == run.method}

@@ -228,8 +228,6 @@ def test_what_stays_dense_has_the_momentum_of_the_mean():
         ({"momentum": 1.0}, "DGC(momentum=1.0): momentum must be in [0, 1)"),
         ({"momentum": "0.9"}, "momentum='0.9'"),
         ({"masking": 1}, "DGC(masking=1)"),
-        ({"warmup": "long"}, "DGC(warmup='long'): warmup must be true, false, or null"),
-        ({"warmup": True, "sparsifier": "topk"}, "DGC(warmup=True, sparsifier='topk'): the warm-up changes"),
         ({"sparsifier": "onebit"}, "DGC(sparsifier='onebit'): what is sent has to be 0 in the vector"),
         (
             {"sparsifier": {"name": "topk", "values": "fp16"}},

@@ -28,7 +28,7 @@ def test_the_first_phase_is_adamw(size, decay):
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, TOTAL)) for _ in range(2))
     sgd = torch.optim.SGD([ours], 1e-2, weight_decay=decay)
     adamw = torch.optim.AdamW([theirs], 1e-2, weight_decay=decay)
-    for step, update in enumerate(walk(size, OneBitAdam(freeze_steps=20), 20)[0]):
+    for step, update in enumerate(walk(size, OneBitAdam(), 20, warmup_steps=20)[0]):
         ours.grad, theirs.grad = update, mean(size, step).float()
         sgd.step()
         adamw.step()
@@ -39,8 +39,8 @@ def test_the_first_phase_is_adamw(size, decay):
 @pytest.mark.parametrize("exchange", ["auto", "two_shot"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_second_phase_without_loss_is_adam_whose_variance_stands_still(size, exchange):
-    method = OneBitAdam(freeze_steps=FREEZE, quantiser="none")
-    out, walkers = walk(size, method, STEPS, exchange=exchange)
+    method = OneBitAdam(quantiser="none")
+    out, walkers = walk(size, method, STEPS, exchange=exchange, warmup_steps=FREEZE)
     m = v = torch.zeros(TOTAL, dtype=torch.float64)
     for step, update in enumerate(out):
         m = 0.9 * m + 0.1 * mean(size, step)
@@ -55,8 +55,8 @@ def test_the_second_phase_without_loss_is_adam_whose_variance_stands_still(size,
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_is_the_papers(size):
-    method = OneBitAdam(freeze_steps=FREEZE, block=512)
-    out, walkers = walk(size, method, STEPS, exchange="all_gather")
+    method = OneBitAdam(block=512)
+    out, walkers = walk(size, method, STEPS, exchange="all_gather", warmup_steps=FREEZE)
     order = [*COMPRESSED, "bias", "tiny"]
     flat = lambda values: torch.cat([named(values)[name] for name in order]).double().numpy()  # noqa: E731
     gradients = [[flat(gradient(rank, step)) for rank in range(size)] for step in range(STEPS)]
@@ -77,7 +77,7 @@ def test_no_momentum_is_lost(size, exchange):
     """After a frozen step: W m, and what stays, is the sum of the ranks' momenta and residuals before."""
 
     def program(collective):
-        walker = Walker(collective, OneBitAdam(freeze_steps=FREEZE), exchange=exchange)
+        walker = Walker(collective, OneBitAdam(), exchange=exchange, warmup_steps=FREEZE)
         for step in range(FREEZE + 4):
             before = {kind: walker.state(kind) for kind in ("momentum", "residual")}
             walker.reduce(gradient(collective.rank, step), step)
@@ -99,7 +99,7 @@ def test_no_momentum_is_lost(size, exchange):
 
 def test_a_frozen_step_travels_in_a_bit_an_element():
     def program(collective):
-        walker = Walker(collective, OneBitAdam(freeze_steps=1), exchange="all_gather")
+        walker = Walker(collective, OneBitAdam(), exchange="all_gather", warmup_steps=1)
         return [walker.group.plan(step).cost.bytes_sent for step in (0, 1)]
 
     dense, frozen = on_ranks(2, program)[0]
@@ -114,7 +114,7 @@ def test_an_element_whose_variance_is_zero_does_not_move():
             named(values)["linear"][:100] = 0
         return values
 
-    out, walkers = walk(2, OneBitAdam(freeze_steps=FREEZE), STEPS, gradients, exchange="all_gather")
+    out, walkers = walk(2, OneBitAdam(), STEPS, gradients, exchange="all_gather", warmup_steps=FREEZE)
     for step, update in enumerate(out):
         assert update.isfinite().all()
         assert not named(update)["linear"][:100].any()
@@ -129,8 +129,8 @@ def test_a_rank_without_a_gradient_still_sends_the_momentum():
             named(values)["linear"].zero_()
         return values
 
-    _, walkers = walk(2, OneBitAdam(freeze_steps=FREEZE, quantiser="none"), FREEZE + 1, gradients)
-    _, lossy = walk(2, OneBitAdam(freeze_steps=FREEZE), FREEZE + 1, gradients, exchange="all_gather")
+    _, walkers = walk(2, OneBitAdam(quantiser="none"), FREEZE + 1, gradients, warmup_steps=FREEZE)
+    _, lossy = walk(2, OneBitAdam(), FREEZE + 1, gradients, exchange="all_gather", warmup_steps=FREEZE)
     m = torch.zeros(TOTAL, dtype=torch.float64)
     for step in range(FREEZE + 1):
         m = 0.9 * m + 0.1 * mean(2, step, gradients)
@@ -142,7 +142,7 @@ def test_a_rank_without_a_gradient_still_sends_the_momentum():
 def test_the_loss_scale_leaves_no_trace():
     def program(scales):
         def run(collective):
-            walker = Walker(collective, OneBitAdam(freeze_steps=2), exchange="all_gather")
+            walker = Walker(collective, OneBitAdam(), exchange="all_gather", warmup_steps=2)
             out = []
             for step, scale in enumerate(scales):
                 values = gradient(collective.rank, step)
@@ -158,7 +158,7 @@ def test_the_loss_scale_leaves_no_trace():
 @pytest.mark.parametrize("rejected", [2, 8])
 def test_a_step_that_is_rolled_back_never_was_and_a_second_backward_begins_anew(rejected):
     def program(collective):
-        walker = Walker(collective, OneBitAdam(freeze_steps=FREEZE), exchange="all_gather")
+        walker = Walker(collective, OneBitAdam(), exchange="all_gather", warmup_steps=FREEZE)
         for step in range(10):
             if step == rejected:
                 walker.reduce(gradient(collective.rank, 77), step)
@@ -169,7 +169,7 @@ def test_a_step_that_is_rolled_back_never_was_and_a_second_backward_begins_anew(
             walker.commit()
         return walker
 
-    _, plain = walk(2, OneBitAdam(freeze_steps=FREEZE), 10, exchange="all_gather")
+    _, plain = walk(2, OneBitAdam(), 10, exchange="all_gather", warmup_steps=FREEZE)
     for walker, other in zip(on_ranks(2, program), plain, strict=True):
         for kind in ("momentum", "variance", "residual"):
             assert all(walker.state(kind)[name].equal(value) for name, value in other.state(kind).items())
@@ -178,8 +178,6 @@ def test_a_step_that_is_rolled_back_never_was_and_a_second_backward_begins_anew(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"freeze_steps": 0}, "freeze_steps must be an integer, 1 or more"),
-        ({"freeze_steps": 0.2}, "freeze_steps=0.2"),
         ({"beta1": 1.0}, "OneBitAdam(beta1=1.0): beta1 must be in [0, 1)"),
         ({"beta2": -0.1}, "beta2=-0.1"),
         ({"eps": 0.0}, "eps=0.0"),
@@ -195,7 +193,9 @@ def test_wrong_settings(settings, message):
 
 def test_dense_steps_are_a_setting_of_the_method():
     assert RunState.of("onebit_adam").dense_steps == 1000
-    assert RunState.of({"name": "onebit_adam", "freeze_steps": 10}, warmup_steps=50).dense_steps == 50
+    assert RunState.of("onebit_adam", warmup_steps=50).dense_steps == 50
+    assert RunState.of("onebit_adam", warmup_steps=50).correction.freeze_steps == 50
+    assert RunState.of("topk").dense_steps == 0
     assert RunState.of("dgc", warmup_steps=50).dense_steps == 50
     assert OneBitAdam().codec == EFSign()
     assert OneBitAdam(quantiser={"name": "rotated", "bits": 4}) == OneBitAdam(quantiser=Rotated(4))

@@ -98,7 +98,7 @@ def _large():
     """Bytes of a step of one large layer."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(1000, 1000))
-    compression = attach(model, {"name": "dgc", "warmup": False})
+    compression = attach(model, "dgc", schedule="none")
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=False)
     for step in range(3):
         optimizer.zero_grad()
@@ -181,15 +181,15 @@ def plain_sgd(parameters):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_onebit_adam_begins_as_adamw(pools, size):
-    ours = pools[size].run(_train, OneBitAdam(freeze_steps=STEPS, eps=1e-4), {}, plain_sgd)
+    ours = pools[size].run(_train, OneBitAdam(eps=1e-4), {"warmup_steps": STEPS}, plain_sgd)
     theirs = pools[size].run(_train_plainly, adamw)
     check_follows(ours, {name: torch.from_numpy(value) for name, value in theirs[0].items()})
 
 
-def _losses(compressor, optimizer):
+def _losses(compressor, optimizer, dense=None):
     """Loss on all images before and after some epochs, on this rank, and the last step's ratio."""
     model = DistributedDataParallel(net(), bucket_cap_mb=0.02)
-    compression = attach(model, compressor)
+    compression = attach(model, compressor, warmup_steps=dense)
     chosen = optimizer(model.parameters())
     images, labels = digits().tensors
     losses = []
@@ -204,7 +204,7 @@ def _losses(compressor, optimizer):
 
 
 def test_onebit_adam_trains_on_after_the_variance_froze(pools):
-    ranks = pools[2].run(_losses, OneBitAdam(freeze_steps=20), plain_sgd)
+    ranks = pools[2].run(_losses, OneBitAdam(), plain_sgd, 20)
     losses, ratio, first = ranks[0]
     assert np.array_equal(first, ranks[1][2])
     assert ratio > 5

@@ -20,7 +20,7 @@ from tests.helpers.training import Net, fit, parameters
 NO_MEANS = {
     "dgc": ({"compressor": DGC(density=0.05)}, 0.3),
     "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True), "local_clip_norm": 1.0}, 0.3),
-    "onebit_adam": ({"compressor": OneBitAdam(freeze_steps=3)}, 0.01),
+    "onebit_adam": ({"compressor": OneBitAdam(), "warmup_steps": 3}, 0.01),
     "signsgd": ({"compressor": SignSGD()}, 0.01),
     "adagrad": ({"compressor": "onebit", "exchange": TwoShot(adagrad=1e-8)}, 0.01),
     "clipped": ({"compressor": "topk", "local_clip_norm": 0.1}, 0.3),

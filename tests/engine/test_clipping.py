@@ -15,7 +15,7 @@ from tests.helpers.training import Net, fit, parameters
 
 STEPS = [
     ({"compressor": {"name": "dgc", "density": 0.05}}, "local_clip_norm=0.5"),
-    ({"compressor": {"name": "onebit_adam", "freeze_steps": 2}}, "local_clip_norm=0.5"),
+    ({"compressor": "onebit_adam", "warmup_steps": 2}, "local_clip_norm=0.5"),
     ({"compressor": "signsgd"}, "local_clip_norm=0.5"),
     ({"compressor": "bf16", "rules": [{"kind": "linear", "compressor": "signsgd"}]}, "local_clip_norm=0.5"),
     ({"compressor": "onebit", "exchange": {"name": "two_shot", "adagrad": 1e-8}}, "local_clip_norm=0.5"),
@@ -144,7 +144,7 @@ def _loss(compressor, adam, trainer, settings):
 
 def test_onebit_adam_learns_with_the_way_out(pools):
     (theirs, _), _ = pools[2].run(_loss, "none", True, {"gradient_clip_val": 0.1}, {})
-    onebit = {"name": "onebit_adam", "freeze_steps": 40}
-    (ours, mine), (_, other) = pools[2].run(_loss, onebit, False, {}, {"local_clip_norm": 0.1})
+    settings = {"local_clip_norm": 0.1, "warmup_steps": 40}
+    (ours, mine), (_, other) = pools[2].run(_loss, "onebit_adam", False, {}, settings)
     assert ours < 1.5 * theirs < 5
     assert (mine == other).all()

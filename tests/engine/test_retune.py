@@ -140,6 +140,9 @@ class Halved(Corrected):
     def correction(self):
         return self
 
+    def begun(self, dense_steps):
+        return self
+
 
 def test_a_corrected_method_is_retuned_by_its_own_settings():
     settings = RunState.of(Halved(), schedule={"density": {0: 0.2, 5: 0.02}})

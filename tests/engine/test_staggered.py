@@ -117,8 +117,8 @@ def test_nothing_is_lost(case, size, together):
 
 
 NO_MEANS = {
-    "dgc": ({"compressor": DGC(density=0.05, warmup=False)}, 0.1),
-    "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True, warmup=False), "local_clip_norm": 1.0}, 0.1),
+    "dgc": ({"compressor": DGC(density=0.05)}, 0.1),
+    "dgc_nesterov": ({"compressor": DGC(density=0.05, nesterov=True), "local_clip_norm": 1.0}, 0.1),
     "signsgd": ({"compressor": SignSGD("tally")}, 0.01),
     "clipped": ({"compressor": "topk", "local_clip_norm": 0.1}, 0.1),
 }
@@ -210,7 +210,7 @@ def test_training_in_lightning(pools, make, size):
     (stock, _), *_ = pools[size].run(_train, make, None)
     (lossless, _), *_ = pools[size].run(_train, make, {"name": "topk", "density": 1.0})
     assert float((lossless - stock).norm() / stock.norm()) < 1e-4
-    for compressor in ({"name": "topk", "density": 0.1}, {"name": "dgc", "density": 0.1, "warmup": False}):
+    for compressor in ({"name": "topk", "density": 0.1}, {"name": "dgc", "density": 0.1}):
         ranks = pools[size].run(_train, make, compressor)
         assert all(each.equal(ranks[0][0]) for each, _ in ranks)
         losses = ranks[0][1]

@@ -29,7 +29,7 @@ KINDS = {"words": "embedding"}
 
 METHODS = {case.name: case.codec for case in CASES} | {
     "dgc": DGC(density=0.05),
-    "onebit_adam": OneBitAdam(freeze_steps=1),
+    "onebit_adam": OneBitAdam(),
 }
 
 
@@ -64,7 +64,8 @@ def residual_of(group, name):
 
 def settings_of(method, exchange="auto", **more):
     given = {"name": "auto", "fallback": "never", "link": {"latency_s": 1e-4, "bytes_per_s": 1e7}}
-    return RunState.of(method, given if exchange == "auto" else exchange, min_numel=1, **more)
+    dense = 1 if isinstance(method, OneBitAdam) else None
+    return RunState.of(method, given if exchange == "auto" else exchange, min_numel=1, warmup_steps=dense, **more)
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_compress.exchanges.cost import Cost
-from lightning_compress.planning.cost import Link, Speeds, device_seconds, link_of, step_seconds, wire_seconds
+from lightning_compress.planning.cost import Link, Speeds, device_seconds, link_of, wire_seconds
 
 LINK = Link(1e-3, 1e6)
 SPEEDS = Speeds(2e-6, 1e-6, 1e-4)
@@ -13,6 +13,10 @@ WORK = [(1000, SPEEDS)]
 def cost(**numbers):
     standard = {"bytes_sent": 5000, "rounds": 3, "encodes": 1.0, "decodes": 2.0, "calls": 2}
     return Cost(**standard | numbers)
+
+
+def step_seconds(cost, work, link, copy_s=0.0):
+    return device_seconds(cost, work, copy_s) + wire_seconds(cost, link)
 
 
 def test_by_hand():

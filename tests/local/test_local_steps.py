@@ -615,7 +615,7 @@ def test_what_is_sent_late_has_the_epoch_of_its_own_step():
 
     def run(collective):
         model, go = nn.Linear(64, 64, bias=False), threading.Event()
-        topk = {"name": "topk", "density": 0.25}
+        topk = {"name": "topk", "density": 0.001}
         settings = RunState.of(topk, min_numel=0, schedule="dgc", exchange="all_gather")
         local = LocalSteps(model, settings, Rounds(4, 1, 2), Outer(), [collective])
         if collective.rank == 1:

@@ -53,12 +53,10 @@ def test_every_run_composes(comparison: Comparison) -> None:
         cfg = composed(*run.overrides, *run.private, *results.QUIET)
         OmegaConf.resolve(cfg)
         assert cfg.trainer.devices == 2
-        method = composed(
-            *run.overrides, *results.SHORT, *results.OWN_WARMUP.get(results.choices(run)["compressor"], [])
-        )
+        method = composed(*run.overrides, *results.SHORT)
         assert not CompressedDDPStrategy(
             build(method.compressor), schedule=method.strategy.schedule
-        )._settings.schedule.courses
+        )._settings.options.schedule.courses
     more = sum(map(len, comparison.more_seeds.values()))
     assert len({run.command for run in comparison.runs(None)}) == len(comparison.seeds) * len(comparison.methods) + more
 
@@ -158,7 +156,7 @@ def test_times_are_measured_again(tmp_path: Path, trained: Pretended, monkeypatc
 
     def train(run: Run, more: list[str]) -> dict[str, Any]:
         timed.append(run.command)
-        assert {"strategy.schedule=null", "strategy.warmup_steps=0"} <= set(more)
+        assert {"strategy.schedule=none", "strategy.warmup_steps=null"} <= set(more)
         score = {"label": "accuracy", "goal": "maximize"}
         costs = {
             "ranks": 2,

@@ -434,7 +434,7 @@ def test_what_has_an_effect_is_not(overrides: list[str]) -> None:
     ("overrides", "name"),
     [
         (["compressor=topk", "strategy.warmup_steps=20"], "strategy.warmup_steps=20"),
-        (["compressor=onebit_adam", "compressor.freeze_steps=30"], "compressor.freeze_steps=30"),
+        (["compressor=onebit_adam", "strategy.warmup_steps=30"], "strategy.warmup_steps=30"),
         (["strategy=post_local_sgd"], "strategy.averaged_steps=1000"),
     ],
 )

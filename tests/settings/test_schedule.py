@@ -43,9 +43,9 @@ DGC = [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
         ({"density": {"10": 0.5}}, TopK(0.1), at("step", 9, 10), [0.1, 0.5]),
         ({"density": {"unit": "epoch", "values": {2: 0.5}}}, TopK(0.1), at("epoch", 1, 2, 9), [0.1, 0.5, 0.5]),
         ({"density": {"values": {2: 0.5}}}, TopK(0.1), at("step", 1, 2), [0.1, 0.5]),
-        ("dgc", TopK(), at("epoch", 0, 1, 2, 3, 4, 9), DGC),
-        ({"preset": "dgc", "steps": 10}, TopK(), at("step", 9, 10, 29, 30, 40, 99), DGC),
-        ({"preset": "dgc", "epochs": 2}, TopK(), at("epoch", 1, 2, 5, 6, 8, 20), DGC),
+        ("dgc", TopK(0.001), at("epoch", 0, 1, 2, 3, 4, 9), DGC),
+        ({"preset": "dgc", "steps": 10}, TopK(0.001), at("step", 9, 10, 29, 30, 40, 99), DGC),
+        ({"preset": "dgc", "epochs": 2}, TopK(0.001), at("epoch", 1, 2, 5, 6, 8, 20), DGC),
         (
             {"theta": {"kind": "linear", "to": 0.0, "steps": 100, "stages": 4}},
             FFT(theta=0.8),
@@ -212,8 +212,8 @@ def test_lightning_cli_yaml(tmp_path):
     ("compressor", "schedule", "values"),
     [
         ("dgc", None, DGC),
-        ({"name": "dgc", "warmup": True, "density": 0.01}, None, [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]),
-        ({"name": "dgc", "warmup": True, "density": 0.5}, None, [0.5] * 6),
+        ({"name": "dgc", "density": 0.01}, "dgc", [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]),
+        ({"name": "dgc", "density": 0.5}, "dgc", [0.5] * 6),
         ("dgc", {"density": {"unit": "epoch", "values": {1: 0.1}}}, [0.001] + [0.1] * 5),
         ("dgc", {"preset": "dgc", "epochs": 5}, [0.25] * 5 + [0.0625]),
     ],
@@ -225,24 +225,23 @@ def test_dgc_warms_up_as_in_the_paper(compressor, schedule, values):
 
 
 @pytest.mark.parametrize(
-    "without",
-    [{"warmup": False}, {"density": 0.01}, {"density": 0.01, "warmup": None}, {"sparsifier": "topk"}],
+    ("without", "schedule"), [({}, "none"), ({"density": 0.01}, None), ({"sparsifier": "topk"}, None)], ids=str
 )
-def test_dgc_without_warm_up(without):
-    assert not RunState.of({"name": "dgc", **without}).options.schedule.courses
+def test_dgc_without_warm_up(without, schedule):
+    assert not RunState.of({"name": "dgc", **without}, schedule=schedule).options.schedule.courses
 
 
-def _warmed_up(compressor):
+def _warmed_up(schedule):
     watch = Epochs()
-    fit(CompressedDDPStrategy(compressor), 12, callbacks=[watch], limit_train_batches=2)
+    fit(CompressedDDPStrategy("dgc", schedule=schedule), 12, callbacks=[watch], limit_train_batches=2)
     return watch.seen
 
 
 def test_dgc_warms_up_by_the_epochs_of_the_trainer(pools):
-    for seen in pools[2].run(_warmed_up, "dgc"):
+    for seen in pools[2].run(_warmed_up, None):
         by_epoch = dict(seen)
         assert [by_epoch[epoch] for epoch in range(6)] == DGC
-    assert {density for _, density in pools[1].run(_warmed_up, {"name": "dgc", "warmup": False})[0]} == {0.001}
+    assert {density for _, density in pools[1].run(_warmed_up, "none")[0]} == {0.001}
 
 
 def _warned(**given):
@@ -254,7 +253,7 @@ def _warned(**given):
     for epochs in (None, [0, 1, 2, 3, 4, 5]):
         ratios.append(_attached(given.get("schedule"), None, epochs, given.get("compressor", "dgc"))[0])
     logging.getLogger("lightning_compress").removeHandler(handler)
-    return [each for each in said if "warmup=False" in each], ratios
+    return [each for each in said if "schedule='none'" in each], ratios
 
 
 def test_a_bare_model_is_told_its_epoch(pools):
@@ -267,7 +266,7 @@ def test_a_bare_model_is_told_its_epoch(pools):
 
 
 def _silent():
-    return _warned(schedule={"preset": "dgc", "steps": 1}), _warned(compressor={"name": "dgc", "warmup": False})
+    return _warned(schedule={"preset": "dgc", "steps": 1}), _warned(schedule="none")
 
 
 def test_a_bare_model_warms_up_by_steps_or_not_at_all(pools):
@@ -279,20 +278,20 @@ def test_a_bare_model_warms_up_by_steps_or_not_at_all(pools):
 
 
 def test_dgc_goes_on_from_a_run_without_warm_up():
-    """Of an earlier version, whose settings did not have it."""
+    """Of an earlier version, in which it was a setting of the method."""
     made = {
-        warmup: Compression(nn.Linear(4, 4), RunState.of({"name": "dgc", "warmup": warmup}), run_threads(1, alone)[0])
-        for warmup in (False, True)
+        warmup: Compression(nn.Linear(4, 4), RunState.of("dgc", schedule=warmup), run_threads(1, alone)[0])
+        for warmup in ("none", None)
     }
-    saved = made[False].state_dict()
-    assert saved["running"]["compressor"].pop("warmup") is False
-    made[True].load_state_dict(saved)
+    saved = made["none"].state_dict()
+    saved["running"]["compressor"]["warmup"] = False
+    made[None].load_state_dict(saved)
     densities = []
     for epoch in (7, 8):
-        made[True].epoch = epoch
-        made[True].count(0)
-        densities.append(made[True].settings.method.density)
-        made[True].roll_back()
+        made[None].epoch = epoch
+        made[None].count(0)
+        densities.append(made[None].settings.method.density)
+        made[None].roll_back()
     assert densities == [0.001, 0.001]
 
 

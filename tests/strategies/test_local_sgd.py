@@ -713,7 +713,7 @@ def test_a_killed_rank_ends_the_others_with_an_error(tmp_path, kind):
         ({"sync_every": 4, "delay": 4}, "delay=4 must be less"),
         ({"sync_every": 4, "fragments": 5}, "fragments=5"),
         ({"averaged_steps": -1}, "averaged_steps=-1"),
-        ({"warmup_rounds": 1.5}, "warmup_rounds=1.5"),
+        ({"warmup_steps": 1.5}, "warmup_steps=1.5"),
         ({"evaluate": "median"}, "evaluate='median'"),
         ({"outer": {"lr": -1}}, "outer.lr=-1"),
         ({"buffers": {"*.queue": "max"}}, "'max', and must have 'mean' or 'rank0'"),

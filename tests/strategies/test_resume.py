@@ -91,7 +91,7 @@ class Outside(TopK):
 
 KEEPERS = {
     "dgc": {"compressor": {"name": "dgc", "density": 0.05}},
-    "onebit_adam": {"compressor": {"name": "onebit_adam", "freeze_steps": 1}, "make": PlainSGD},
+    "onebit_adam": {"compressor": "onebit_adam", "warmup_steps": 1, "make": PlainSGD},
     "ef21": {"compressor": "ef21"},
     "adagrad": {"compressor": OneBit(), "exchange": {"name": "two_shot", "adagrad": 1e-8}, "make": PlainSGD},
     "schedule": {"compressor": TopK(0.5), "schedule": {"density": {0: 0.5, 2: 0.2, 4: 0.05}}},

@@ -45,7 +45,7 @@ LATE = {  # what runs first, and what is retuned to
     "powersgd": ("powersgd", None, {"rank": 4}),
     "powersgd to topk": ("powersgd", "topk", {"density": 0.1}),
     "topk to powersgd": ("topk", "powersgd", {"rank": 2}),
-    "dgc": ({"name": "dgc", "warmup": None}, None, {"density": 0.3}),
+    "dgc": ("dgc", None, {"density": 0.3}),
 }
 
 
