@@ -20,7 +20,8 @@ ROOMS = [
     ("exchanges",),
     ("settings",),
     ("engine",),
-    ("local", "gossip", "backward"),
+    ("gossip", "backward"),
+    ("periodic",),
     ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),
     ("contrib",),  # loaded by name, so that nothing imports it

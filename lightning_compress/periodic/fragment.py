@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_compress.collectives import Collective
 from lightning_compress.core import failures
 from lightning_compress.engine.compression import Compression
-from lightning_compress.local.outer import OUTERS, Outer
+from lightning_compress.periodic.outer import OUTERS, Outer
 from lightning_compress.settings.settings import Settings
 
 _CAPS = (25 << 20, 25 << 20)

@@ -10,18 +10,19 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives.means import sums_of
 from lightning_compress.core import failures
 from lightning_compress.engine.optimizers import skip_step
 
 
-def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int]:
+def average_gradients(optimizer: Optimizer, ranks: Collective) -> int:
     """Replace an optimizer's gradients by their mean, made in float32 for those in half precision; a collective call.
 
     A parameter that was not used on this rank counts as zeros; one that was used on none stays without a gradient, so
     that no optimizer decays or moves it.
 
     Returns:
-        bytes that this rank sent; and those that stock DDP would have.
+        bytes that stock DDP would have sent.
 
     Raises:
         ExchangeError: a rank is gone or silent.
@@ -29,24 +30,19 @@ def average_gradients(optimizer: Optimizer, ranks: Collective) -> tuple[int, int
     by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     for parameter in [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    sent = dense = 0
+    dense = 0
     for dtype, parameters in by_dtype.items():
         used = [each.grad is not None for each in parameters]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        told = torch.tensor(used, dtype=torch.promote_types(dtype, torch.float32), device=gradients[0].device)
-        flat = torch.cat([*(each.reshape(-1) for each in gradients), told])  # of both dtypes the wider one
+        told = torch.tensor(used, device=gradients[0].device)
         with failures.explained(f"averaging gradients of {len(used)} parameters", ranks.rank):
-            ranks.all_reduce(flat)
-        told = flat[-len(used) :]
-        anywhere = used if all(used) else (told != 0).tolist()
-        flat /= ranks.size
-        *means, _ = flat.split([*(each.numel() for each in gradients), len(used)])
-        for parameter, gradient, mean, wanted in zip(parameters, gradients, means, anywhere, strict=True):
+            *sums, told = sums_of([*gradients, told], ranks, torch.promote_types(dtype, torch.float32))
+        anywhere = used if all(used) else told.tolist()
+        for parameter, gradient, total, wanted in zip(parameters, gradients, sums, anywhere, strict=True):
             if wanted:
-                parameter.grad = gradient.copy_(mean.view(gradient.shape))
-        sent += all_reduce_bytes(flat.nbytes, ranks.size)
+                parameter.grad = gradient.copy_(total.div_(ranks.size))
         dense += all_reduce_bytes(sum(each.nbytes for each in gradients), ranks.size)
-    return sent, dense
+    return dense
 
 
 def leave_out_nonfinite(optimizer: Optimizer, policy: str, step: int) -> bool:
