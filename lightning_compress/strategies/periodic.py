@@ -87,7 +87,7 @@ class PeriodicMixin(WaitingMixin):
         self.synchroniser.check(module, ranks, self.root_device)
         self._trainer, self._cached, self._held, self._counts = trainer, None, None, {}
         self._started = self._ended = self._swa = False
-        self.meeting, self._fitting = Rendezvous(trainer, self._timeout), True
+        self.meeting, self._fitting = Rendezvous.apart(trainer, self._timeout), True
         self._resume.begin(ranks, self.root_device)
         loop = trainer.fit_loop
         vars(loop)["on_run_end"] = lambda: self._end(type(loop).on_run_end.__get__(loop))

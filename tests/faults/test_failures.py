@@ -105,6 +105,6 @@ def test_a_save_where_all_ranks_have_met_is_as_any_other():
     """A cluster's signal is heeded between two batches, unless Lightning's handlers are others by now."""
     strategy = CompressedDDPStrategy("topk", state="mean")
     for taken in (True, False):
-        strategy._interruptions = SimpleNamespace(signals=SimpleNamespace(taken=taken))
+        strategy._meeting = SimpleNamespace(signals=SimpleNamespace(taken=taken))
         assert strategy._answers_signal("runs/hpc_ckpt_3.ckpt") != taken
         assert not strategy._answers_signal("runs/last.ckpt")
