@@ -12,10 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.engine.hook import Background
-from lightning_compress.periodic.fragment import Fragment
-from lightning_compress.periodic.inner import forget_nonfinite
+from lightning_compress.periodic.fragment import Fragment, Outer, forget_nonfinite
 from lightning_compress.periodic.module_buffers import BufferRules, Buffers
-from lightning_compress.periodic.outer import Outer
 from lightning_compress.periodic.sync_schedule import Rounds, split
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
@@ -65,7 +63,7 @@ class Fragments:
         counted = CountingCollective(ranks[-1], self.each[-1].compression.meter)
         self.buffers = Buffers(lambda: dict(model.named_buffers()), counted, rules)
         device = trained[0][1].device
-        self._carrier: _Now = _Stream(device) if device.type == "cuda" else _Thread()
+        self._carrier = _Stream(device) if device.type == "cuda" else _Thread()
         self._travels: dict[int, Callable[[], None]] = {}
         self._back: set[int] = set()
         self._left_out: set[int] = set()
@@ -273,16 +271,7 @@ class Fragments:
             fragment.compression.close()
 
 
-class _Now:
-    """Does what is to be carried at once."""
-
-    def carry(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do it; returns what waits for its end."""
-        work()
-        return lambda: None
-
-
-class _Thread(_Now):
+class _Thread:
     """Does it in one thread, in order."""
 
     def __init__(self) -> None:
@@ -301,7 +290,7 @@ class _Thread(_Now):
         return wait
 
 
-class _Stream(_Now):
+class _Stream:
     """Does it on one stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:

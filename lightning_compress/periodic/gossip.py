@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,9 @@ from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
-from lightning_compress.periodic.inner import forget_nonfinite
+from lightning_compress.periodic.fragment import forget_nonfinite
 from lightning_compress.periodic.module_buffers import STATISTICS
+from lightning_compress.periodic.sync_schedule import whole
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.settings import readers
 
@@ -33,12 +34,6 @@ NONFINITE = (
     "its model was not finite. It went back to its model of the last round, and takes its neighbours' mean from there; "
     "check its inputs and the learning rate. comm/nonfinite_rounds counts such rounds"
 )
-
-
-class Traffic(NamedTuple):
-    """What a rank sent, and how long it took."""
-
-    meter: Meter
 
 
 class Gossip(Synchroniser):
@@ -75,6 +70,7 @@ class Gossip(Synchroniser):
     """
 
     kind = "gossip"
+    meters: Sequence[Meter] = ()
 
     def __init__(
         self,
@@ -89,8 +85,7 @@ class Gossip(Synchroniser):
         seed: int = 0,
     ) -> None:
         for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1), ("seed", seed, 0)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise ValueError(f"{name}={count!r} must be an integer, {least} or more")
+            whole(name, count, least)
         super().__init__(evaluate, ("mean", "local"), buffers)
         self._averages_states = readers.truth("average_states", average_states)
         self._algorithm = build_algorithm(algorithm)
@@ -153,9 +148,9 @@ class Gossip(Synchroniser):
         self._layout = Layout.of((name, tuple(each.shape)) for name, each in mixed.items())
         self._mixes = dict.fromkeys(mixed)  # what a module adds later stays each rank's own
         self._algorithm.check_noise(self._compressor, self._layout, self._topology)
-        self.compression = Traffic(Meter(self.device))
+        self.meters = [Meter(self.device)]
         self._apart = self.ranks.apart()
-        self.counted = CountingCollective(self._apart, self.compression.meter)
+        self.counted = CountingCollective(self._apart, self.meter)
         self._neighbours = Neighbours(self.counted, self._topology)
         self._flat = Flat(self._layout, self.device, STATISTICS)
         self._by_rank, self._left_out, self._consensus = [0] * self.ranks.size, [0] * self.ranks.size, 0.0
@@ -178,7 +173,7 @@ class Gossip(Synchroniser):
 
     def _after_step(self) -> None:
         """Average with neighbours, every so many steps; meet all others, every so many."""
-        meter, step, size = self.compression.meter, self.attempts, self.ranks.size
+        meter, step, size = self.meter, self.attempts, self.ranks.size
         meter.begin_step()
         if size > 1 and step % self._sync_every == 0:
             if self.meeting.unsized:
@@ -250,11 +245,6 @@ class Gossip(Synchroniser):
         self._flat.keep(self.named())
 
     @property
-    def meters(self) -> list[Meter]:
-        """See ``Synchroniser``."""
-        return [self.compression.meter]
-
-    @property
     def summary(self) -> str:
         """See ``Synchroniser``."""
         keeps = f"keeps {self._algorithm.memory} bytes a parameter between rounds"
@@ -266,7 +256,7 @@ class Gossip(Synchroniser):
         links = {f"bytes_to_{peer}": float(sent) for peer, sent in sorted(self._neighbours.sent.items())}
         ranks = {f"bytes_of_{rank}": float(sent) for rank, sent in enumerate(self._by_rank)}
         return {
-            **self.compression.meter.read(),
+            **self.meter.read(),
             **links,
             **ranks,
             "rounds": float(self._mixing.round),
@@ -275,10 +265,6 @@ class Gossip(Synchroniser):
             **self._mixing.figures(),
             "summary": self.summary,
         }
-
-    def measure_every(self, steps: int) -> None:
-        """See ``Synchroniser``."""
-        self.compression.meter.sample_every = steps
 
     def close(self) -> None:
         """See ``Synchroniser``; leave the neighbours."""

@@ -13,19 +13,17 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import Collective, CountingCollective, World
-from lightning_compress.collectives.counting import Meter
-from lightning_compress.collectives.means import mean_of
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
+from lightning_compress.collectives.means import mean_of, sums_of
 from lightning_compress.core import failures
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
-from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import decide, forecast
+from lightning_compress.engine.optimizers import skip_step
+from lightning_compress.periodic.fragment import Outer
 from lightning_compress.periodic.fragments import Fragments
-from lightning_compress.periodic.inner import average_gradients, leave_out_nonfinite
-from lightning_compress.periodic.outer import Outer
-from lightning_compress.periodic.sync_schedule import Rounds
+from lightning_compress.periodic.sync_schedule import Rounds, whole
 from lightning_compress.periodic.synchroniser import Synchroniser
-from lightning_compress.settings import readers
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.settings import Settings
@@ -96,9 +94,9 @@ class LocalSGD(Synchroniser):
     ) -> None:
         super().__init__(evaluate, ("anchor", "mean"), buffers)
         self.rounds = Rounds(sync_every, fragments, delay, (0.5 if delay else 0.0) if alpha is None else alpha)
-        self.outer, self.averaged_steps = Outer.of(outer), averaged_steps
+        self.outer, self.averaged_steps, self.counts = Outer.of(outer), averaged_steps, sync_every
         for name, value in (("averaged_steps", averaged_steps), ("warmup_rounds", warmup_rounds)):
-            readers.whole(name, value)
+            whole(name, value, 0)
         if unknown := sorted(options.keys() - {*OPTIONS}):
             raise ValueError(f"LocalSGD has no setting {unknown[0]!r}; there are also {', '.join(OPTIONS)}")
         options |= {"warmup_steps": warmup_rounds, "check_drift_every": check_drift_every}
@@ -138,7 +136,7 @@ class LocalSGD(Synchroniser):
         self._transports = [self.ranks.apart() if self.rounds.delay else self.ranks for _ in range(parts)]
         ours = self.model, self.optimizers, settings, self.rounds, self.outer
         self.fragments = Fragments(*ours, self._transports, self.rules)
-        self.counted = CountingCollective(self.ranks, self.compression.meter)
+        self.counted = CountingCollective(self.ranks, self.meter)
         self._some_frozen = len(trained) < len(list(self.model.parameters()))
         self._told, self._heard = 0, None
         self.skipped = 0
@@ -160,7 +158,7 @@ class LocalSGD(Synchroniser):
             return
         if self.meeting.unsized or self._some_frozen:
             self.meeting.agree()  # before any of them waits for gradients of one that is done, or has others
-        self.compression.meter.bytes_dense += average_gradients(optimizer, self.counted)
+        self.meter.bytes_dense += average_gradients(optimizer, self.counted)
         if not scaled:
             self.skipped += leave_out_nonfinite(optimizer, self.settings.on_nonfinite, self.attempts)
 
@@ -254,11 +252,6 @@ class LocalSGD(Synchroniser):
         self.attempts = state["common"]["attempts"]
 
     @property
-    def compression(self) -> Compression:
-        """Of the model, or of its first fragment."""
-        return self.fragments.each[0].compression
-
-    @property
     def meters(self) -> list[Meter]:
         """See ``Synchroniser``; one a fragment."""
         return [each.compression.meter for each in self.fragments.each]
@@ -282,11 +275,6 @@ class LocalSGD(Synchroniser):
         found["relative_error"] /= len(each)
         found["nonfinite_steps"] += self.skipped
         return {**found, "steps": each[self.fragments.last]["steps"], "summary": self.summary}
-
-    def measure_every(self, steps: int) -> None:
-        """See ``Synchroniser``; of a round in so many steps, or of each one where rounds are longer."""
-        for meter in self.meters:
-            meter.sample_every = max(1, steps // self.rounds.sync_every)
 
     def close(self) -> None:
         """See ``Synchroniser``."""
@@ -329,3 +317,60 @@ def _check(settings: Settings) -> None:
             "local steps cannot be combined with a schedule by learning rate: the outer one does not change; give "
             "values by rounds, such as {'density': {0: 0.25, 10: 0.01}}"
         )
+
+
+def average_gradients(optimizer: Optimizer, ranks: Collective) -> int:
+    """Replace an optimizer's gradients by their mean, made in float32 for those in half precision; a collective call.
+
+    A parameter that was not used on this rank counts as zeros; one that was used on none stays without a gradient, so
+    that no optimizer decays or moves it.
+
+    Returns:
+        bytes that stock DDP would have sent.
+
+    Raises:
+        ExchangeError: a rank is gone or silent.
+    """
+    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+    for parameter in [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    dense = 0
+    for dtype, parameters in by_dtype.items():
+        used = [each.grad is not None for each in parameters]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        told = torch.tensor(used, device=gradients[0].device)
+        with failures.explained(f"averaging gradients of {len(used)} parameters", ranks.rank):
+            *sums, told = sums_of([*gradients, told], ranks, torch.promote_types(dtype, torch.float32))
+        anywhere = used if all(used) else told.tolist()
+        for parameter, gradient, total, wanted in zip(parameters, gradients, sums, anywhere, strict=True):
+            if wanted:
+                parameter.grad = gradient.copy_(total.div_(ranks.size))
+        dense += all_reduce_bytes(sum(each.nbytes for each in gradients), ranks.size)
+    return dense
+
+
+def leave_out_nonfinite(optimizer: Optimizer, policy: str, step: int) -> bool:
+    """Keep an optimizer from stepping by averaged gradients that are not finite, the same on all ranks.
+
+    Args:
+        optimizer: is about to step.
+        policy: "skip" the step, "raise" an error, or "pass" them on.
+        step: for the error.
+
+    Returns:
+        whether it is kept from it.
+
+    Raises:
+        FloatingPointError: they are not finite, and that is to be an error.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    if policy == "pass" or not parameters:
+        return False
+    if bool(torch.stack([each.grad.isfinite().all() for each in parameters]).all()):
+        return False
+    if policy == "raise":
+        raise FloatingPointError(
+            f"step {step}: the mean of the ranks' gradients is not finite; on_nonfinite='skip' leaves such steps out"
+        )
+    skip_step(optimizer)
+    return True

@@ -27,7 +27,7 @@ from lightning_compress.collectives import Collective, TorchCollective, consensu
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.collectives.means import mean_of
 from lightning_compress.core import failures
-from lightning_compress.periodic.alike import check_common, differing
+from lightning_compress.core.snapshot import checksum
 from lightning_compress.periodic.module_buffers import BufferRules, mean_buffers
 
 
@@ -107,6 +107,7 @@ class Synchroniser(ABC):
         leaps: ``averaged_model`` may be one that no rank has trained, whose BatchNorm has seen no batch.
         rules: which buffers are averaged.
         thaws: parameters that are frozen when it starts may be trained later; to be set before.
+        counts: steps that are one in the meters.
         epoch: for schedules by epochs; to be set when one begins.
         attempts: steps so far, equal on all ranks.
         model, optimizers, ranks, device, meeting: of the fit under way.
@@ -120,6 +121,7 @@ class Synchroniser(ABC):
     averaged_steps = 0
     leaps = False
     thaws = False
+    counts = 1
     epoch = 0
     attempts = 0
     model: nn.Module
@@ -183,7 +185,11 @@ class Synchroniser(ABC):
             ValueError: what is trained is not the same on all ranks; on every rank.
         """
         trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
-        check_common(trained, self.ranks, self.device)
+        if names := differing(trained, self.ranks, self.device):
+            raise ValueError(
+                f"{len(names)} parameters differ over the ranks before the first step, among them {names[0]}: hooks "
+                "such as on_fit_start have to leave the same model on all ranks; load one file, or draw by one seed"
+            )
         self.attempts = step
         self._rebase()
 
@@ -270,16 +276,22 @@ class Synchroniser(ABC):
 
     @property
     @abstractmethod
-    def meters(self) -> list[Meter]:
+    def meters(self) -> Sequence[Meter]:
         """Of what is sent."""
+
+    @property
+    def meter(self) -> Meter:
+        """The first of them."""
+        return self.meters[0]
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Traffic of the last round and in total, and ``summary``; what stock DDP sends is ``bytes_dense``."""
 
-    @abstractmethod
     def measure_every(self, steps: int) -> None:
         """Have time and error measured about once in so many steps."""
+        for meter in self.meters:
+            meter.sample_every = max(1, steps // self.counts) if steps else 0
 
     # for subclasses
 
@@ -321,3 +333,39 @@ class Synchroniser(ABC):
         own = {name: named[name] for name in found}
         kept = {name: own.pop(name) for name in self._buffers if name in own}
         return mean_of(own, self.counted) | mean_buffers(kept, self.counted, self.rules)
+
+
+def differing(named: Mapping[str, Tensor | None], ranks: Collective, device: torch.device) -> list[str]:
+    """Names of what is not the same on all ranks; a collective call, of checksums alone.
+
+    Args:
+        named: tensors by name; None for one that is gone.
+        ranks: that compare.
+        device: where to exchange.
+
+    Raises:
+        ValueError: names, dtypes or shapes are not those of the other ranks; on every rank.
+        ExchangeError: a rank is gone or silent.
+    """
+    names, said = list(named), ", ".join([*named][:3]) + ", ..." * (len(named) > 3) or "none"
+    if not all(_same([names], ranks, device)):
+        raise ValueError(
+            f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {said}, "
+            "and another one others; add, freeze and unfreeze the same parameters before the same step on all ranks"
+        )
+    kinds = ["gone" if each is None else f"{each.dtype} of shape {tuple(each.shape)}" for each in named.values()]
+    flags = _same([*kinds, *named.values()], ranks, device) if names else []
+    for name, kind, alike in zip(names, kinds, flags, strict=False):
+        if not alike:
+            raise ValueError(
+                f"the models of the ranks cannot be averaged: {name!r} is {kind} on rank {ranks.rank}, and not so on "
+                "another one; keep the same shape and dtype on all ranks, or keep what is each rank's own in a plain "
+                "attribute"
+            )
+    return [name for name, equal in zip(names, flags[len(names) :], strict=True) if not equal]
+
+
+def _same(content: Sequence[object], ranks: Collective, device: torch.device) -> list[bool]:
+    own = torch.tensor([checksum(each) for each in content], dtype=torch.int64, device=device)
+    with failures.explained("comparing models by checksums", ranks.rank):
+        return [bool(each) for each in consensus.same(own, ranks).tolist()]

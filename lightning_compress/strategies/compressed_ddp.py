@@ -214,7 +214,6 @@ class CompressedDDPMixin(WaitingMixin):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint; what is beside it is restored with the optimizers."""
-        self._resume.remember(str(checkpoint_path))
         content = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._kept = content.get(CHOSEN)
         return content
@@ -226,11 +225,6 @@ class CompressedDDPMixin(WaitingMixin):
             ranks, device = TorchCollective(), self.root_device
             if problem := self._resume.restore(self.checkpoint_io, checkpoint, self._compression, ranks, device):
                 rank_zero_warn(problem)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint and what is beside it."""
-        super().remove_checkpoint(filepath)
-        self._resume.remove(str(filepath), self.global_rank)
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.

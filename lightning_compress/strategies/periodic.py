@@ -21,8 +21,7 @@ from lightning_compress.collectives import TorchCollective, consensus
 from lightning_compress.core import snapshot
 from lightning_compress.core.primitives import plain
 from lightning_compress.engine import checks
-from lightning_compress.periodic.alike import differing
-from lightning_compress.periodic.synchroniser import Synchroniser
+from lightning_compress.periodic.synchroniser import Synchroniser, differing
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.recount import Recount
 from lightning_compress.strategies.refused import check_fit, without_wrapper
@@ -317,11 +316,6 @@ class PeriodicMixin(WaitingMixin):
             "own": own,
         }
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the checkpoint; what is beside it is restored with the optimizers."""
-        self._resume.remember(str(checkpoint_path))
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, and this rank's own model and state, or say why all begin from the checkpoint's."""
         super().load_optimizer_state_dict(checkpoint)
@@ -345,11 +339,6 @@ class PeriodicMixin(WaitingMixin):
         ours.load_state_dict(snapshot.moved(tree["own"] | {"common": tree["common"]["own"]}, device))
         self._recount.last = snapshot.moved(tree["common"]["counted"], device)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint and what is beside it."""
-        super().remove_checkpoint(filepath)
-        self._resume.remove(str(filepath), self.global_rank)
-
     # figures
 
     def comm_stats(self) -> dict[str, Any]:
@@ -362,8 +351,8 @@ class PeriodicMixin(WaitingMixin):
 
     @property
     def compression(self) -> Any:
-        """What is counted in a ``meter``; of local steps the compression of the first fragment."""
-        return self._begun.compression
+        """What has the ``meter`` that callbacks look for: the synchroniser."""
+        return self._begun
 
     @property
     def _begun(self) -> Any:

@@ -15,7 +15,7 @@ from lightning_compress.core import failures, snapshot
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.forecast import keep
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.sidecar import Files, Save, SavedState, Tree
+from lightning_compress.strategies.sidecar import Files, Save, Saved, SavedState, Tree
 
 
 class Resume:
@@ -145,7 +145,8 @@ class Resume:
         """
 
         def read() -> tuple[Tree, object]:
-            tree = sidecar.read_tree(files, self._path, content.get(sidecar.KEY), method, ranks)
+            saved = Saved.of(self._path, content.get(sidecar.KEY), [method], ranks.size)
+            tree = saved.part(files, ranks.rank, _checked)
             return tree, tree.get("common")
 
         tree, problem = _read(read, ranks, device)
@@ -222,6 +223,12 @@ def _read(read: Callable[[], tuple[Tree, object]], ranks: Collective, device: to
     said = {"files (their steps, settings, or what all ranks have in common)": common}
     why = consensus.disagreement(said, problem, ranks, device)
     return None if why else found, why
+
+
+def _checked(tree: object) -> Tree:
+    if not isinstance(tree, dict):
+        raise ValueError("the checkpoint's files do not hold what a rank has of its own")
+    return tree
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.collectives.means import mean_of
 from lightning_compress.core.failures import ExchangeError
 from lightning_compress.engine.group import Group
-from lightning_compress.periodic.inner import average_gradients
-from lightning_compress.periodic.outer import Outer
+from lightning_compress.periodic.fragment import Outer
+from lightning_compress.periodic.local_sgd import average_gradients
 from lightning_compress.periodic.sync_schedule import Rounds, split
 from lightning_compress.settings.settings import Settings
 from tests.periodic.helpers import after, begun
@@ -474,7 +474,7 @@ def test_what_comes_back_in_an_evaluation_in_inference_mode_can_be_trained_on():
 
 def test_bytes_of_averaging_in_every_step_are_told():
     def run(collective):
-        return train(collective, Rounds(4), "average", {"compressor": "none"}, 8)[1].compression.stats()
+        return train(collective, Rounds(4), "average", {"compressor": "none"}, 8)[1].stats()
 
     stats = run_threads(2, run)[0]
     assert stats["ratio"] == pytest.approx(4)
