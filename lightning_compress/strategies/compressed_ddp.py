@@ -202,9 +202,9 @@ class CompressedDDPMixin(WaitingMixin):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
         if self._compression is not None:
-            ranks, alone = TorchCollective(), self.gives_up or self._answers_signal(str(filepath))
+            alone = self.gives_up or self._answers_signal(str(filepath))
             path = str(filepath) if alone else self.broadcast(str(filepath))  # a name may hold the rank's own metric
-            self._resume.save(self.checkpoint_io, path, checkpoint, self._compression, ranks, alone)
+            self._resume.save(self.checkpoint_io, path, checkpoint, self._compression, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _answers_signal(self, filepath: str) -> bool:
@@ -221,10 +221,8 @@ class CompressedDDPMixin(WaitingMixin):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers and the state of the compression."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._compression is not None:
-            ranks, device = TorchCollective(), self.root_device
-            if problem := self._resume.restore(self.checkpoint_io, checkpoint, self._compression, ranks, device):
-                rank_zero_warn(problem)
+        if (ours := self._compression) and (problem := self._resume.restore(self.checkpoint_io, checkpoint, ours)):
+            rank_zero_warn(problem)
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.

@@ -284,14 +284,13 @@ class PeriodicMixin(WaitingMixin):
             for name in ("optimizer_states", "lr_schedulers"):  # which are not loaded with NumPy's numbers
                 checkpoint[name] = plain(checkpoint[name])
             checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
-            files, ranks, device = self.checkpoint_io, TorchCollective(), self.root_device
             tree = self._tree()
             if not self.gives_up and self._resume.state != "none":
                 for name in self._kept_once(checkpoint.get("state_dict", {})):
                     del tree["model"][name]
             own = self.synchroniser.method, self.attempts, tree
             path = str(filepath) if self.gives_up else self.broadcast(str(filepath))  # a name may hold a rank's metric
-            self._resume.save_tree(files, path, checkpoint, *own, ranks, device, self.gives_up)
+            self._resume.save_tree(self.checkpoint_io, path, checkpoint, *own, self.gives_up)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _kept_once(self, saved: Mapping[str, Any]) -> set[str]:
@@ -321,8 +320,8 @@ class PeriodicMixin(WaitingMixin):
         super().load_optimizer_state_dict(checkpoint)
         if not self._fitting:
             return
-        ours, ranks, device = self.synchroniser, TorchCollective(), self.root_device
-        tree, problem = self._resume.restore_tree(self.checkpoint_io, checkpoint, ours.method, ranks, device)
+        ours, device = self.synchroniser, self.root_device
+        tree, problem = self._resume.restore_tree(self.checkpoint_io, checkpoint, ours.method)
         counts = checkpoint.get(sidecar.ATTEMPTS, ())
         self._counts = dict(zip(map(id, self.optimizers), counts, strict=False))
         if tree is None:

@@ -1,6 +1,8 @@
 """Local steps and gossip in a loop of one's own, without Lightning, on ranks that are threads."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,3 +49,63 @@ def test_ranks_end_on_one_model(size, kind):
         assert all(own.equal(other) for own, other in zip(model, found[0][0], strict=True))
         assert all(each.isfinite().all() for each in model)
         assert (stats["total_bytes_sent"] > 0) == (size > 1)
+
+
+def test_lightning_is_not_imported():
+    script = "import sys, lightning_compress.periodic; assert not {'lightning', 'pytorch_lightning'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_on_exactly(kind):
+    """Saved in the middle of a round, with this rank's model and optimizer."""
+
+    def run(ranks):
+        torch.set_num_threads(1)
+        data = [
+            torch.randn(16, 8, generator=torch.Generator().manual_seed(9 * step + ranks.rank)) for step in range(10)
+        ]
+
+        def begin():
+            model = copy.deepcopy(MODEL)
+            optimizer, synchroniser = torch.optim.AdamW(model.parameters(), 0.01), KINDS[kind]()
+            synchroniser.start(model, [optimizer], ranks)
+            return model, optimizer, synchroniser
+
+        def steps(model, optimizer, synchroniser, batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                synchroniser.before_step(optimizer)
+                optimizer.step()
+                synchroniser.after_step()
+
+        whole = begin()
+        steps(*whole, data[:6])
+        saved = copy.deepcopy([each.state_dict() for each in whole])
+        steps(*whole, data[6:])
+        again = begin()
+        for each, state in zip(again, saved, strict=True):
+            each.load_state_dict(state)
+        steps(*again, data[6:])
+        ends = [{**each[2].averaged_model(), **dict(each[0].named_parameters())} for each in (whole, again)]
+        return all(own.equal(ends[1][name]) for name, own in ends[0].items())
+
+    assert run_threads(2, run) == [True] * 2
+
+
+def test_ranks_that_begin_with_other_models_or_settings_are_refused():
+    def run(ranks, differs):
+        model = copy.deepcopy(MODEL)
+        with torch.no_grad():
+            model[0].weight += ranks.rank * (differs == "model")
+        LocalSGD(4 + ranks.rank * (differs == "settings")).start(model, (), ranks)
+
+    with pytest.raises(
+        ValueError, match="1 parameters differ over the ranks before the first step, among them 0.weight"
+    ):
+        run_threads(2, lambda ranks: run(ranks, "model"))
+    with pytest.raises(ValueError, match="settings of local steps of rank 1 differ from those of rank 0"):
+        run_threads(2, lambda ranks: run(ranks, "settings"))
+    with pytest.raises(ValueError, match="LocalSGD has no setting 'warmup_steps'"):
+        LocalSGD(warmup_steps=3)
