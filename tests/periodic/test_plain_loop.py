@@ -62,9 +62,8 @@ def test_a_state_goes_on_exactly(kind):
 
     def run(ranks):
         torch.set_num_threads(1)
-        data = [
-            torch.randn(16, 8, generator=torch.Generator().manual_seed(9 * step + ranks.rank)) for step in range(10)
-        ]
+        draw = torch.Generator().manual_seed(ranks.rank)
+        data = [torch.randn(16, 8, generator=draw) for _ in range(10)]
 
         def begin():
             model = copy.deepcopy(MODEL)
@@ -101,9 +100,7 @@ def test_ranks_that_begin_with_other_models_or_settings_are_refused():
             model[0].weight += ranks.rank * (differs == "model")
         LocalSGD(4 + ranks.rank * (differs == "settings")).start(model, (), ranks)
 
-    with pytest.raises(
-        ValueError, match="1 parameters differ over the ranks before the first step, among them 0.weight"
-    ):
+    with pytest.raises(ValueError, match=r"1 parameters differ over the ranks .*, among them 0\.weight"):
         run_threads(2, lambda ranks: run(ranks, "model"))
     with pytest.raises(ValueError, match="settings of local steps of rank 1 differ from those of rank 0"):
         run_threads(2, lambda ranks: run(ranks, "settings"))
