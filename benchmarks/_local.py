@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_compress.collectives import Collective, TorchCollective
-from lightning_compress.local.outer import Outer
-from lightning_compress.local.steps import LocalSteps
-from lightning_compress.local.timetable import Rounds
-from lightning_compress.settings.run_state import RunState
+from lightning_compress.collectives import Collective
+from lightning_compress.periodic import LocalSGD
+from lightning_compress.periodic.sync_schedule import Rounds
 
 ROTATED = {"name": "rotated", "bits": 4}
 _SPARSE = {"outer": {"lr": 1.0}, "compressor": "sparseloco", "error_feedback": {"decay": 0.95}}
@@ -28,7 +25,7 @@ LOCAL: dict[str, dict[str, Any]] = {
     "sparseloco 30": {"rounds": Rounds(30), **_SPARSE},
     "sparseloco 30 streaming": {"rounds": Rounds(30, 3, 5, 0.5), **_SPARSE},
 }
-"""``rounds`` and ``outer`` of ``LocalSteps``; the others are settings of its compression."""
+"""``rounds``, and settings of ``LocalSGD``."""
 
 
 class Alone:
@@ -60,37 +57,20 @@ class Local:
     def __init__(
         self, model: nn.Module, given: Mapping[str, Any], ranks: Collective | None = None, **more: Any
     ) -> None:
-        settings = {**given, **more}
-        rounds, outer = settings.pop("rounds"), Outer.of(settings.pop("outer"))
-        self.settings, self.every = RunState.of(**settings), rounds.sync_every
-        self._apart = [] if ranks else [TorchCollective().apart() for _ in range(rounds.fragments)]
-        over = [ranks] * rounds.fragments if ranks else self._apart
-        self._steps, self._step = LocalSteps(model, self.settings, rounds, outer, over), 0
-
-    @torch.no_grad()
-    def after(self) -> None:
-        """An optimizer stepped."""
-        self._step += 1
-        self._steps.after(self._step)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """The last step was made."""
-        self._steps.finish(self._step)
+        settings = {"on_nonfinite": "pass", "check_drift_every": 100, **given, **more}
+        rounds = settings.pop("rounds")
+        timing = {"fragments": rounds.fragments, "delay": rounds.delay, "alpha": rounds.alpha}
+        self._local, self.every = LocalSGD(rounds.sync_every, **timing, **settings), rounds.sync_every
+        self.settings = self._local.settings
+        self._local.start(model, ranks=ranks)
+        self.after, self.finish, self.close = self._local.after_step, self._local.finish, self._local.close
 
     @property
     def bytes_sent(self) -> int:
         """By this rank, so far."""
-        return sum(each.compression.meter.bytes_sent for each in self._steps.fragments)
+        return sum(each.bytes_sent for each in self._local.meters)
 
     @property
     def bytes_dense(self) -> int:
         """What stock DDP would have sent by now."""
-        return sum(each.compression.meter.bytes_dense for each in self._steps.fragments)
-
-    def close(self) -> None:
-        """Wait for what travels, and end."""
-        self._steps.arrive()
-        self._steps.close()
-        for each in self._apart:
-            each.close()
+        return sum(each.bytes_dense for each in self._local.meters)

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.contrib.mesimp import MeSimp
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
-    from lightning_compress.strategies.gossip import GossipStrategy
-    from lightning_compress.strategies.local_sgd import LocalSGDStrategy
+    from lightning_compress.strategies.constructors import GossipStrategy, LocalSGDStrategy
 
 _LIGHTNING = {
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
-    "GossipStrategy": "strategies.gossip",
-    "LocalSGDStrategy": "strategies.local_sgd",
+    "GossipStrategy": "strategies.constructors",
+    "LocalSGDStrategy": "strategies.constructors",
     "MeProp": "callbacks.meprop",
     "MeSimp": "contrib.mesimp",
     "SufficientFactors": "callbacks.sufficient_factors",
@@ -50,8 +49,7 @@ def __getattr__(name: str) -> object:
 def _register(_: ModuleType) -> None:
     """Tell Lightning the names of our strategies, whichever of the two is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
-    import_module("lightning_compress.strategies.gossip")
-    import_module("lightning_compress.strategies.local_sgd")
+    import_module("lightning_compress.strategies.constructors")
 
 
 @when_imported("pytorch_lightning")

@@ -12,8 +12,7 @@ from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
-from lightning_compress.strategies.gossip import GossipMixin
-from lightning_compress.strategies.local_sgd import LocalSGDMixin
+from lightning_compress.strategies.constructors import GossipMixin, LocalSGDMixin
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees

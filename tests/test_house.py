@@ -21,7 +21,8 @@ ROOMS = [
     ("settings",),
     ("planning",),
     ("engine",),
-    ("local", "gossip", "backward"),
+    ("gossip", "backward"),
+    ("periodic",),
     ("strategies", "callbacks", "compare", "testing"),
     ("pytorch_lightning",),
     ("contrib",),  # loaded by name, so that nothing imports it

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._local import AVERAGE, ROTATED
-from lightning_compress.local.timetable import Rounds
+from lightning_compress.periodic.sync_schedule import Rounds
 
 LOCO = {"name": "loco", "beta": 0.05}
 WAYS: dict[str, dict[str, Any]] = {

@@ -75,3 +75,10 @@ class Collective(ABC):
         Args:
             ranks: of each part, in order; every rank is in one of them.
         """
+
+    def apart(self) -> Collective:
+        """The same ranks, in whose collectives others do not matter; until ``close``. A collective call."""
+        return self.part([range(self.size)])
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing
+        """Give back what ``apart`` took."""

@@ -25,9 +25,9 @@ class _World:
         self.parts: dict[tuple[int, ...], _World] = {}
         self.lock = threading.Lock()
 
-    def part(self, ranks: tuple[int, ...]) -> _World:
+    def part(self, ranks: tuple[int, ...], number: int = 0) -> _World:
         with self.lock:
-            return self.parts.setdefault(ranks, _World(len(ranks), self.timeout))
+            return self.parts.setdefault((number, *ranks), _World(len(ranks), self.timeout))
 
     def abort(self) -> None:
         self.barrier.abort()
@@ -42,6 +42,7 @@ class ThreadCollective(Collective):
         self._world = world
         self.rank = rank
         self.size = size
+        self._worlds = 0
 
     def _share(self, tensor: Tensor, use: Callable[[list[Tensor]], T]) -> T:
         self._world.slots[self.rank] = tensor
@@ -82,6 +83,11 @@ class ThreadCollective(Collective):
         """A world inside the world."""
         own = next(tuple(part) for part in ranks if self.rank in part)
         return ThreadCollective(self._world.part(own), own.index(self.rank), len(own))
+
+    def apart(self) -> Collective:
+        """Another world of the same threads at each call."""
+        self._worlds += 1
+        return ThreadCollective(self._world.part(tuple(range(self.size)), self._worlds), self.rank, self.size)
 
 
 def run_threads(size: int, function: Callable[[Collective], T], timeout: float = 60.0) -> list[T]:

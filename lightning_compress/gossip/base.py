@@ -221,13 +221,6 @@ class Replicas(Coded):
         for weight, message in told:
             self.add(message, self.vectors["apart"], weight)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Mixing``; earlier checkpoints have the weighted mean itself."""
-        vectors = dict(state["vectors"])
-        if "mean" in vectors and self.known in vectors:
-            vectors["apart"] = vectors.pop("mean") - vectors[self.known]
-        super().load_state_dict({**state, "vectors": vectors})
-
 
 def check_contractive(name: str, compressor: object) -> None:
     """Refuse what may leave more than there was."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.averaging import Averaging
 from lightning_compress.gossip.base import Algorithm, Mixing
+from lightning_compress.gossip.dpsgd import Averages
 from lightning_compress.gossip.modulo import averaging, check_averaging
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
@@ -66,18 +67,12 @@ class D2(Algorithm):
         return _Mixing(start, neighbours, averaging(compressor, neighbours, layout, start.device, seed))
 
 
-class _Mixing(Mixing):
+class _Mixing(Averages):
     def __init__(self, start: Tensor, neighbours: Neighbours, averaging: Averaging) -> None:
-        super().__init__(neighbours)
-        self._averaging = averaging
-        self.numbers |= averaging.numbers
-        self.vectors |= averaging.vectors
+        super().__init__(neighbours, averaging)
         self.vectors["moved"] = torch.zeros_like(start)
 
     def run(self, vector: Tensor, rate: float) -> None:
         moved = self.vectors["moved"]
         vector.add_(moved)
         self._averaging.average(vector, self.numbers, rate, moved)
-
-    def figures(self) -> dict[str, float]:
-        return self._averaging.figures()

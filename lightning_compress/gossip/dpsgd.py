@@ -36,10 +36,12 @@ class DPSGD(Algorithm):
         self, start: Tensor, neighbours: Neighbours, compressor: Moniqua | None, layout: Layout, seed: int
     ) -> Mixing:
         """See ``Algorithm.begin``."""
-        return _Mixing(neighbours, averaging(compressor, neighbours, layout, start.device, seed))
+        return Averages(neighbours, averaging(compressor, neighbours, layout, start.device, seed))
 
 
-class _Mixing(Mixing):
+class Averages(Mixing):
+    """Weighted means of what local steps made of the models."""
+
     def __init__(self, neighbours: Neighbours, averaging: Averaging) -> None:
         super().__init__(neighbours)
         self._averaging = averaging
@@ -47,7 +49,9 @@ class _Mixing(Mixing):
         self.vectors |= averaging.vectors
 
     def run(self, vector: Tensor, rate: float) -> None:
+        """See ``Mixing``."""
         self._averaging.average(vector, self.numbers, rate)
 
     def figures(self) -> dict[str, float]:
+        """See ``Mixing``."""
         return self._averaging.figures()

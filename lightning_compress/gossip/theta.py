@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-class Theta(ABC):
+class Theta:
     """A bound for each round, from what all ranks have in common."""
 
-    @abstractmethod
     def at(self, number: int, rate: float) -> float:
         """The bound of round ``number`` at this learning rate; 0 where it is to be measured, or the rate is 0."""
-
-
-@dataclass(frozen=True)
-class Constant(Theta):
-    """The same bound always."""
-
-    value: float
-
-    def at(self, number: int, rate: float) -> float:
-        """See ``Theta.at``."""
-        return self.value
+        return 0.0
 
 
 @dataclass(frozen=True)
 class ByRound(Theta):
-    """Bounds from rounds on."""
+    """Bounds from rounds on; one alone is that of all."""
 
     starts: tuple[int, ...]
     values: tuple[float, ...]
@@ -62,10 +50,6 @@ class Estimated(Theta):
     margin: float = 1.25
     every: int = 4
 
-    def at(self, number: int, rate: float) -> float:
-        """See ``Theta.at``."""
-        return 0.0
-
 
 def read_theta(given: object) -> Theta:
     """Theta as users write it.
@@ -94,7 +78,7 @@ def read_theta(given: object) -> Theta:
                 raise ValueError(f"theta: every={every!r} must be a number of rounds, 1 or more")
             return Estimated(margin, every)
     elif not isinstance(given, str):
-        return Constant(_positive("it", given))
+        return ByRound((0,), (_positive("it", given),))
     raise ValueError(
         f"theta={given!r}: give a bound above 0, {{'rounds': {{0: 2.0, 1000: 0.5}}}}, {{'rate': 20.0}}, "
         "'estimated', or {'estimated': 1.25, 'every': 4}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import wraps
@@ -27,9 +28,8 @@ from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.strategies.alike import batches_by_rank, check_batches
-from lightning_compress.strategies.interruptions import Interruptions
 from lightning_compress.strategies.names import VARIANTS, register
+from lightning_compress.strategies.rendezvous import Rendezvous
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
 from lightning_compress.strategies.waiting import WaitingMixin
@@ -67,7 +67,7 @@ class CompressedDDPMixin(WaitingMixin):
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
         self._kept: object = None
-        self._interruptions: Interruptions | None = None
+        self._meeting: Rendezvous | None = None
 
     def setup(self, trainer: Any) -> None:
         """Refuse what cannot work, on every rank, before DistributedDataParallel is built."""
@@ -78,7 +78,7 @@ class CompressedDDPMixin(WaitingMixin):
             checks.check_clipping(self._settings, trainer.gradient_clip_val)
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
-            self._interruptions = Interruptions(trainer, self.root_device) if self.world_size > 1 else None
+            self._meeting = Rendezvous.everywhere(trainer, self.root_device) if self.world_size > 1 else None
         super().setup(trainer)
         self._kept = None
         if fitting:
@@ -105,16 +105,14 @@ class CompressedDDPMixin(WaitingMixin):
         """Compare numbers of batches, which are known by now; say what runs, once everything is restored."""
         super().on_train_start()
         assert self.lightning_module is not None
-        self._check_batches(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        if self._meeting is not None:  # before max_steps no epoch ends
+            most = trainer.max_steps * _accumulation(trainer)
+            self._meeting.compare_batches(most if most >= 0 else math.inf)
         if self._compression is not None:
             rank_zero_info(self._compression.forecast.line)
             if self._compression.forecast.warning:
                 rank_zero_warn(self._compression.forecast.warning)
-
-    def _check_batches(self, trainer: Any) -> None:
-        counts = batches_by_rank(trainer, TorchCollective(), self.root_device)
-        if trainer.max_steps < 0 or min(counts) < trainer.max_steps * _accumulation(trainer):  # else no epoch ends
-            check_batches(counts)
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
@@ -174,14 +172,14 @@ class CompressedDDPMixin(WaitingMixin):
         super().on_train_batch_start(batch, batch_idx)
         if self._compression is not None and self.lightning_module is not None:
             self._compression.epoch = self.lightning_module.current_epoch
-        if self._interruptions is not None:
-            self._interruptions.next_batch()
+        if self._meeting is not None:
+            self._meeting.next_batch()
 
     def on_train_end(self) -> None:
         """Heed signals that came in the last batches."""
         super().on_train_end()
-        if self._interruptions is not None:
-            self._interruptions.finish()
+        if self._meeting is not None:
+            self._meeting.finish()
 
     def pre_backward(self, closure_loss: Any) -> None:
         """Look at the gradients of earlier backwards: in manual optimization there may be several to a forward."""
@@ -199,19 +197,18 @@ class CompressedDDPMixin(WaitingMixin):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
         if self._compression is not None:
-            ranks, alone = TorchCollective(), self.gives_up or self._answers_signal(str(filepath))
+            alone = self.gives_up or self._answers_signal(str(filepath))
             path = str(filepath) if alone else self.broadcast(str(filepath))  # a name may hold the rank's own metric
-            self._resume.save(self.checkpoint_io, path, checkpoint, self._compression, ranks, alone)
+            self._resume.save(self.checkpoint_io, path, checkpoint, self._compression, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _answers_signal(self, filepath: str) -> bool:
         """Whether it is saved in a signal's handler, at any moment, and not where all ranks met."""
-        meets = self._interruptions is not None and self._interruptions.signals.taken
+        meets = self._meeting is not None and self._meeting.signals.taken
         return os.path.basename(filepath).startswith("hpc_ckpt") and not meets
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint; what is beside it is restored with the optimizers."""
-        self._resume.remember(str(checkpoint_path))
         content = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._kept = content.get(CHOSEN)
         return content
@@ -219,15 +216,8 @@ class CompressedDDPMixin(WaitingMixin):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers and the state of the compression."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._compression is not None:
-            ranks, device = TorchCollective(), self.root_device
-            if problem := self._resume.restore(self.checkpoint_io, checkpoint, self._compression, ranks, device):
-                rank_zero_warn(problem)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint and what is beside it."""
-        super().remove_checkpoint(filepath)
-        self._resume.remove(str(filepath), self.global_rank)
+        if (ours := self._compression) and (problem := self._resume.restore(self.checkpoint_io, checkpoint, ours)):
+            rank_zero_warn(problem)
 
     def comm_stats(self) -> dict[str, Any]:
         """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.
@@ -260,9 +250,9 @@ class CompressedDDPMixin(WaitingMixin):
         if self._compression is not None:
             self._compression.close()
             vars(self.precision_plugin).pop("clip_gradients", None)
-        if self._interruptions is not None:
-            self._interruptions.close()
-            self._interruptions = None
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
         self._kept = None  # of a checkpoint that a Tuner went back to
         super().teardown()
 

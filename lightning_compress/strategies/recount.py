@@ -6,7 +6,6 @@ those of the anchors. The last batches are passed through the model that is eval
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,10 +19,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_compress.collectives import Collective
+from lightning_compress.collectives import Collective, consensus
+from lightning_compress.collectives.means import mean_of
 from lightning_compress.core import failures
-from lightning_compress.local.means import mean_of
-from lightning_compress.local.statistics import STATISTICS, BufferRules
+from lightning_compress.periodic.module_buffers import STATISTICS, BufferRules
 
 BATCHES = 8
 """That are kept. With 8 of 32 examples the loss was at most 5 % above that with statistics of all data, with 4, 9 %."""
@@ -87,6 +86,7 @@ class Recount:
         if self._active and not self._warned:
             self._kept.append(_again((arguments, dict(named))))
 
+    @torch.inference_mode(False)  # what is made outlives the evaluation
     def count(
         self, weights: Mapping[str, Tensor], step: Callable[..., Any], ranks: Collective, device: torch.device
     ) -> dict[str, Tensor]:
@@ -107,16 +107,13 @@ class Recount:
         if not self._active:
             return {}
         own, problem = self._count(weights, step) if self._kept else ({}, "")
-        names = zlib.crc32(repr([*own]).encode())
-        said = torch.tensor([bool(problem), names, -names], device=device)
         with failures.explained("counting statistics anew", ranks.rank):
-            ranks.all_reduce_max(said)
-        failed, most, least = said.tolist()
-        if failed or most != -least:
-            self._warn(problem or "another rank cannot, or has other layers in training")
+            said = {"layers in training": [*own]}
+            why = consensus.disagreement(said, ValueError(problem) if problem else None, ranks, device)
+        if why:
+            self._warn(why)
             self._active = False
             self._kept.clear()
-        if not self._active:
             return {}
         if own:
             means = mean_of(own, ranks).items()

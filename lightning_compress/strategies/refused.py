@@ -1,4 +1,4 @@
-"""What strategies that leave the model unwrapped cannot be combined with."""
+"""What a strategy over a synchroniser, which leaves the model unwrapped, cannot be combined with."""
 
 from __future__ import annotations
 

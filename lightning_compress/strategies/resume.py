@@ -15,7 +15,7 @@ from lightning_compress.core import failures, snapshot
 from lightning_compress.engine.compression import Compression
 from lightning_compress.planning.decide import keep
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.sidecar import Files, Save, SavedState, Tree
+from lightning_compress.strategies.sidecar import Files, Save, Saved, SavedState, Tree
 
 
 class Resume:
@@ -44,18 +44,13 @@ class Resume:
 
     def begin(self, ranks: Collective, device: torch.device) -> None:
         """A fit begins; a collective call, in which the ranks agree on a number for it."""
+        self._ranks, self._device = ranks, device
         drawn = torch.tensor(random.SystemRandom().getrandbits(62), device=device)
         ranks.broadcast(drawn, device)
         self._run, self._saves = int(drawn), 0
 
     def save(
-        self,
-        files: Files,
-        path: str,
-        content: dict[str, Any],
-        compression: Compression,
-        ranks: Collective,
-        alone: bool = False,
+        self, files: Files, path: str, content: dict[str, Any], compression: Compression, alone: bool = False
     ) -> None:
         """Add to a checkpoint that is about to be written; a collective call.
 
@@ -67,7 +62,6 @@ class Resume:
             path: of the checkpoint.
             content: of the checkpoint.
             compression: what is saved.
-            ranks: wait for each other.
             alone: do not wait for the others: training is being aborted, and they may have ended.
 
         Raises:
@@ -86,15 +80,13 @@ class Resume:
         state = compression.state_dict()
         own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
         if self.state == "sidecar" and own:
-            if not self._saves and ranks.rank == 0:
+            if not self._saves and self._ranks.rank == 0:
                 each = sum(one["numbers"].nbytes for group in state["groups"] for one in group["states"].values())
-                rank_zero_info(
-                    f"lightning_compress: beside {path}: {each} bytes a rank, {each * ranks.size} of {ranks.size} ranks"
-                )
-            device = compression.device
-            self.save_tree(files, path, content, state["method"], compression.step, state, ranks, device, alone)
+                size = self._ranks.size
+                rank_zero_info(f"lightning_compress: beside {path}: {each} bytes a rank, {each * size} of {size} ranks")
+            self.save_tree(files, path, content, state["method"], compression.step, state, alone)
         elif not (own and alone):  # the mean takes all ranks
-            sidecar.write_inside(content, state, ranks, compression.device)
+            sidecar.write_inside(content, state, self._ranks, self._device)
 
     def save_tree(
         self,
@@ -104,8 +96,6 @@ class Resume:
         method: str,
         step: int,
         tree: Tree,
-        ranks: Collective,
-        device: torch.device,
         alone: bool = False,
     ) -> None:
         """``save`` for whatever ranks have of their own, each in its file.
@@ -118,8 +108,6 @@ class Resume:
             step: optimizer steps so far.
             tree: tensors and primitives of this rank; what it has as ``"common"`` is the same on all ranks, or nothing
                 of it is restored.
-            ranks: wait for each other.
-            device: on which they talk.
             alone: do not wait.
 
         Raises:
@@ -128,13 +116,11 @@ class Resume:
         """
         if self.state == "none" or "optimizer_states" not in content:
             return
-        with contextlib.nullcontext() if alone else _together(path, ranks, device):
-            sidecar.write(files, path, content, Save(self._run, self._saves, step), method, tree, ranks)
+        with contextlib.nullcontext() if alone else _together(path, self._ranks, self._device):
+            sidecar.write(files, path, content, Save(self._run, self._saves, step), method, tree, self._ranks)
         self._saves += 1
 
-    def restore_tree(
-        self, files: Files, content: Mapping[str, Any], method: str, ranks: Collective, device: torch.device
-    ) -> tuple[Tree | None, str]:
+    def restore_tree(self, files: Files, content: Mapping[str, Any], method: str) -> tuple[Tree | None, str]:
         """This rank's part of the checkpoint that was read last, on all ranks or on none; a collective call.
 
         Returns:
@@ -145,10 +131,11 @@ class Resume:
         """
 
         def read() -> tuple[Tree, object]:
-            tree = sidecar.read_tree(files, self._path, content.get(sidecar.KEY), method, ranks)
+            saved = Saved.of(self._path, content.get(sidecar.KEY), [method], self._ranks.size)
+            tree = saved.part(files, self._ranks.rank, _checked)
             return tree, tree.get("common")
 
-        tree, problem = _read(read, ranks, device)
+        tree, problem = _read(read, self._ranks, self._device)
         if tree is None and self._strict_about(content):
             raise ValueError(f"{problem}; set strict_state=False to begin from the checkpoint's own model")
         return tree, "" if tree is not None else f"{problem}. All ranks begin from the checkpoint's own model"
@@ -157,14 +144,7 @@ class Resume:
         """A checkpoint was read; its files are read when the model is ready."""
         self._path = path
 
-    def restore(
-        self,
-        files: Files,
-        content: Mapping[str, Any],
-        compression: Compression,
-        ranks: Collective,
-        device: torch.device,
-    ) -> str:
+    def restore(self, files: Files, content: Mapping[str, Any], compression: Compression) -> str:
         """Resume from the checkpoint that was read last; a collective call.
 
         Returns:
@@ -174,7 +154,7 @@ class Resume:
             ValueError: it cannot go on, and ``strict`` was asked for; on every rank.
         """
         compression.reset()
-        manifest = content.get(sidecar.KEY)
+        manifest, ranks, device = content.get(sidecar.KEY), self._ranks, self._device
         if manifest is None and not (compression.active and compression.settings.keeps_state):
             return ""
 
@@ -222,6 +202,12 @@ def _read(read: Callable[[], tuple[Tree, object]], ranks: Collective, device: to
     said = {"files (their steps, settings, or what all ranks have in common)": common}
     why = consensus.disagreement(said, problem, ranks, device)
     return None if why else found, why
+
+
+def _checked(tree: object) -> Tree:
+    if not isinstance(tree, dict):
+        raise ValueError("the checkpoint's files do not hold what a rank has of its own")
+    return tree
 
 
 @contextlib.contextmanager

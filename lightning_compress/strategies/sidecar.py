@@ -229,21 +229,6 @@ def _tree(content: Mapping[str, Any]) -> object:
     return content.get("tree", content.get("state"))
 
 
-def read_tree(files: Files, path: str, manifest: object, method: str, ranks: Collective) -> Tree:
-    """This rank's own of a checkpoint; at another world size there is none; see ``Saved``.
-
-    Raises:
-        ValueError: it is missing, damaged, of another save, of another method or of another number of ranks.
-    """
-
-    def check(tree: object) -> Tree:
-        if not isinstance(tree, dict):
-            raise ValueError("the checkpoint's files do not hold what a rank has of its own")
-        return tree
-
-    return Saved.of(path, manifest, [method], ranks.size).part(files, ranks.rank, check)
-
-
 def read(
     files: Files, path: str, manifest: object, methods: Sequence[str], ranks: Collective, device: torch.device
 ) -> Snapshot:

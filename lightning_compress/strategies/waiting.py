@@ -1,4 +1,4 @@
-"""Where Lightning itself talks over all ranks: errors of the transport say what the ranks were doing."""
+"""What all strategies have in common: files beside checkpoints, and errors of what Lightning itself sends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress.core import failures
+from lightning_compress.strategies.resume import Resume
 
 if TYPE_CHECKING:
     _Base = DDPStrategy
@@ -15,12 +16,24 @@ else:
 
 
 class WaitingMixin(_Base):
-    """Turns a ``DDPStrategy`` into one that explains why it waited in vain.
+    """Turns a ``DDPStrategy`` into one with files beside its checkpoints, that explains why it waited in vain.
 
     Raises:
         ExchangeError: from ``barrier``, ``broadcast``, ``reduce`` and ``all_gather``, where a rank is gone or silent;
             what else goes wrong in the last three, as with an object that cannot be pickled, is raised as it is.
     """
+
+    _resume: Resume
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load the checkpoint; what is beside it is restored with the optimizers."""
+        self._resume.remember(str(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint and what is beside it."""
+        super().remove_checkpoint(filepath)
+        self._resume.remove(str(filepath), self.global_rank)
 
     @property
     def gives_up(self) -> bool:

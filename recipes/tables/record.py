@@ -143,8 +143,8 @@ class Recorder(Callback):
 def _traffic(trainer: Trainer) -> dict[str, float]:
     if not hasattr(trainer.strategy, "compression"):
         return {}
-    parts = trainer.strategy.local.fragments if hasattr(trainer.strategy, "local") else [trainer.strategy]
-    meters = [each.compression.meter for each in parts]
+    over = getattr(trainer.strategy, "synchroniser", None)
+    meters = over.meters if over else [trainer.strategy.compression.meter]
     return {
         "total_bytes_sent": float(sum(meter.bytes_sent for meter in meters)),
         "total_bytes_dense": float(sum(meter.bytes_dense for meter in meters)),

@@ -126,8 +126,8 @@ def test_hyperparameters_are_logged_unless_the_trainer_shall_not(pools):
 def _sampled(every, steps=12, **local):
     strategy = LocalSGDStrategy(compressor="topk", **local) if local else CompressedDDPStrategy("topk")
     fit(strategy, steps, callbacks=[CommunicationMonitor()], log_every_n_steps=every)
-    parts = strategy.local.fragments if local else [strategy]
-    return [each.compression.meter.sample_every for each in parts]
+    meters = strategy.synchroniser.meters if local else [strategy.compression.meter]
+    return [each.sample_every for each in meters]
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(8, 2), (3, 1)])

@@ -147,8 +147,8 @@ def test_experiments_set_what_their_papers_do(path: Path) -> None:
 def test_a_strategys_compressor_is_the_group() -> None:
     command = "strategy=gossip strategy.algorithm=d2 strategy.compressor=moniqua strategy.compressor.bits=8"
     _, _, trainer = built(composed(*by_group(command.split())))
-    assert trainer.strategy._compressor == Moniqua(bits=8)
-    assert trainer.strategy._algorithm.name == "d2"
+    assert trainer.strategy.synchroniser._compressor == Moniqua(bits=8)
+    assert trainer.strategy.synchroniser._algorithm.name == "d2"
     written = ["strategy.compressor={name: moniqua, bits: 8}"]
     assert by_group(written) == written
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lightning_compress.strategies.interruptions import EVERY
+from lightning_compress.strategies.rendezvous import EVERY
 from tests.conformance.training import ByStep, outcome, train
 
 AT, STEPS = 5, 11

@@ -10,7 +10,6 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy
-from lightning_compress.collectives import TorchCollective
 from lightning_compress.core.failures import ExchangeError, cause, explained
 from tests.helpers.training import fit
 
@@ -82,7 +81,7 @@ def save_on_one(path, state, alone):
     content = {"optimizer_states": []}
     alone = alone or strategy._answers_signal(path)
     if dist.get_rank() == 0:
-        strategy._resume.save(TorchCheckpointIO(), path, content, strategy.compression, TorchCollective(), alone)
+        strategy._resume.save(TorchCheckpointIO(), path, content, strategy.compression, alone)
     return sorted(content)
 
 
@@ -105,6 +104,6 @@ def test_a_save_where_all_ranks_have_met_is_as_any_other():
     """A cluster's signal is heeded between two batches, unless Lightning's handlers are others by now."""
     strategy = CompressedDDPStrategy("topk", state="mean")
     for taken in (True, False):
-        strategy._interruptions = SimpleNamespace(signals=SimpleNamespace(taken=taken))
+        strategy._meeting = SimpleNamespace(signals=SimpleNamespace(taken=taken))
         assert strategy._answers_signal("runs/hpc_ckpt_3.ckpt") != taken
         assert not strategy._answers_signal("runs/last.ckpt")

@@ -57,7 +57,7 @@ def save(method, path, state):
         run.step(2)
         content, resume = {"optimizer_states": []}, Resume(state, strict=False)
         resume.begin(ranks, CPU)
-        resume.save(TorchCheckpointIO(), path, content, run.compression, ranks)
+        resume.save(TorchCheckpointIO(), path, content, run.compression)
         run.compression.close()
         return content
 
@@ -75,9 +75,10 @@ def restore(method, path, content, size, files=None, strict=False):
     def program(ranks):
         run, resume = Run(method, ranks), Resume("sidecar", strict)
         before = run.compression.settings
+        resume.begin(ranks, CPU)
         resume.remember(path)
         try:
-            said = resume.restore(files or TorchCheckpointIO(), content(), run.compression, ranks, CPU)
+            said = resume.restore(files or TorchCheckpointIO(), content(), run.compression)
         except ValueError as error:
             assert strict
             said = str(error)

@@ -143,16 +143,6 @@ def test_rounding_does_not_add_up_in_the_mean(name, compressor, size):
     assert off.square().mean().sqrt() < 1.5e-6
 
 
-@pytest.mark.parametrize("name", ["choco", "dcd", "ecd"])
-def test_states_that_have_the_mean_itself_go_on(name):
-    mixing = run(name, "auto", 3, rounds=5)[0].mixing
-    state = mixing.state_dict()
-    known = state["vectors"]["known" if name == "choco" else "model"]
-    apart = state["vectors"].pop("apart").clone()
-    mixing.load_state_dict(state | {"vectors": {**state["vectors"], "mean": known + apart}})
-    torch.testing.assert_close(mixing.vectors["apart"], apart, atol=1e-6, rtol=0)
-
-
 def test_d2_beats_dpsgd_where_data_differ():
     """With a constant rate D-PSGD stays off the optimum by what the ranks' data differ; D2 does not."""
     problem = Problem(8)

@@ -12,7 +12,7 @@ from lightning_compress.gossip.messages import BLOCK, CHUNK, Messages, cut
 from lightning_compress.gossip.modulo import Modulo
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
-from lightning_compress.gossip.theta import ByRate, ByRound, Constant, Estimated, read_theta
+from lightning_compress.gossip.theta import ByRate, ByRound, Estimated, read_theta
 from lightning_compress.gossip.topology import build_topology
 from tests.gossip.helpers import RATE, Problem, models_of, run
 from tests.reference import gossip as reference
@@ -394,8 +394,8 @@ def test_another_theta_counts_when_a_run_goes_on(before):
 
 
 THETAS = [
-    (2.0, Constant(2.0)),
-    (2, Constant(2.0)),
+    (2.0, ByRound((0,), (2.0,))),
+    (2, ByRound((0,), (2.0,))),
     ({"rounds": {"10": 0.5, 0: 2.0}}, ByRound((0, 10), (2.0, 0.5))),
     ({"rate": 20}, ByRate(20.0)),
     ("estimated", Estimated()),

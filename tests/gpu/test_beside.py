@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.local.outer import Outer
-from lightning_compress.local.steps import LocalSteps
-from lightning_compress.local.timetable import Rounds
-from lightning_compress.settings.run_state import RunState
+from lightning_compress.periodic.sync_schedule import Rounds
+from tests.periodic.helpers import begun
 from tests.strategies.test_interruptions import EVERY, _asks
 
 pytestmark = pytest.mark.gpu
@@ -19,23 +17,19 @@ def _streamed(device, compressor):
     """The model after rounds whose fragments are used two steps late, and what was sent."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(41, 53), nn.BatchNorm1d(53), nn.Tanh(), nn.Linear(53, 7)).to(device)
-    rounds, ranks = Rounds(4, 2, 2, 0.5), [TorchCollective().apart() for _ in range(2)]
-    local = LocalSteps(model, RunState.of(compressor, min_numel=1), rounds, Outer.of("nesterov"), ranks)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    ranks, optimizer = TorchCollective(), torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    settings = {"compressor": compressor, "min_numel": 1}
+    local = begun(model, ranks, Rounds(4, 2, 2, 0.5), "nesterov", [optimizer], **settings)
     for step in range(1, STEPS + 1):
-        generator = torch.Generator().manual_seed(100 * step + ranks[0].rank)
+        generator = torch.Generator().manual_seed(100 * step + ranks.rank)
         inputs = torch.randn(8, 41, generator=generator).to(device)
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-        with torch.no_grad():
-            local.after(step)
-    with torch.no_grad():
-        local.finish(STEPS)
+        local.after_step()
+    local.finish()
     sent = local.stats()["bytes_sent"]
     local.close()
-    for each in ranks:
-        each.close()
     return [each.cpu() for each in model.state_dict().values()], sent
 
 

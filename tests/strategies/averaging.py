@@ -1,51 +1,76 @@
-"""The smallest strategy on the base of those that leave the model unwrapped: a plain mean every few steps."""
+"""The smallest synchroniser, and its strategy: a plain mean every few steps."""
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_compress.collectives import TorchCollective
-from lightning_compress.strategies.unwrapped import UnwrappedMixin
+from lightning_compress.collectives import CountingCollective
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.periodic import Synchroniser
+from lightning_compress.strategies.constructors import constructor
+from lightning_compress.strategies.periodic import PeriodicMixin
 
 
-class Averaging(UnwrappedMixin, DDPStrategy):
+class Mean(Synchroniser):
     """Averages parameters and buffers every ``every`` steps, and evaluates the last mean."""
 
-    def __init__(self, every=3, **kwargs):
-        super().__init__(**kwargs)
+    kind = method = summary = "averaging"
+    meters = ()
+
+    def __init__(self, every=3):
+        super().__init__("last", ("last",), None)
         self.every = every
 
-    method = "averaging"
-
-    def prepare(self, trainer):
+    def check(self, model, ranks, device):
         self.met = []
 
-    def begin(self, trainer):
-        self.mean = {name: tensor.detach().clone() for name, tensor in self.replica().items()}
+    def _start(self):
+        self.meters = (Meter(self.device),)
+        self.counted = CountingCollective(self.ranks, self.meters[0])
 
-    def after_attempt(self, step):
-        if step % self.every == 0:
+    def shared(self):
+        return self.named()
+
+    def _rebase(self):
+        self.mean = {name: tensor.detach().clone() for name, tensor in self.shared().items()}
+
+    def _after_step(self):
+        if self.attempts % self.every == 0:
             self.meeting.agree()
-            self.met.append(step)
-            self.average_model()
+            self.met.append(self.attempts)
+            self.finish()
 
-    def average_model(self):
-        ranks = TorchCollective()
-        for name, tensor in self.replica().items():
-            total = tensor.detach().to(torch.float64)
-            ranks.all_reduce(total)
-            tensor.copy_(total / ranks.size)
-            self.mean[name].copy_(tensor)
-
-    def evaluated(self):
+    def _averaged(self, plain):
+        if plain:
+            self.finish()
         return self.mean
 
-    def own_state(self):
-        return {"common": self.mean}
-
-    def load_own_state(self, state):
-        for name, tensor in state["common"].items():
+    @torch.no_grad()
+    def finish(self):
+        for name, tensor in self.shared().items():
+            total = tensor.detach().to(torch.float64)
+            self.counted.all_reduce(total)
+            tensor.copy_(total / self.ranks.size)
             self.mean[name].copy_(tensor)
 
-    def finish(self):
-        self.meeting.agree(1)
-        self.average_model()
+    def state_dict(self):
+        return {"common": {"mean": self.mean, "attempts": self.attempts}}
+
+    def load_state_dict(self, state):
+        self.attempts = state["common"]["attempts"]
+        for name, tensor in state["common"]["mean"].items():
+            self.mean[name].copy_(tensor)
+
+    def stats(self):
+        return self.meters[0].read()
+
+    def measure_every(self, steps):
+        pass
+
+    def close(self):
+        pass
+
+
+class Averaging(PeriodicMixin, DDPStrategy):
+    """Over it."""
+
+    __init__ = constructor(Mean)

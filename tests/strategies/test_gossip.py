@@ -26,7 +26,7 @@ from lightning_compress.gossip.states import _states
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.helpers.training import fit as fit_digits
-from tests.strategies.test_unwrapped import ByStep, Stream, Validated, Watch, fit, fit_again, fit_with_swa
+from tests.strategies.test_periodic import ByStep, Stream, Validated, Watch, fit, fit_again, fit_with_swa
 
 METHODS = {
     **{name: {"algorithm": name} for name in ALGORITHMS.complete()},
@@ -346,8 +346,8 @@ class Wide(Net):
 
     @torch.no_grad()
     def on_train_start(self):
-        own, numel = self.trainer.strategy, parameters(self).numel()
-        self.needs = [_peak(own.average_model) / numel, _peak(lambda: setattr(self, "kept", own.evaluated())) / numel]
+        own, numel = self.trainer.strategy.synchroniser, parameters(self).numel()
+        self.needs = [_peak(own.finish) / numel, _peak(lambda: setattr(self, "kept", own.averaged_model())) / numel]
         self.kept = None
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_compress import GossipStrategy
 from tests.helpers.training import parameters
 from tests.strategies.test_gossip import METHODS
-from tests.strategies.test_unwrapped import Validated, Watch, fit
+from tests.strategies.test_periodic import Validated, Watch, fit
 
 BY_DEFAULT = {(2, "dpsgd"), (3, "moniqua"), (3, "choco"), (2, "d2"), (3, "states")}
 

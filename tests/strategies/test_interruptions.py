@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_compress.strategies import interruptions, signals
-from lightning_compress.strategies.interruptions import EVERY
+from lightning_compress.strategies import rendezvous, signals
+from lightning_compress.strategies.rendezvous import EVERY
 from tests.conformance.training import ByStep, train
 from tests.helpers.training import parameters
 
@@ -89,7 +89,7 @@ class Begun(Callback):
         self.watched, self.broadcasts, self.taken = watched, 0, None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.taken = trainer.strategy._interruptions.signals.taken
+        self.taken = trainer.strategy._meeting.signals.taken
         if trainer.global_step == 1:
             self.before = self.watched.call_count
         self.broadcasts = self.watched.call_count - getattr(self, "before", 0)
@@ -117,6 +117,8 @@ class Fake:
         self.received_sigterm = False
         self._signal_connector = self
         self.fit_loop = self.epoch_loop = self.strategy = self
+        self.epoch_progress = self.batch_progress = self.current = self
+        self.processed = self.ready = 0
         self.launcher = None
         self._broadcast_sigterm_tensor = self._sigterm_notifier_fn = self._slurm_sigusr_handler_fn = print
 
@@ -126,7 +128,7 @@ def _asks(device=None):
     all_reduce = dist.all_reduce
     with mock.patch.object(dist, "all_reduce", lambda *a, **k: asked.append(1) or all_reduce(*a, **k)):
         fake = Fake()
-        interrupted = interruptions.Interruptions(fake, device)
+        interrupted = rendezvous.Rendezvous.everywhere(fake, device)
         found = []
         for batch in range(2 * EVERY + 2):
             if batch == EVERY - 1 and dist.get_rank():
@@ -195,7 +197,7 @@ def _asks_beside():
 
     copy_ = torch.Tensor.copy_
     with (
-        mock.patch.object(interruptions, "backend_of", return_value=""),  # as of the CPU, under NCCL
+        mock.patch.object(rendezvous, "backend_of", return_value=""),  # as of the CPU, under NCCL
         mock.patch.object(torch.cuda, "Stream", stream),
         mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
         mock.patch.object(torch, "zeros", lambda *sizes, dtype, device=None: zeros(*sizes, dtype=dtype)),

@@ -33,7 +33,7 @@ from lightning_compress import CommunicationMonitor, LocalSGDStrategy
 from lightning_compress.strategies.names import LOCAL_STEPS
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
-from tests.strategies.test_unwrapped import (
+from tests.strategies.test_periodic import (
     ByStep,
     Stream,
     Terminated,
@@ -85,7 +85,7 @@ def test_ranks_evaluate_one_model_and_end_on_one(pools, kind):
 def _says():
     own = LocalSGDStrategy(4, compressor={"name": "rotated", "bits": 8}, exchange="all_gather")
     fit(own, limit_val_batches=0, max_epochs=1)
-    return own.comm_stats()["summary"], own._forecast.ratio, own.comm_stats()["ratio"]
+    return own.comm_stats()["summary"], own.synchroniser._forecast.ratio, own.comm_stats()["ratio"]
 
 
 def test_bytes_are_told_by_round_and_by_step(pools):
@@ -793,7 +793,7 @@ def _finetunes():
     trainer, model = fit(strategy("local_sgd", averaged_steps=2), make=Trained, callbacks=[Unfreezes()])
     torch.manual_seed(1)
     moved = [not own.equal(was) for own, was in zip(model.parameters(), Trained().parameters(), strict=True)]
-    return all(moved), len(trainer.strategy.local.fragments), parameters(model).numpy()
+    return all(moved), len(trainer.strategy.synchroniser.fragments.each), parameters(model).numpy()
 
 
 def test_lightnings_callbacks_for_finetuning_work(pools):
@@ -871,8 +871,8 @@ def test_one_rank_sends_nothing(pools):
 def test_registered(name, variant):
     made = StrategyRegistry.get(name + variant)
     assert isinstance(made, LocalSGDStrategy)
-    assert made._rounds.sync_every == LOCAL_STEPS[name]["sync_every"]
-    assert pickle.loads(pickle.dumps(made))._settings == made._settings
+    assert made.synchroniser.rounds.sync_every == LOCAL_STEPS[name]["sync_every"]
+    assert pickle.loads(pickle.dumps(made)).synchroniser.settings == made.synchroniser.settings
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -880,5 +880,5 @@ def test_lightning_cli():
     path = "lightning_compress.LocalSGDStrategy"
     arguments = [f"--trainer.strategy={path}", "--trainer.strategy.sync_every=8", "--trainer.strategy.outer=nesterov"]
     cli = LightningCLI(Net, args=[*arguments, "--trainer.accelerator=cpu", "--trainer.logger=false"], run=False)
-    assert cli.trainer.strategy._rounds.sync_every == 8
-    assert cli.trainer.strategy._outer.nesterov
+    assert cli.trainer.strategy.synchroniser.rounds.sync_every == 8
+    assert cli.trainer.strategy.synchroniser.outer.nesterov

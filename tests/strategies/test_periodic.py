@@ -1,4 +1,4 @@
-"""The base of strategies that leave the model unwrapped, by way of the smallest one."""
+"""The strategy over a synchroniser, by way of the smallest one."""
 
 import os
 import signal
@@ -19,16 +19,18 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_compress.core.failures import ExchangeError
-from lightning_compress.strategies.sidecar import ATTEMPTS
+from lightning_compress.strategies.constructors import constructor
+from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.signals import CLOCK, HANDLERS, LOOP
 from tests.conformance.test_interrupted import _slurm as slurm_job
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
-from tests.strategies.averaging import Averaging
+from tests.strategies.averaging import Averaging, Mean
 
 
 def fit(strategy=None, make=Net, resume=None, data=None, **options):
@@ -67,7 +69,7 @@ class Validated(Net):
 def _trains(**options):
     watch = Watch()
     trainer, model = fit(make=Validated, callbacks=[watch], **options)
-    return watch.trained, watch.evaluated, trainer.strategy.met, parameters(model).numpy()
+    return watch.trained, watch.evaluated, trainer.strategy.synchroniser.met, parameters(model).numpy()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -87,7 +89,7 @@ def test_models_differ_between_meetings_and_are_one_at_the_end(pools, size):
 
 def _accumulates():
     trainer, _ = fit(accumulate_grad_batches=2)
-    return trainer.strategy.attempts, trainer.strategy.met
+    return trainer.strategy.attempts, trainer.strategy.synchroniser.met
 
 
 def test_accumulation_counts_steps(pools):
@@ -116,7 +118,7 @@ class TwoOptimizers(Net):
 
 def _several():
     trainer, _ = fit(make=TwoOptimizers)
-    return trainer.strategy.attempts, trainer.strategy.met, sorted(trainer.strategy._counts.values())
+    return trainer.strategy.attempts, trainer.strategy.synchroniser.met, sorted(trainer.strategy._counts.values())
 
 
 def test_several_optimizers_in_manual_optimization_count_as_the_most_of_them(pools):
@@ -327,14 +329,15 @@ class Caches(ByStep):
         return super().training_step(batch, batch_idx) * self.cache.mean()
 
 
-class Parameters(Averaging):
+class MeanOfParameters(Mean):
     """Leaves buffers to each rank."""
 
-    def replica(self):
-        return dict(self.lightning_module.named_parameters())
+    def shared(self):
+        return dict(self.model.named_parameters())
 
-    def _tree(self):
-        return super()._tree() | {"model": super().replica()}
+
+class Parameters(PeriodicMixin, DDPStrategy):
+    __init__ = constructor(MeanOfParameters)
 
 
 def _caches(folder):
@@ -373,30 +376,6 @@ def _kept_nothing(folder):
 
 def test_where_nothing_was_to_be_saved_nothing_is_missing(pools, tmp_path):
     assert pools[2].run(_kept_nothing, str(tmp_path)) == [8] * 2
-
-
-class Counting(Averaging):
-    """Its files say how often each optimizer's step was tried, which since then is in the checkpoint."""
-
-    def _tree(self):
-        return super()._tree() | {"attempts": [self._counts[id(optimizer)] for optimizer in self.optimizers]}
-
-
-def _resumes_an_earlier(folder):
-    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    _, whole = fit(Counting(), ByStep, callbacks=[save])
-    path = f"{folder}/step=4.ckpt"
-    if dist.get_rank() == 0:
-        content = torch.load(path, weights_only=False)
-        del content[ATTEMPTS]
-        torch.save(content, path)
-    dist.barrier()
-    trainer, again = fit(make=ByStep, resume=path)
-    return trainer.strategy.attempts, parameters(again).equal(parameters(whole))
-
-
-def test_what_counted_attempts_beside_the_checkpoint_goes_on_exactly(pools, tmp_path):
-    assert pools[2].run(_resumes_an_earlier, str(tmp_path)) == [(8, True)] * 2
 
 
 class Terminated(Callback):

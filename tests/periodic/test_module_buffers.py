@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_compress.collectives import run_threads
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives import CountingCollective, run_threads
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core.failures import ExchangeError
-from lightning_compress.local.outer import Outer
-from lightning_compress.local.statistics import BufferRules, Buffers
-from lightning_compress.local.steps import LocalSteps
-from lightning_compress.local.timetable import Rounds
-from lightning_compress.settings.run_state import RunState
+from lightning_compress.periodic.module_buffers import BufferRules, Buffers
+from lightning_compress.periodic.sync_schedule import Rounds
+from tests.periodic.helpers import begun
 
 
 class Masked(nn.Module):
@@ -30,39 +28,25 @@ class Masked(nn.Module):
         self.register_buffer("running_mean", torch.full((6,), 1.0 + rank))
 
 
-def averaged(collective, change=lambda buffers: None, rules=None):
-    model = Masked(collective.rank)
-    buffers = Buffers(lambda: dict(model.named_buffers()), collective, rules or BufferRules())
+def averaged(collective, rules=None):
+    model, meter = Masked(collective.rank), Meter(torch.device("cpu"))
+    counted = CountingCollective(collective, meter)
+    buffers = Buffers(lambda: dict(model.named_buffers()), counted, rules or BufferRules())
     buffers.look()
     buffers.average()
-    change(buffers)
     buffers.use(0.0)
-    return model, buffers
+    return model, buffers, meter
 
 
 def test_what_is_the_same_on_all_ranks_does_not_travel_and_stays():
-    for model, buffers in run_threads(3, averaged):
+    for model, buffers, meter in run_threads(3, averaged):
         assert model.scale.equal(Masked().scale)
         assert model.causal.equal(Masked().causal)
         assert model.rows.equal(torch.arange(40) % 3 == 0)
         assert model.seen.tolist() == [1.0] * 5
         assert model.running_mean.tolist() == [2.0] * 6
         assert all(buffers.common[name].equal(each) for name, each in model.named_buffers())
-        assert buffers.nbytes == sum(all_reduce_bytes(each, 3) for each in (16 * 6, 4 * 5, 4 * 7, 40))
-
-
-def test_averages_of_earlier_checkpoints_are_used():
-    """They had masks among the numbers of 8 bytes."""
-
-    def earlier(buffers):
-        whole = [buffers.sums[torch.uint8][:4096], buffers.sums[torch.int64], buffers.sums[torch.uint8][4096:]]
-        buffers.sums = {
-            torch.float32: buffers.sums[torch.float32],
-            torch.int64: torch.cat([each.long() for each in whole]),
-        }
-
-    for old, new in zip(run_threads(3, lambda ranks: averaged(ranks, earlier)), run_threads(3, averaged), strict=True):
-        assert all(each.equal(dict(new[0].named_buffers())[name]) for name, each in old[0].named_buffers())
+        assert meter.bytes_sent == sum(all_reduce_bytes(each, 3) for each in (16 * 6, 4 * 5, 4 * 7, 40))
 
 
 def test_a_rank_that_is_gone_is_said():
@@ -79,7 +63,7 @@ def test_a_rank_that_is_gone_is_said():
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_first_pattern_that_matches_says_what_becomes_of_a_buffer(size):
     rules = BufferRules({"running_*": "rank0", "se*": "mean", "*n": "rank0"})
-    for model, _ in run_threads(size, lambda ranks: averaged(ranks, rules=rules)):
+    for model, *_ in run_threads(size, lambda ranks: averaged(ranks, rules=rules)):
         assert model.running_mean.tolist() == [1.0] * 6
         assert model.seen.tolist() == [(1 + size) / 2] * 5
 
@@ -138,19 +122,17 @@ def test_what_is_normed_stays_so_in_the_model_that_all_have(size, rounds):
 
     def rank(collective):
         model, draw = copy.deepcopy(made), torch.Generator().manual_seed(collective.rank)
-        local = LocalSteps(model, RunState.of("none"), rounds, Outer(), [collective])
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        for step in range(1, 36):
+        local = begun(model, collective, rounds, optimizers=[optimizer])
+        for _ in range(35):
             inputs = torch.randn(8, 8, generator=draw)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), inputs[:, :3].argmax(1)).backward()
             optimizer.step()
-            with torch.no_grad():
-                local.after(step)
+            local.after_step()
         evaluated = copy.deepcopy(made)
-        evaluated.load_state_dict(local.anchors())
-        with torch.no_grad():
-            local.finish(35)
+        evaluated.load_state_dict(local.averaged_model())
+        local.finish()
         return evaluated, model
 
     found = run_threads(size, rank)

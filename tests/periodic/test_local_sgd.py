@@ -11,14 +11,14 @@ from torch import nn
 from lightning_compress.codecs import SparseLoCo
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.collectives.means import mean_of
 from lightning_compress.core.failures import ExchangeError
 from lightning_compress.engine.group import Group
-from lightning_compress.local.inner import average_gradients, forget_nonfinite
-from lightning_compress.local.means import mean_of
-from lightning_compress.local.outer import Outer
-from lightning_compress.local.steps import LocalSteps
-from lightning_compress.local.timetable import Rounds, split
+from lightning_compress.periodic.fragment import Outer
+from lightning_compress.periodic.local_sgd import average_gradients
+from lightning_compress.periodic.sync_schedule import Rounds, split
 from lightning_compress.settings.run_state import RunState
+from tests.periodic.helpers import after, begun
 from tests.reference.codecs import topk
 from tests.reference.local_steps import simulate
 from tests.reference.sparse import sparseloco
@@ -54,19 +54,18 @@ def adamw(parameters):
 def train(collective, rounds, outer, settings, steps, inner=sgd, each=lambda local: None, finish=False):
     """``steps`` local steps on this rank; the model, and the local steps."""
     model = make()
-    local = LocalSteps(model, RunState.of(**settings), rounds, Outer.of(outer), [collective] * rounds.fragments)
     optimizer = inner(model.parameters())
+    local = begun(model, collective, rounds, outer, [optimizer], **settings)
     collective.all_reduce(torch.zeros(1))  # all listen before any steps
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         loss(model, batch(step, collective.rank)).backward()
         optimizer.step()
+        local.after_step()
         with torch.no_grad():
-            local.after(step)
             each(local)
     if finish:
-        with torch.no_grad():
-            local.finish(steps)
+        local.finish()
     return model, local
 
 
@@ -169,9 +168,8 @@ def test_what_is_sent_and_kept_is_what_was_learned(compressor, decay):
 
     def run(collective):
         model = make()
-        settings = RunState.of(compressor, error_feedback={"decay": decay})
-        local = LocalSteps(model, settings, Rounds(2), Outer(), [collective])
-        fragment, rows = local.fragments[0], []
+        local = begun(model, collective, Rounds(2), compressor=compressor, error_feedback={"decay": decay})
+        fragment, rows = local.fragments.each[0], []
         collective.all_reduce(torch.zeros(1))
         optimizer = adamw(model.parameters())
         for step in range(1, 7):
@@ -180,11 +178,12 @@ def test_what_is_sent_and_kept_is_what_was_learned(compressor, decay):
             optimizer.step()
             with torch.no_grad():
                 if step % 2:
+                    local.after_step()
                     continue
                 before = residual(fragment)
                 learned = fragment.anchors["0.weight"].detach() - model[0].weight.detach()
                 anchor = fragment.anchors["0.weight"].detach().clone()
-                local.after(step)
+                local.after_step()
                 rows.append((before, learned, anchor - fragment.anchors["0.weight"].detach(), residual(fragment)))
         seen[collective.rank] = rows
 
@@ -207,11 +206,9 @@ def test_a_rank_that_is_not_finite_leaves_the_round_out_on_all():
     def run(collective):
         model = make()
         model.register_buffer("seen", torch.zeros(3))
-        local = LocalSteps(
-            model, RunState.of("onebit", on_nonfinite="skip"), Rounds(1), Outer.of("nesterov"), [collective]
-        )
-        left_out = []
-        local.on_left_out = lambda: left_out.append(collective.rank)
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        local = begun(model, collective, Rounds(1), "nesterov", [inner], "onebit")
+        inner.state[model[0].weight] = {"momentum_buffer": torch.full((53, 41), torch.nan)}
         before = [each.detach().clone() for each in model.parameters()]
         collective.all_reduce(torch.zeros(1))
         with torch.no_grad():
@@ -220,13 +217,14 @@ def test_a_rank_that_is_not_finite_leaves_the_round_out_on_all():
             if collective.rank == 1:
                 model[0].weight[0, 0] = torch.nan
                 model.seen[1] = torch.inf
-            local.after(1)
+            local.after_step()
+            left_out = [] if inner.state else [collective.rank]
             back = all(own.equal(was) for own, was in zip(model.parameters(), before, strict=True))
-            residuals = local.fragments[0].compression.groups.residual_norm()
+            residuals = local.fragments.each[0].compression.groups.residual_norm()
             for each in model.parameters():
                 each += 0.1
-            local.after(2)
-        return back, residuals, left_out, local.fragments[0].compression.step, model.seen.sum().item()
+            local.after_step()
+        return back, residuals, left_out, local.fragments.each[0].compression.step, model.seen.sum().item()
 
     for rank, (back, residuals, left_out, rounds, seen) in enumerate(run_threads(2, run)):
         assert back
@@ -242,7 +240,7 @@ def test_a_fit_ends_on_one_model_and_all_was_sent(fragments, delay, alpha):
         rounds = Rounds(5, fragments, delay, alpha)
         settings = {"compressor": {"name": "rotated", "bits": 8}, "check_drift_every": 0}
         model, local = train(collective, rounds, "nesterov", settings, 13, finish=True)
-        return [each.detach() for each in model.parameters()], local.anchors(), local.fragments
+        return [each.detach() for each in model.parameters()], local.fragments.anchors(), local.fragments.each
 
     ranks = run_threads(3, run)
     for parameters, anchors, parts in ranks:
@@ -263,10 +261,9 @@ def test_a_fit_that_ends_after_a_round_ends_on_the_mean_of_the_models(fragments,
     def run(collective):
         model, local = train(collective, Rounds(5, fragments), "nesterov", {"compressor": "none"}, 11)
         own = [each.detach().clone() for each in model.parameters()]
-        momentum = [copy.deepcopy(each.state_dict()["common"]["outer"]) for each in local.fragments]
-        with torch.no_grad():
-            local.finish(11)
-        same = [each.state_dict()["common"]["outer"] for each in local.fragments]
+        momentum = [copy.deepcopy(each.state_dict()["common"]["outer"]) for each in local.fragments.each]
+        local.finish()
+        same = [each.state_dict()["common"]["outer"] for each in local.fragments.each]
         assert all(
             each["state"][0]["momentum_buffer"].equal(other["state"][0]["momentum_buffer"])
             and each["param_groups"] == other["param_groups"]
@@ -339,37 +336,35 @@ def test_a_state_at_any_step_goes_on_exactly(rounds, poisoned):
             with torch.no_grad():
                 if poisoned and number == 6 and collective.rank == 1:
                     model[0].weight[0, 0] = torch.nan
-                local.on_left_out = lambda: forget_nonfinite([optimizer])
-                local.after(number)
+                local.after_step()
 
-        def begun():
+        def fresh():
             model = make()
-            local = LocalSteps(
-                model, RunState.of(**settings), rounds, Outer.of("nesterov"), [collective] * rounds.fragments
-            )
+            optimizer = adamw(model.parameters())
+            local = begun(model, collective, rounds, "nesterov", [optimizer], **settings)
             collective.all_reduce(torch.zeros(1))
-            return model, adamw(model.parameters()), local
+            return model, optimizer, local
 
-        model, optimizer, local = begun()
+        model, optimizer, local = fresh()
         for number in range(1, 15):
             step(model, optimizer, local, number)
             if number >= 5:
                 parts = (model.state_dict(), optimizer.state_dict(), local.state_dict())
                 saved.append((number, copy.deepcopy(parts)))
-        quiet, other, alone = begun()
+        quiet, other, alone = fresh()
         for number in range(1, 15):
             step(quiet, other, alone, number)
-        local.arrive()
-        alone.arrive()
+        local.fragments.arrive()
+        alone.fragments.arrive()
         outcomes = [all(a.equal(b) for a, b in zip(model.parameters(), quiet.parameters(), strict=True))]
         for number, (weights, inner, own) in saved[:-1]:
-            again, optimizer, local = begun()
+            again, optimizer, local = fresh()
             again.load_state_dict(weights)
             optimizer.load_state_dict(inner)
             local.load_state_dict(own)
             for later in range(number + 1, 15):
                 step(again, optimizer, local, later)
-            local.arrive()
+            local.fragments.arrive()
             outcomes.append(all(a.equal(b) for a, b in zip(model.parameters(), again.parameters(), strict=True)))
         return outcomes
 
@@ -382,7 +377,7 @@ def test_what_is_unfrozen_later_follows_as_if_it_had_only_stood_still(rounds):
     def run(collective, joins):
         model, settings = make(), {"compressor": "none", "check_drift_every": 1}
         model[0].requires_grad_(not joins)
-        local = LocalSteps(model, RunState.of(**settings), rounds, Outer.of("nesterov"), [collective])
+        local = begun(model, collective, rounds, "nesterov", **settings)
         optimizer = sgd(model.parameters())
         for step in range(1, 18):
             model[0].requires_grad_(not joins or step > 6)
@@ -391,10 +386,10 @@ def test_what_is_unfrozen_later_follows_as_if_it_had_only_stood_still(rounds):
             if step <= 6:
                 model[0].weight.grad = model[0].bias.grad = None
             with torch.no_grad():
-                assert local.join(step - 1) == (["0.weight", "0.bias"] if joins and step == 7 else [])
+                assert local.fragments.join(local.step) == (["0.weight", "0.bias"] if joins and step == 7 else [])
                 optimizer.step()
-                local.after(step)
-        local.arrive()
+            local.after_step()
+        local.fragments.arrive()
         return [each.detach() for each in model.parameters()], local.stats()["total_bytes_dense"]
 
     later, always = run_threads(2, lambda ranks: run(ranks, True)), run_threads(2, lambda ranks: run(ranks, False))
@@ -407,24 +402,24 @@ def test_what_is_unfrozen_later_follows_as_if_it_had_only_stood_still(rounds):
 def test_what_is_added_later_joins_and_what_takes_a_parameters_place_is_refused():
     def run(collective):
         model = make()
-        local = LocalSteps(model, RunState.of("none"), Rounds(2), Outer(), [collective])
+        local = begun(model, collective, Rounds(2))
         with torch.no_grad():
             model.append(nn.Linear(7, 3))
             for each in model[3].parameters():
                 each.fill_(1)
-            assert local.join(0) == ["3.weight", "3.bias"]
-            assert local.join(0) == []
+            assert local.fragments.join(0) == ["3.weight", "3.bias"]
+            assert local.fragments.join(0) == []
             for each in model.parameters():
                 each += collective.rank
-            local.after(2)
+            after(local, 2)
         nn.utils.parametrizations.weight_norm(model[0])
         with pytest.raises(ValueError, match=r"no parameter 0\.weight any more, and 0\.parametrizations"):
-            local.join(2)
+            local.fragments.join(2)
         other = make()
-        local = LocalSteps(other, RunState.of("none"), Rounds(2), Outer(), [collective])
+        local = begun(other, collective, Rounds(2))
         other[0].weight = nn.Parameter(torch.ones(2, 3))  # of the same name, as of a layer that lost neurons
         with pytest.raises(ValueError, match=r"no parameter 0\.weight any more, and another one in its place"):
-            local.join(2)
+            local.fragments.join(2)
         return model[3].weight
 
     assert all(own.eq(1.5).all() for own in run_threads(2, run))
@@ -437,20 +432,20 @@ def test_what_joins_while_a_fragment_travels_depends_on_steps_alone():
         model = make()
         model[0].requires_grad_(False)
         schedule = {"bits": {0: 8, 2: 2}}
-        settings = RunState.of("rotated", schedule=schedule, min_numel=0, check_drift_every=0)
-        local = LocalSteps(model, settings, Rounds(4, 1, 2, 0.5), Outer.of("nesterov"), [collective])
+        settings = {"compressor": "rotated", "schedule": schedule, "min_numel": 0, "check_drift_every": 0}
         optimizer = sgd(model.parameters())
+        local = begun(model, collective, Rounds(4, 1, 2, 0.5), "nesterov", [optimizer], **settings)
         for step in range(1, 11):
             model[0].requires_grad_(step > 4)
             optimizer.zero_grad()
             loss(model, batch(step, collective.rank)).backward()
             with torch.no_grad():
                 if evaluates:
-                    local.anchors()
-                local.join(step - 1)
+                    local.averaged_model()
+                local.before_step(optimizer)
                 optimizer.step()
-                local.after(step)
-        local.arrive()
+                local.after_step()
+        local.fragments.arrive()
         return [each.detach() for each in model.parameters()]
 
     seen, plain = (run_threads(2, lambda ranks, each=each: run(ranks, each)) for each in (True, False))
@@ -466,7 +461,7 @@ def test_what_comes_back_in_an_evaluation_in_inference_mode_can_be_trained_on():
     def run(collective, mode):
         def evaluate(local):
             with mode():
-                local.anchors()
+                local.averaged_model()
                 local.state_dict()
 
         return train(collective, rounds, "nesterov", settings, 12, each=evaluate, finish=True)[0]
@@ -479,7 +474,7 @@ def test_what_comes_back_in_an_evaluation_in_inference_mode_can_be_trained_on():
 
 def test_bytes_of_averaging_in_every_step_are_told():
     def run(collective):
-        return train(collective, Rounds(4), "average", {"compressor": "none"}, 8)[1].fragments[0].compression.stats()
+        return train(collective, Rounds(4), "average", {"compressor": "none"}, 8)[1].stats()
 
     stats = run_threads(2, run)[0]
     assert stats["ratio"] == pytest.approx(4)
@@ -489,17 +484,24 @@ def test_bytes_of_averaging_in_every_step_are_told():
 def test_sparseloco_sends_what_its_paper_says():
     """0.0073 bits a parameter and step to each other rank, in rounds of 30; biases, the bins' means and flags apart."""
     size, rows, columns = 3, 64, 1024
+    made = nn.Linear(columns, rows)
 
     def run(collective):
-        model = nn.Linear(columns, rows)
-        settings = RunState.of("sparseloco", "all_gather", min_numel=0, error_feedback={"decay": 0.95})
-        local = LocalSteps(model, settings, Rounds(30), Outer(), [collective])
+        model = copy.deepcopy(made)
+        settings = {
+            "compressor": "sparseloco",
+            "exchange": "all_gather",
+            "min_numel": 0,
+            "error_feedback": {"decay": 0.95},
+        }
+        settings |= {"check_drift_every": 0}
+        local = begun(model, collective, Rounds(30), **settings)
         with torch.no_grad():
             for step in range(1, 61):
                 for each in model.parameters():
                     each += torch.randn(each.shape, generator=torch.Generator().manual_seed(step + collective.rank))
-                local.after(step)
-        return local.fragments[0].compression.meter.bytes_sent / 2
+                local.after_step()
+        return local.fragments.each[0].compression.meter.bytes_sent / 2
 
     apart = 4 * rows + 16 + 16  # biases in float32, four means, a flag
     for sent in run_threads(size, run):
@@ -565,12 +567,12 @@ def test_parameters_in_another_memory_format_are_averaged():
     def run(collective):
         torch.manual_seed(0)
         model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-        local = LocalSteps(model, RunState.of("none"), Rounds(2), Outer(), [collective])
+        local = begun(model, collective, Rounds(2))
         before = model.weight.detach().clone()
         with torch.no_grad():
             for each in model.parameters():
                 each += collective.rank + 1.0
-            local.after(2)
+            after(local, 2)
         assert model.weight.is_contiguous(memory_format=torch.channels_last)
         return model.weight.detach() - before
 
@@ -584,12 +586,12 @@ def test_steps_too_small_for_half_precision_are_kept_in_the_anchors():
         model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
         with torch.no_grad():
             model.weight.fill_(1.0)
-            local = LocalSteps(model, RunState.of("none"), Rounds(1), Outer(), [collective])
-            for step in range(1, 9):
+            local = begun(model, collective, Rounds(1))
+            for _ in range(8):
                 if collective.rank == 0:
                     model.weight += 2.0**-7
-                local.after(step)
-        return local.fragments[0].anchors["weight"].item(), model.weight.item()
+                local.after_step()
+        return local.fragments.each[0].anchors["weight"].item(), model.weight.item()
 
     assert run_threads(4, run) == [(1 + 8 * 2.0**-7 / 4,) * 2] * 4
 
@@ -598,11 +600,11 @@ def test_an_outer_optimizer_that_is_named_at_a_resume_is_what_runs():
     def run(collective, given):
         _, before = train(collective, Rounds(2), "nesterov", {"compressor": "none"}, 4)
         model = make()
-        local = LocalSteps(model, RunState.of("none"), Rounds(2), Outer.of(given), [collective])
+        local = begun(model, collective, Rounds(2), given)
         local.load_state_dict(before.state_dict())
-        outer = local.fragments[0]._outer
+        outer = local.fragments.each[0]._outer
         buffers = [each.get("momentum_buffer") for each in outer.state.values()]
-        theirs = [each["momentum_buffer"] for each in before.fragments[0]._outer.state.values()]
+        theirs = [each["momentum_buffer"] for each in before.fragments.each[0]._outer.state.values()]
         assert all(own.equal(other) for own, other in zip(buffers, theirs, strict=True))
         return [outer.param_groups[0][name] for name in ("lr", "momentum", "nesterov")]
 
@@ -613,22 +615,23 @@ def test_an_outer_optimizer_that_is_named_at_a_resume_is_what_runs():
 def test_what_is_sent_late_has_the_epoch_of_its_own_step():
     """On rank 1 something else still travels when the next epoch begins."""
 
+    made = nn.Linear(64, 64, bias=False)
+
     def run(collective):
-        model, go = nn.Linear(64, 64, bias=False), threading.Event()
+        model, go = copy.deepcopy(made), threading.Event()
         topk = {"name": "topk", "density": 0.001}
-        settings = RunState.of(topk, min_numel=0, schedule="dgc", exchange="all_gather")
-        local = LocalSteps(model, settings, Rounds(4, 1, 2), Outer(), [collective])
+        settings = {"compressor": topk, "min_numel": 0, "schedule": "dgc", "exchange": "all_gather"}
+        local = begun(model, collective, Rounds(4, 1, 2), **settings)
         if collective.rank == 1:
-            local._carrier.carry(go.wait)
+            local.fragments._carrier.carry(go.wait)
         with torch.no_grad():
-            local.after(4)
+            after(local, 4)
             local.epoch = 4
             go.set()
-            local.after(6)
-            first = local.fragments[0].compression.settings.compressor.density
-            local.after(8)
-            local.after(10)
-        return first, local.fragments[0].compression.settings.compressor.density
+            after(local, 2)
+            first = local.fragments.each[0].compression.settings.compressor.density
+            after(local, 4)
+        return first, local.fragments.each[0].compression.settings.compressor.density
 
     assert run_threads(2, run, timeout=10) == [(0.25, 0.001)] * 2
 
@@ -637,7 +640,7 @@ def test_gradients_in_half_precision_are_summed_in_float32():
     def run(collective):
         parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
         parameter.grad = torch.full((1,), 40000.0, dtype=torch.float16)
-        _, dense = average_gradients(torch.optim.SGD([parameter], 0.1), collective)
+        dense = average_gradients(torch.optim.SGD([parameter], 0.1), collective)
         return parameter.grad.dtype, parameter.grad.item(), dense
 
     assert run_threads(2, run) == [(torch.float16, 40000.0, 2)] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -10,8 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives import Collective, consensus
+from lightning_compress.collectives.means import sums_of
 from lightning_compress.core import failures
 
 STATISTICS = ("running_mean", "running_var")
@@ -79,13 +78,12 @@ class Buffers:
 
     Args:
         named: those of the model as they are now: a module may put another tensor in a buffer's place.
-        ranks: to average over.
+        ranks: to average over; in which nothing else is sent at the same time.
         rules: which of them are averaged, and which are rank 0's.
 
     Attributes:
         common: what was averaged last, by name.
         sums: what was taken, or its average, by the dtype that it is added up in.
-        nbytes: that this rank sent to average them last.
     """
 
     def __init__(self, named: Callable[[], Mapping[str, Tensor]], ranks: Collective, rules: BufferRules) -> None:
@@ -93,7 +91,6 @@ class Buffers:
         self.common = {name: tensor.detach().clone() for name, tensor in named().items()}
         self._averaged = {name for name, tensor in self.common.items() if rules.averages(name, tensor)}
         self.sums: dict[torch.dtype, Tensor] = {}
-        self.nbytes = 0
 
     def _named(self) -> dict[str, Tensor]:
         """Those that there were at first.
@@ -127,10 +124,8 @@ class Buffers:
         places, found = dict.fromkeys(sums, 0), {}
         for name, common in self.common.items():
             tensor = _real(common)
-            wide = _wide(tensor)
-            dtype = wide if wide in sums else torch.int64  # where earlier checkpoints have those of one byte
-            start = places[dtype]
-            places[dtype] = start + tensor.numel()
+            dtype = _wide(tensor)
+            start, places[dtype] = places[dtype], places[dtype] + tensor.numel()
             found[name] = sums[dtype][start : places[dtype]]
         return found
 
@@ -140,22 +135,19 @@ class Buffers:
         Raises:
             ExchangeError: a rank died, or did not come in time.
         """
-        self.nbytes = 0
         if not self.common:
             return
         with failures.explained("averaging the buffers", self._ranks.rank):
             copied = {dtype: each.cpu() for dtype, each in self.sums.items()}  # a wait for the device each
-            marks = [_digest(part) for part in self._parts(copied).values()]
-            signed = [marks, [-each for each in marks]]
-            said = torch.tensor(signed, device=next(iter(self.sums.values())).device)
-            self._reduce(said, self._ranks.all_reduce_max)
-            differ = (said[0] != -said[1]).tolist()
+            marks = [consensus.digest(each.view(torch.uint8).numpy().data) for each in self._parts(copied).values()]
+            device = next(iter(self.sums.values())).device
+            alike = consensus.same(torch.tensor(marks, device=device), self._ranks).tolist()
             parts = self._parts(self.sums)
-            travels = [name for name, differs in zip(parts, differ, strict=True) if differs]
+            travels = [name for name, same in zip(parts, alike, strict=True) if not same]
             for dtype in self.sums:
-                same = [name for name in travels if parts[name].dtype == dtype]
-                self._average([parts[name] for name in same if name in self._averaged])
-                self._share([parts[name] for name in same if name not in self._averaged])
+                both = [name for name in travels if parts[name].dtype == dtype]
+                self._average([parts[name] for name in both if name in self._averaged])
+                self._share([parts[name] for name in both if name not in self._averaged])
 
     def _average(self, parts: list[Tensor]) -> None:
         """Leave the mean over those ranks whose numbers are finite; NaN where none has any."""
@@ -163,24 +155,16 @@ class Buffers:
             return
         finite = torch.stack([part.isfinite().all() for part in parts])
         own = [torch.where(good, part, 0) for part, good in zip(parts, finite, strict=True)]
-        together = torch.cat([*own, finite.to(parts[0].dtype)])
-        self._reduce(together, self._ranks.all_reduce)
-        *sums, counts = together.split([*(len(part) for part in parts), len(parts)])
+        *sums, counts = sums_of([*own, finite], self._ranks, parts[0].dtype)
         for part, total, count in zip(parts, sums, counts, strict=True):
             torch.div(total, count, out=part)
 
     def _share(self, parts: list[Tensor]) -> None:
         """Leave rank 0's: a sum with zeros, which every transport has."""
-        if not parts:
-            return
-        together = torch.cat(parts)
-        self._reduce(together.zero_() if self._ranks.rank else together, self._ranks.all_reduce)
-        for part, each in zip(parts, together.split([len(part) for part in parts]), strict=True):
-            part.copy_(each)
-
-    def _reduce(self, numbers: Tensor, reduce: Callable[[Tensor], None]) -> None:
-        reduce(numbers)
-        self.nbytes += all_reduce_bytes(numbers.nbytes, self._ranks.size)
+        if parts:
+            own = [torch.zeros_like(part) if self._ranks.rank else part for part in parts]
+            for part, each in zip(parts, sums_of(own, self._ranks, parts[0].dtype), strict=True):
+                part.copy_(each)
 
     def use(self, alpha: float) -> None:
         """Go on from the average, and a share ``alpha`` of what they are by now; or from rank 0's.
@@ -201,6 +185,16 @@ class Buffers:
                 tensor.copy_(common)  # but rank 0 goes on with its own, in which it counted on meanwhile
 
 
+def mean_buffers(named: Mapping[str, Tensor], ranks: Collective, rules: BufferRules) -> dict[str, Tensor]:
+    """Means of buffers over the ranks, or rank 0's, by name, as new tensors; a collective call."""
+    copies = {name: each.detach().clone() for name, each in named.items()}
+    buffers = Buffers(lambda: copies, ranks, rules)
+    buffers.look()
+    buffers.average()
+    buffers.use(0.0)
+    return buffers.common
+
+
 def _plain(name: str) -> str:
     """Without what torch.compile puts into names."""
     return name.replace("_orig_mod.", "")
@@ -216,9 +210,3 @@ def _wide(tensor: Tensor) -> torch.dtype:
     if tensor.dtype.is_floating_point:
         return torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return torch.uint8 if tensor.dtype in (torch.bool, torch.uint8) else torch.int64
-
-
-def _digest(tensor: Tensor) -> int:
-    """Of 56 bits, of a tensor of the CPU: running statistics differ in every round, which must never go unseen."""
-    numbers = tensor.view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(numbers.data, digest_size=7).digest(), "little")

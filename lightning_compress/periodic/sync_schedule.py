@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def _whole(name: str, value: object, least: int) -> None:
+def whole(name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number, or less."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer, {least} or more")
 
@@ -32,9 +33,9 @@ class Rounds:
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        _whole("sync_every", self.sync_every, 1)
-        _whole("fragments", self.fragments, 1)
-        _whole("delay", self.delay, 0)
+        whole("sync_every", self.sync_every, 1)
+        whole("fragments", self.fragments, 1)
+        whole("delay", self.delay, 0)
         if self.fragments > self.sync_every:
             raise ValueError(
                 f"fragments={self.fragments} must be at most sync_every={self.sync_every}: one is sent in a step"

@@ -1,1 +1,0 @@
-"""Local steps: ranks train on their own, and average what changed every so often."""
