@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import FusedPlan, aligned
-from lightning_compress.codecs.packing.planes import Planes, code_bytes
+from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.buffers import scratch
-from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import RandomBits, Stream, word_state
-from lightning_compress.kernels import Summands
+from lightning_compress.core.random import RandomBits, Stream
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
 BITS = 8
@@ -136,35 +131,3 @@ def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Te
     factors = exact.float()
     factors = torch.where(factors.double() > exact, factors.nextafter(factors.new_zeros(())), factors)
     return sent, factors.masked_fill_(sent == 0, 0)
-
-
-class FusedLevels(FusedPlan):
-    """Norms of blocks and codes of a few bits, by a kernel of an accelerator.
-
-    A message is every block's norm as float32, zeros up to a multiple of 16 bytes, then the codes in planes.
-
-    Args:
-        kernel: ``qsgd_triton.py`` or its like.
-        layout: what the vector is made of.
-        blocks: how many norms there are.
-        count: how many codes there are.
-        bits: of a code.
-        settings: what else the kernel is to know, which comes before the bits.
-    """
-
-    def __init__(self, kernel: ModuleType, layout: Layout, blocks: int, count: int, bits: int, *settings: Any) -> None:
-        super().__init__(layout)
-        body = aligned(4 * blocks)
-        self.message_size = body + code_bytes(count, bits)
-        self._kernel, self._settings = kernel, (*settings, bits, body)
-
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``Plan.encode``."""
-        self.check(vector, message)
-        stream = self.stream(key)
-        self._kernel.encode(vector, summands, message, word_state(stream.key, 0), stream.offset, keep, *self._settings)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``Plan.decode``."""
-        self.check(out, messages)
-        self._kernel.decode(messages, out, weight, accumulate, *self._settings)

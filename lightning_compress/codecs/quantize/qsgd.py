@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, FusedPlan, Plan, Summands, aligned
+from lightning_compress.codecs.base import Codec, FusedPlan, KernelPlan, Plan, Summands, aligned
 from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.packing.buckets import Buckets, Norm, bucket_shape
-from lightning_compress.codecs.quantize.levels import BITS, LARGEST, FusedLevels, Quantiser, check_correlated, more_bits
+from lightning_compress.codecs.packing.planes import code_bytes
+from lightning_compress.codecs.quantize.levels import BITS, LARGEST, Quantiser, check_correlated, more_bits
 from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import Stream, word_state
@@ -117,7 +118,9 @@ class QSGD(Codec):
         fused = kernels.backend(__name__, device, "triton")
         if fused and self.bucket <= fused.LONGEST:
             width, count = bucket_shape(layout.numel, self.bucket)
-            return FusedLevels(fused, layout, count, layout.numel, self.bits, width, self.norm == "l2")
+            body = aligned(4 * count)
+            coder = fused.coder(width, self.norm == "l2", self.bits, body)
+            return KernelPlan(layout, body + code_bytes(layout.numel, self.bits), coder)
         return _QSGDPlan(layout, device, self)
 
 

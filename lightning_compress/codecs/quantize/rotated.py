@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, FusedPlan, Plan, Summands, aligned
+from lightning_compress.codecs.base import Codec, FusedPlan, KernelPlan, Plan, Summands, aligned
 from lightning_compress.codecs.cast import BF16
-from lightning_compress.codecs.quantize.levels import BITS, FusedLevels, Quantiser, check_correlated, more_bits
+from lightning_compress.codecs.packing.planes import code_bytes
+from lightning_compress.codecs.quantize.levels import BITS, Quantiser, check_correlated, more_bits
 from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
@@ -132,9 +133,10 @@ class Rotated(Codec):
         fused = kernels.backend(__name__, device, "triton")
         if fused and self.block <= fused.LONGEST:
             block, count = _shape(layout.numel, self.block)
-            signs = _signs(self.seed, block, device).view(-1)
+            body = aligned(4 * count)
             rest = scratch("rotated rest", COLUMNS * block, torch.float32, device)
-            return FusedLevels(fused, layout, count, count * block, self.bits, signs, rest)
+            rotation = fused.Rotation(_signs(self.seed, block, device).view(-1), rest, self.bits, body)
+            return KernelPlan(layout, body + code_bytes(count * block, self.bits), rotation)
         return _RotatedPlan(layout, device, self)
 
 
