@@ -57,7 +57,7 @@ class Plan(ABC):
 
     message_size: int
     in_pieces: bool = False
-    variable: ClassVar[bool] = False
+    variable: bool = False
     _shared: Stream | None = None
 
     def __init__(self, layout: Layout) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -94,22 +93,6 @@ class Coder:
             views = (magnitudes, magnitudes.view(torch.int32), words, words.view(torch.float32), *others)
             self._shapes[shape] = views
         return self._shapes[shape]
-
-
-def encode(values: Tensor, formats: Formats, nearest: bool = True) -> Tensor:
-    """Codes of float32 ``[R, n]``: to nearest (half away from zero) or cut off, saturating at the range's ends."""
-    work = Coder(formats.bits, values.numel(), values.device)
-    half = (-formats.mask >> 1) * nearest
-    work.encode(torch.clamp(values, formats.lowest, formats.highest), replace(formats, half=half))
-    return work.codes(values.numel())[: values.numel()].view(values.shape).clone()
-
-
-def decode(codes: Tensor, formats: Formats) -> Tensor:
-    """Values of whole numbers ``[R, n]``; numbers that are no codes count as the last one."""
-    work = Coder(formats.bits, codes.numel(), codes.device)
-    work.codes(codes.numel())[: codes.numel()].copy_(codes.reshape(-1))
-    one, other = work.decode(codes.shape, formats)
-    return one * other
 
 
 def most_mantissa(bits: int) -> int:

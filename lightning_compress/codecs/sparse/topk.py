@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, FusedPlan, Plan
-from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
+from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import positions_of
 from lightning_compress.codecs.packing.values import FloatValues, FourMeans, OneMagnitude, Values
 from lightning_compress.codecs.sparse.selection import Choice, rank_of, stride_of
@@ -253,15 +253,15 @@ class TopK(Codec):
         if self.values in ("1bit", "2bit"):
             values = OneMagnitude(parts) if self.values == "1bit" else FourMeans(parts)
         entries = Entries(positions, values, choice.ends)
-        if positions.variable:
-            return _VariablePlan(layout, entries, choice)
-        return _CodedPlan(layout, entries, choice)
+        return _EntriesPlan(layout, entries, choice, entries.size if positions.variable else None)
 
 
-class _Finder(EntriesPlan):
-    """Finds the elements that a choice makes, without zeros."""
+class _EntriesPlan(EntriesPlan):
+    """Sends the elements that a choice makes, without zeros."""
 
-    _choice: Choice
+    def __init__(self, layout: Layout, entries: Entries, choice: Choice, usual: int | None) -> None:
+        super().__init__(layout, [entries], usual)
+        self._choice = choice
 
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
         indices = torch.empty(self._choice.most, dtype=torch.int32, device=vector.device)
@@ -270,15 +270,3 @@ class _Finder(EntriesPlan):
         numbers = values.cpu().numpy()
         places = np.flatnonzero(numbers)
         return [(indices.cpu().numpy()[places].astype(np.int64), numbers[places])]
-
-
-class _CodedPlan(_Finder):
-    def __init__(self, layout: Layout, entries: Entries, choice: Choice) -> None:
-        super().__init__(layout, [entries])
-        self._choice = choice
-
-
-class _VariablePlan(VariableEntriesPlan, _Finder):
-    def __init__(self, layout: Layout, entries: Entries, choice: Choice) -> None:
-        super().__init__(layout, [entries], entries.size)
-        self._choice = choice
