@@ -100,6 +100,13 @@ def most_mantissa(bits: int) -> int:
     return min(bits - 2, 23)
 
 
+def candidates(bits: int, mantissa: int | str) -> tuple[int, int]:
+    """What kernels take for a setting: bits of mantissa, or -1 for the best of some; and how many are tried."""
+    if mantissa == "auto" and bits < 32:
+        return -1, most_mantissa(bits) + 1
+    return 23 if mantissa == "auto" else int(mantissa), 1  # 23 of 32 lose nothing
+
+
 def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest: bool) -> Tensor:
     """The bits of mantissa, 0 to ``bits - 2``, with the least squared error on ``values``: an int64 scalar.
 

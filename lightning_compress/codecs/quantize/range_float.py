@@ -12,7 +12,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.base import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
-from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, most_mantissa
+from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.core.buffers import chunk_size, pieces
 from lightning_compress.core.layout import Layout
 
@@ -90,11 +90,9 @@ class RangeFloat(Codec):
         _, body, used = self.sections(layout.numel)
         sample, length = self.sample(layout.numel), min(self.block, layout.numel)
         looked = length, sample.step * self.block, -(-length // SAMPLE_NUMEL) or 1
-        mantissa = 23 if self.mantissa == "auto" and self.bits == 32 else self.mantissa  # loses nothing
-        given = -1 if mantissa == "auto" else mantissa
-        candidates = most_mantissa(self.bits) + 1 if given < 0 else 1
-        errors = torch.zeros(len(sample), candidates, dtype=torch.float64, device=device)
-        kernel = fused.Ranges(self.block, self.bits, self.rounding == "nearest", given, body, errors, looked)
+        mantissa, tried = candidates(self.bits, self.mantissa)
+        errors = torch.zeros(len(sample), tried, dtype=torch.float64, device=device)
+        kernel = fused.Ranges(self.block, self.bits, self.rounding == "nearest", mantissa, body, errors, looked)
         return KernelPlan(layout, aligned(used), kernel)
 
     def sections(self, numel: int) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """A program reads a few blocks, transforms them in registers, sends what is largest, and transforms that back.
 
-Launched by ``fft_triton.py``, whose ``Shape`` says what most arguments are. ``L`` is the length of a block, of
+Launched by ``fft_triton.py``, which says what most arguments are. ``L`` is the length of a block, of
 whose coefficients ``KEEP`` are kept: there are ``L / 2`` complex ones and a last one that is real.
 """
 
