@@ -60,18 +60,6 @@ class Quantiser:
         self._random = RandomBits(most, device)
         self._top = torch.tensor(self.top, dtype=torch.float32, device=device)
 
-    def fit(self, norms: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
-        """What to send for the norms of blocks, and what to multiply elements with.
-
-        Args:
-            norms: float64; at least the largest magnitude of each block.
-            largest: norms above it are sent as 0, as are those below 2^-100, so that the block stays as it is.
-
-        Returns:
-            float32 norms, and factors that bring elements to ``UNIT`` times the numbers' scale, never beyond top.
-        """
-        return fit(norms, self.top, largest)
-
     def steps(self, norms: Tensor) -> Tensor:
         """The distance between two numbers of blocks with these norms; such that no number overflows."""
         steps: Tensor = norms / self._top  # by a number of Python's, an accelerator would multiply with its inverse
@@ -245,7 +233,16 @@ def check_correlated(method: str, correlated: object) -> None:
 
 
 def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
-    """What to send for norms, and the factors that bring them to ``UNIT * top`` at most; see ``Quantiser.fit``."""
+    """What to send for the norms of blocks, and what to multiply elements with.
+
+    Args:
+        norms: float64; at least the largest magnitude of each block.
+        top: the largest number; see ``Quantiser``.
+        largest: norms above it are sent as 0, as are those below 2^-100, so that the block stays as it is.
+
+    Returns:
+        float32 norms, and factors that bring elements to ``UNIT`` times the numbers' scale, never beyond top.
+    """
     sent = norms.clamp(max=LARGEST).float()
     sent.masked_fill_((sent < SMALLEST) | (sent > largest), 0)
     exact = UNIT * top / sent.double()

@@ -6,13 +6,40 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.base import KernelPlan, Plan
 from lightning_compress.codecs.quantize.minifloat import candidates
-from lightning_compress.codecs.spectral.spectrum import Area, Spectral, stretches
-from lightning_compress.codecs.spectral.transforms import RealFourier
+from lightning_compress.codecs.spectral.spectrum import Area, Spectral, Transform, stretches
 from lightning_compress.core.layout import Layout
+
+
+class RealFourier(Transform):
+    """The discrete Fourier transform of real rows: ``length / 2 + 1`` complex coefficients, scaled by 1/sqrt(length).
+
+    The first and the last one are real. All others stand for two coefficients of the full spectrum, so only they count
+    twice in the norm.
+    """
+
+    width = 2
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.bins = length // 2 + 1
+
+    def forward(self, rows: Tensor, out: Tensor) -> None:
+        """See the base class."""
+        torch.fft.rfft(rows, norm="ortho", out=torch.view_as_complex(out))
+
+    def inverse(self, coefficients: Tensor, out: Tensor) -> None:
+        """See the base class."""
+        torch.fft.irfft(torch.view_as_complex(coefficients), n=self.length, norm="ortho", out=out)
+
+    def energy(self, coefficients: Tensor, out: Tensor) -> None:
+        """See the base class."""
+        real, imaginary = coefficients.unbind(2)
+        torch.mul(real, real, out=out).addcmul_(imaginary, imaginary)
 
 
 @dataclass(frozen=True)

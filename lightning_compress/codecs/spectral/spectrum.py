@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -16,7 +16,6 @@ from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa
 from lightning_compress.codecs.spectral.bins import Places
-from lightning_compress.codecs.spectral.transforms import Transform
 from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
 
@@ -28,6 +27,36 @@ LONGEST = 1 << 16
 """The largest block; places are numbers of 16 bits."""
 CHUNK = 1 << 18
 """Elements to transform at a time on a CPU; with fewer, the many small operations on the kept ones cost more."""
+
+
+class Transform(ABC):
+    """A change of basis of rows of one length that keeps their norm.
+
+    Args:
+        length: of a row; a power of two.
+
+    Attributes:
+        bins: coefficients of a row, each of which is kept or dropped as a whole.
+        width: float32 numbers of a coefficient.
+    """
+
+    bins: int
+    width: int
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    @abstractmethod
+    def forward(self, rows: Tensor, out: Tensor) -> None:
+        """Coefficients, float32 ``[R, bins, width]``, of float32 ``[R, length]``."""
+
+    @abstractmethod
+    def inverse(self, coefficients: Tensor, out: Tensor) -> None:
+        """Rows again; the coefficients may be lost."""
+
+    @abstractmethod
+    def energy(self, coefficients: Tensor, out: Tensor) -> None:
+        """The squared magnitude of every coefficient, float32 ``[R, bins]``; the coefficients stay."""
 
 
 @dataclass(frozen=True)
