@@ -202,9 +202,9 @@ class LevelPlan(FusedPlan):
         room = scratch("codes of a kernel", len(bodies) * (stop - start), torch.uint8, bodies.device)
         return room.view(len(bodies), stop - start)
 
+    @abstractmethod
     def norms_of(self, numbers: Tensor) -> Tensor:
-        """Norms of the blocks of a piece, float64, 1 along the second dimension: their largest magnitudes."""
-        return torch.maximum(numbers.amax(1, keepdim=True), -numbers.amin(1, keepdim=True)).double()
+        """Norms of the blocks of a piece, float64, 1 along the second dimension."""
 
     @abstractmethod
     def forward(self, part: Tensor, piece: Piece) -> Tensor:

@@ -144,6 +144,12 @@ class _RotatedPlan(LevelPlan):
             found.append(Piece(part, numbers, elements, (count // columns, block, columns), told))
         super().__init__(layout, device, codec.bits, 0.5, found, fast, LARGEST)
 
+    def norms_of(self, numbers: Tensor) -> Tensor:
+        largest = numbers.abs()
+        while largest.shape[1] > 1:  # by halves: torch has no fast maximum over rows of few columns
+            largest = torch.maximum(*largest.chunk(2, 1))
+        return largest.double()
+
     def forward(self, part: Tensor, piece: Piece) -> Tensor:
         padded = torch.nn.functional.pad(part, (0, piece.numbers.stop - piece.elements.stop))
         return hadamard(padded.view(piece.shape) * (self._signs / len(self._signs)))

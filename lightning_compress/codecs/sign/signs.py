@@ -107,7 +107,7 @@ class SignPlan(Plan):
             for message, one, zero in zip(messages, high[:, blocks, None], low[:, blocks, None], strict=True):
                 unpack(message[packed], self._floats[: 8 * (packed.stop - packed.start)])
                 signs = self._floats[elements.start % 8 :][: rows.numel()].view(rows.shape)
-                rows.add_(torch.where(signs != 0, one, zero))
+                rows.addcmul_(signs, one).addcmul_(signs.sub_(1), zero, value=-1)  # one of the products is 0
 
     def _packed(self, elements: slice) -> slice:
         """Where the bits of elements are in a message."""
@@ -121,13 +121,13 @@ def move_values(rows: Tensor, values: Tensor) -> None:
         rows: float32 ``[blocks, n]``; holds afterwards what was not sent.
         values: float32 ``[1 or 2, blocks]``, to be written.
     """
-    above, wide = rows >= 0, rows.double()
+    signs, wide = torch.ge(rows, 0, out=torch.empty_like(rows)), rows.double()  # floats are compared by vectors
     if len(values) == 1:
-        values[0] = wide.abs().sum(1) / rows.shape[1]
+        values[0] = wide.abs_().sum(1) / rows.shape[1]
         high, low = values[0], -values[0]
     else:
-        count = above.sum(1)
+        count = signs.sum(1, dtype=torch.float64)
         values[0] = wide.clamp(min=0).sum(1) / count.clamp(min=1)
-        values[1] = wide.clamp(max=0).sum(1) / (rows.shape[1] - count).clamp(min=1)
+        values[1] = wide.clamp_(max=0).sum(1) / (rows.shape[1] - count).clamp(min=1)
         high, low = values
-    rows.sub_(torch.where(above, high.unsqueeze(1), low.unsqueeze(1)))
+    rows.addcmul_(signs, high.unsqueeze(1), value=-1).addcmul_(signs.sub_(1), low.unsqueeze(1))
