@@ -22,7 +22,7 @@ from rich.table import Table
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.base import aligned
-from lightning_compress.core import blocks, state
+from lightning_compress.core import state
 from lightning_compress.core import vector as vectors
 from lightning_compress.core.layout import Layout
 from lightning_compress.engine import unused
@@ -105,8 +105,8 @@ def _launch(name: str, layout: Layout) -> None:
 
 def _launch_group(layout: Layout) -> None:
     vector, scalar = torch.zeros(layout.numel), torch.zeros(())
-    made = (kernels.backend(each.__name__, vector.device, "triton") for each in (vectors, state, unused, blocks))
-    of_gradients, of_state, of_unused, of_blocks = (each for each in made if each)
+    made = (kernels.backend(each.__name__, vector.device, "triton") for each in (vectors, state, unused))
+    of_gradients, of_state, of_unused = (each for each in made if each)
     of_gradients.clean(vector, 1.0, scalar)
     of_state.replace(scalar > 0, vector, vector)
     of_gradients.add_flag(scalar, vector)
@@ -115,9 +115,6 @@ def _launch_group(layout: Layout) -> None:
     of_unused.find_used(tiles, vector, used)
     of_unused.zero_unused(tiles, used, vector)
     of_unused.restore_unused(tiles, used, vector, vector)
-    coded = torch.zeros(layout.numel, dtype=torch.int8), torch.zeros(layout.numel, dtype=torch.uint8)
-    of_blocks.add(*coded, vector)
-    of_blocks.blend(*coded, 0.95, vector, 0.05, *coded)
 
 
 def _read(kernel: Any) -> dict[str, Any]:

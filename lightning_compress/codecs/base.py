@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Plan(ABC):
 
     message_size: int
     in_pieces: bool = False
-    variable: ClassVar[bool] = False
+    variable: bool = False
     _shared: Stream | None = None
 
     def __init__(self, layout: Layout) -> None:
@@ -162,6 +162,42 @@ class FusedPlan(Plan):
         self.check(vector, message)
         if summands is not None:
             torch.add(*summands, out=vector)
+
+
+class Kernel(Protocol):
+    """What encodes and decodes in one pass on an accelerator; see ``FusedPlan``. Vectors are not empty."""
+
+    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+        """Write all of a message; random bits come from the stream."""
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """Write, or add, the weighted sum of messages ``[M, message_size]``, whose rows may be strided."""
+
+
+class KernelPlan(FusedPlan):
+    """A plan all of whose work a kernel does.
+
+    Args:
+        layout: what the vector is made of.
+        size: bytes of a message.
+        kernel: made for such messages.
+    """
+
+    def __init__(self, layout: Layout, size: int, kernel: Kernel) -> None:
+        super().__init__(layout)
+        self.message_size, self._kernel = size, kernel
+
+    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
+        """See ``Plan.encode``."""
+        self.check(vector, message)
+        if self.layout.numel:
+            self._kernel.encode(vector, summands, message, self.stream(key), keep)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
+        if self.layout.numel:
+            self._kernel.decode(messages, out, weight, accumulate)
 
 
 class Method:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, FusedPlan, Plan
+from lightning_compress.codecs.base import Codec, KernelPlan, Plan
 from lightning_compress.codecs.dense import Dense
 from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, word_state
-from lightning_compress.kernels import Summands
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -74,7 +72,7 @@ class Cast(Codec):
         """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
         fused = kernels.backend(__name__, device)
         if fused:
-            return _FusedCast(fused, layout, self.sum_dtype, self.limit(summands))
+            return KernelPlan(layout, 2 * layout.numel, fused.Halves(self.sum_dtype, self.limit(summands)))
         return _CastPlan(layout, device, self.sum_dtype, self.limit(summands))
 
     def limit(self, summands: int) -> float:
@@ -154,28 +152,7 @@ def dense_of(dtype: torch.dtype) -> Dense:
     return Narrow(cast) if cast else Dense()
 
 
-class _FusedCast(FusedPlan):
-    """By a kernel of an accelerator."""
-
-    def __init__(self, kernel: ModuleType, layout: Layout, dtype: torch.dtype, limit: float) -> None:
-        super().__init__(layout)
-        self.message_size = 2 * layout.numel
-        self._kernel, self._dtype, self._limit = kernel, dtype, limit
-
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``Plan.encode``."""
-        self.check(vector, message)
-        self._kernel.encode(vector, summands, message, self._dtype, self._limit, keep)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``Plan.decode``."""
-        self.check(out, messages)
-        self._kernel.decode(messages, out, weight, accumulate, self._dtype)
-
-
 class _CastPlan(Plan):
-    """By tensor operations."""
-
     def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, limit: float) -> None:
         super().__init__(layout)
         self.message_size = 2 * layout.numel

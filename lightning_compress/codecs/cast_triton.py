@@ -5,11 +5,14 @@ bfloat16 travels as int16, the upper half of a float32: its rounding is two addi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_compress.core.random import Stream
 from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, sources, write
 from lightning_compress.kernels.triton.random import random16, signed
 
@@ -20,29 +23,31 @@ _LARGEST = tl.constexpr(3.3895313892515355e38)
 """The largest bfloat16."""
 
 
-def encode(vector: Tensor, summands: Summands, message: Tensor, dtype: torch.dtype, limit: float, keep: bool) -> None:
-    """Round to the nearest number of a 16-bit format.
+@dataclass(frozen=True)
+class Halves:
+    """Rounds to the nearest number of a 16-bit format, and back; see ``Kernel``.
 
     Args:
-        vector: float32 ``[n]``; gets what stays, if that is to be kept.
-        summands: see ``Summands``.
-        message: uint8 ``[2 n]``, wholly overwritten.
         dtype: float16 or bfloat16.
         limit: the largest magnitude that is sent.
-        keep: whether what stays is asked for.
     """
-    if not len(vector):
-        return
-    first, second, both = sources(vector, summands)
-    _encode[_grid(vector)](first, second, vector, _halves(message, dtype), limit, len(vector), both, keep, **OPTIONS)
 
+    dtype: torch.dtype
+    limit: float
 
-def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, dtype: torch.dtype) -> None:
-    """Write, or add, ``weight`` times the sum of messages ``[M, 2 n]``, whose rows may be strided."""
-    if not len(out):
-        return
-    halves = _halves(messages, dtype)
-    _decode[_grid(out)](halves, 2 * halves.stride(0), out, weight, len(out), accumulate, len(messages), **OPTIONS)
+    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+        """See ``Kernel``."""
+        first, second, both = sources(vector, summands)
+        given = first, second, vector, self._halves(message), self.limit, len(vector)
+        _encode[_grid(vector)](*given, both, keep, **OPTIONS)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Kernel``."""
+        halves = self._halves(messages)
+        _decode[_grid(out)](halves, 2 * halves.stride(0), out, weight, len(out), accumulate, len(messages), **OPTIONS)
+
+    def _halves(self, message: Tensor) -> Tensor:
+        return message.view(torch.int16 if self.dtype == torch.bfloat16 else self.dtype)
 
 
 def round_at_random(values: Tensor, out: Tensor, state: int) -> None:
@@ -53,10 +58,6 @@ def round_at_random(values: Tensor, out: Tensor, state: int) -> None:
 
 def _grid(vector: Tensor) -> tuple[int]:
     return (triton.cdiv(len(vector), _TILE.value),)
-
-
-def _halves(message: Tensor, dtype: torch.dtype) -> Tensor:
-    return message.view(torch.int16 if dtype == torch.bfloat16 else dtype)
 
 
 @kernel(do_not_specialize=["numel"])

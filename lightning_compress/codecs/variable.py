@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import numpy.typing as npt
 
@@ -15,7 +13,7 @@ Bytes = npt.NDArray[np.uint8]
 class VariablePlan(Plan):
     """A plan that sets ``_used`` in every ``encode``, and ``_expected`` once."""
 
-    variable: ClassVar[bool] = True
+    variable = True
     _used = 0
     _expected = 0
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,6 +144,18 @@ def _elapsed_ms(start: object, end: object) -> float:
     assert isinstance(end, torch.cuda.Event)
     end.synchronize()
     return float(start.elapsed_time(end))
+
+
+class World(NamedTuple):
+    """Where an exchange happens: the ranks, the device that their vectors are on, and what gets times and bytes."""
+
+    collective: Collective
+    device: torch.device
+    meter: Meter
+
+    def among(self, collective: Collective) -> World:
+        """The same for other ranks."""
+        return self._replace(collective=collective)
 
 
 class CountingCollective(Collective):

@@ -45,12 +45,9 @@ def decode(coded: Tensor) -> Tensor:
 def add(coded: Tensor, out: Tensor) -> None:
     """Add what is coded, uint8 ``[coded_bytes(n)]``, to float32 ``[n]``."""
     codes, scales = _parts(coded)
-    if fast := kernels.backend(__name__, out.device, "numba"):
+    if fast := kernels.backend(__name__, out.device):
         own = out.numpy()
         fast.add_to(codes.numpy(), scales.numpy(), own, own.view(np.int32), own)
-        return
-    if fused := kernels.backend(__name__, out.device, "triton"):
-        fused.add(codes, scales, out)
         return
     for piece in pieces(len(out), chunk_size(out.device)):
         out[piece].add_(_read(codes, scales, piece))
@@ -63,7 +60,7 @@ def add_to(coded: Tensor, gradient: Tensor, out: Tensor) -> int:
         the largest of the gradient's magnitudes, as the bits of a float32.
     """
     codes, scales = _parts(coded)
-    if fast := kernels.backend(__name__, out.device, "numba"):
+    if fast := kernels.backend(__name__, out.device):
         given = gradient.numpy()
         return int(fast.add_to(codes.numpy(), scales.numpy(), given, given.view(np.int32), out.numpy()))
     out.copy_(gradient)
@@ -83,12 +80,9 @@ def blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -
     """
     codes, scales = _parts(old)
     new_codes, new_scales = _parts(new)
-    if fast := kernels.backend(__name__, values.device, "numba"):
+    if fast := kernels.backend(__name__, values.device):
         sources = codes.numpy(), scales.numpy(), np.float32(kept), values.numpy(), np.float32(share)
         fast.blend(*sources, new_codes.numpy(), new_scales.numpy())
-        return
-    if fused := kernels.backend(__name__, values.device, "triton"):
-        fused.blend(codes, scales, kept, values, share, new_codes, new_scales)
         return
     for piece in pieces(len(values), chunk_size(values.device)):
         part = _read(codes, scales, piece).mul_(kept).add_(values[piece] * share)

@@ -1,4 +1,4 @@
-"""Memory that plans share, or allocate at first use; pieces that fit a cache; a check of messages."""
+"""Memory that plans share, or allocate at first use; and pieces that fit a cache."""
 
 from __future__ import annotations
 
@@ -74,24 +74,6 @@ def pieces(numel: int, size: int) -> Iterator[slice]:
     """Cut ``numel`` elements into runs of ``size``; the last one may be shorter."""
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))
-
-
-def check(vector: Tensor, messages: Tensor, numel: int, size: int) -> None:
-    """Refuse a vector or messages that are not of this plan.
-
-    Raises:
-        ValueError: a length or a dtype is not the plan's, as for a truncated message.
-    """
-    if vector.shape != (numel,) or vector.dtype != torch.float32:
-        raise ValueError(
-            f"the vector is {vector.dtype} of shape {tuple(vector.shape)}, but this plan is for float32 of shape "
-            f"({numel},); make a plan for its layout"
-        )
-    if messages.shape[-1] != size or messages.dtype != torch.uint8:
-        raise ValueError(
-            f"the message is {messages.dtype} with {messages.shape[-1]} bytes, but this plan's messages are uint8 "
-            f"with {size} bytes; it is truncated, or was made by a plan for another layout"
-        )
 
 
 class Messages:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_compress.settings.arguments import build_compressor
+from lightning_compress.settings.arguments import rebuild_compressor
 from tests.codecs.helpers import make
 
 FILE = Path(__file__).with_name("messages.json")
@@ -25,7 +25,7 @@ def saved():
 
 def codec_of(entry):
     """The method with the settings that it had; newer settings have their defaults."""
-    return build_compressor(entry["compressor"])
+    return rebuild_compressor(entry["compressor"], ())
 
 
 def unpack(text, dtype):

@@ -96,15 +96,15 @@ def test_as_on_a_cpu(happens, exchange, twice, device, by):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
 def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, monkeypatch):
-    from lightning_compress.codecs.sign.signs import FusedSigns
+    from lightning_compress.codecs.base import KernelPlan
 
-    calls, encode = [], FusedSigns.encode
+    calls, encode = [], KernelPlan.encode
 
     def counted(self, vector, message, key, keep, summands):
         calls.extend([self] * (summands is not None))
         encode(self, vector, message, key, keep, summands)
 
-    monkeypatch.setattr(FusedSigns, "encode", counted)
+    monkeypatch.setattr(KernelPlan, "encode", counted)
     by("triton")
     settings = RunState.of({"name": "onebit", "block": 512}, exchange)
     run_threads(2, lambda collective: program(collective, device, settings, plain, False, False))

@@ -90,13 +90,13 @@ def test_any_share_may_be_sent_and_a_plan_leaves_nothing_behind(density, repeat,
 
 @pytest.mark.parametrize(("name", "listed"), [("normal", 1), ("ties", 0), ("misled", 0)])
 def test_the_vector_stands_in_where_the_list_has_too_few_or_too_many(name, listed, device, by):
-    from lightning_compress.codecs.sparse import topk_radix_triton
+    from lightning_compress.codecs.sparse import topk_steps_triton
 
     by("triton")
     plan = TopK().plan(LAYOUT, device)
     message = torch.zeros(plan.message_size, dtype=torch.uint8, device=device)
     plan.encode(VECTORS[name].to(device, copy=True), message, KEY)
-    assert plan._topk._state[0, topk_radix_triton.LISTED.value] == listed
+    assert plan._kernel._state[0, topk_steps_triton.LISTED.value] == listed
 
 
 def test_places_beyond_the_vector_are_moved_inside(device, by):

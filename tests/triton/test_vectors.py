@@ -94,7 +94,7 @@ def test_parameters_that_are_not_used(device):
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 65, 4096, 9001])
 def test_errors_in_8_bits(numel, device, by):
-    """LoCo's, with blocks of zeros, of tiny and of large numbers, and halves to round."""
+    """LoCo's, with blocks of zeros, of tiny and of large numbers, and halves to round; tensor operations do it."""
     from lightning_compress.core import blocks
 
     def drawn(seed):

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Plan
 from lightning_compress.codecs.packing.positions import Ints, Positions
 from lightning_compress.codecs.packing.values import Floats, Values
 from lightning_compress.codecs.variable import Bytes, VariablePlan
@@ -57,7 +56,7 @@ class Entries:
         return np.diff(np.searchsorted(positions, self._ends), prepend=0)
 
 
-class EntriesPlan(Plan):
+class EntriesPlan(VariablePlan):
     """Finds elements, sends them as entries, and takes what was sent out of the vector.
 
     The entries are written and read on the host, also for vectors on an accelerator.
@@ -65,12 +64,15 @@ class EntriesPlan(Plan):
     Args:
         layout: what the vector is made of.
         entries: codings of what ``_find`` finds, one after the other in a message.
+        usual: bytes that a message usually takes, where messages vary in length; None: they do not.
     """
 
-    def __init__(self, layout: Layout, entries: Sequence[Entries]) -> None:
+    def __init__(self, layout: Layout, entries: Sequence[Entries], usual: int | None = None) -> None:
         super().__init__(layout)
         self._entries = entries if layout.numel else []
-        self.message_size = sum(each.size for each in self._entries)
+        self.message_size = self._used = sum(each.size for each in self._entries)
+        self.variable = usual is not None
+        self._expected = self.message_size if usual is None else min(usual, self.message_size)
 
     @abstractmethod
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
@@ -79,15 +81,6 @@ class EntriesPlan(Plan):
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See ``Plan.encode``."""
         self.check(vector, message)
-        message[self._write(vector, message, key) :] = 0
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``Plan.decode``."""
-        self.check(out, messages)
-        self._add(messages, out, weight, accumulate)
-
-    def _write(self, vector: Tensor, message: Tensor, key: int) -> int:
-        """Encode, and return the bytes used."""
         body, used = _host(message), 0
         for entries, found in zip(self._entries, self._find(vector, key) if self._entries else (), strict=True):
             sent, size = entries.write(found, body[used:])
@@ -98,9 +91,14 @@ class EntriesPlan(Plan):
                 vector.index_add_(0, *_to(vector.device, (found[0], sent)), alpha=-1)
         if message.device.type != "cpu":
             message[:used] = torch.from_numpy(body[:used])
-        return used
+        if self.variable:
+            self._used = used
+        else:
+            message[used:] = 0
 
-    def _add(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
         found = []
         for message in messages:
             body, used = _host(message), 0
@@ -112,30 +110,6 @@ class EntriesPlan(Plan):
             out.zero_()
         for each in found:
             out.index_add_(0, *_to(out.device, each), alpha=weight)
-
-
-class VariableEntriesPlan(VariablePlan, EntriesPlan):
-    """The same with messages of variable length.
-
-    Args:
-        layout: what the vector is made of.
-        entries: as above.
-        expected_size: bytes that a message usually takes.
-    """
-
-    def __init__(self, layout: Layout, entries: Sequence[Entries], expected_size: int) -> None:
-        super().__init__(layout, entries)
-        self._expected = min(expected_size, self.message_size)
-
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See ``Plan.encode``."""
-        self.check(vector, message)
-        self._used = self._write(vector, message, key)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``Plan.decode``."""
-        self.check(out, messages)
-        self._add(messages, out, weight, accumulate)
 
 
 def _host(message: Tensor) -> Bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -96,25 +95,16 @@ class Coder:
         return self._shapes[shape]
 
 
-def encode(values: Tensor, formats: Formats, nearest: bool = True) -> Tensor:
-    """Codes of float32 ``[R, n]``: to nearest (half away from zero) or cut off, saturating at the range's ends."""
-    work = Coder(formats.bits, values.numel(), values.device)
-    half = (-formats.mask >> 1) * nearest
-    work.encode(torch.clamp(values, formats.lowest, formats.highest), replace(formats, half=half))
-    return work.codes(values.numel())[: values.numel()].view(values.shape).clone()
-
-
-def decode(codes: Tensor, formats: Formats) -> Tensor:
-    """Values of whole numbers ``[R, n]``; numbers that are no codes count as the last one."""
-    work = Coder(formats.bits, codes.numel(), codes.device)
-    work.codes(codes.numel())[: codes.numel()].copy_(codes.reshape(-1))
-    one, other = work.decode(codes.shape, formats)
-    return one * other
-
-
 def most_mantissa(bits: int) -> int:
     """The most bits of mantissa that are tried for codes of so many bits."""
     return min(bits - 2, 23)
+
+
+def candidates(bits: int, mantissa: int | str) -> tuple[int, int]:
+    """What kernels take for a setting: bits of mantissa, or -1 for the best of some; and how many are tried."""
+    if mantissa == "auto" and bits < 32:
+        return -1, most_mantissa(bits) + 1
+    return 23 if mantissa == "auto" else int(mantissa), 1  # 23 of 32 lose nothing
 
 
 def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest: bool) -> Tensor:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import ClassVar, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, FusedPlan, Plan, Summands, aligned
+from lightning_compress.codecs.base import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.packing.buckets import Buckets, Norm, bucket_shape
-from lightning_compress.codecs.quantize.levels import BITS, LARGEST, FusedLevels, Quantiser, check_correlated, more_bits
-from lightning_compress.core.buffers import scratch
+from lightning_compress.codecs.packing.planes import code_bytes
+from lightning_compress.codecs.quantize.levels import BITS, LevelPlan, Piece, check_correlated, more_bits
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import Stream, word_state
 from lightning_compress.core.registry import lookup
 
 Coding = Literal["packed", "elias"]
@@ -117,96 +115,33 @@ class QSGD(Codec):
         fused = kernels.backend(__name__, device, "triton")
         if fused and self.bucket <= fused.LONGEST:
             width, count = bucket_shape(layout.numel, self.bucket)
-            return FusedLevels(fused, layout, count, layout.numel, self.bits, width, self.norm == "l2")
+            body = aligned(4 * count)
+            coder = fused.coder(width, self.norm == "l2", self.bits, body)
+            return KernelPlan(layout, body + code_bytes(layout.numel, self.bits), coder)
         return _QSGDPlan(layout, device, self)
 
 
-class _QSGDPlan(FusedPlan):
+class _QSGDPlan(LevelPlan):
     def __init__(self, layout: Layout, device: torch.device, codec: QSGD) -> None:
-        super().__init__(layout)
         self._buckets = Buckets(layout.numel, codec.bucket, codec.norm, device)
-        self._header = 4 * self._buckets.count
-        self._body = aligned(self._header)
-        self._quantiser = Quantiser(codec.bits, 0.0, layout.numel, self._buckets.most, device)
-        self.message_size = self._body + self._quantiser.size
-        self._norms = torch.empty(self._buckets.count, dtype=torch.float32, device=device)
         fast = kernels.backend(__name__, device, "numba") if codec.norm == "max" else None
-        self._ways: list[tuple[slice, slice, _Slow | _Fast]] = []
+        found = []
         for buckets, elements in self._buckets.pieces:
-            width = (elements.stop - elements.start) // (buckets.stop - buckets.start)
-            way: _Slow | _Fast = _Slow(self._buckets, self._quantiser)
-            if fast and width % fast.WIDTH == 0:
-                way = _Fast(fast, self._quantiser)
-            self._ways.append((buckets, elements, way))
+            count = buckets.stop - buckets.start
+            width = (elements.stop - elements.start) // count
+            told = (width,) if fast and width % fast.WIDTH == 0 else None
+            found.append(Piece(buckets, elements, elements, (count, width), told))
+        super().__init__(layout, device, codec.bits, 0.0, found, fast)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        self.take(vector, message, summands)
-        stream = self.stream(key)
-        for buckets, elements, way in self._ways:
-            rows = vector[elements].view(buckets.stop - buckets.start, -1)
-            way.encode(rows, message[self._body :], elements, self._norms[buckets], stream, keep)
-        message[: self._header] = self._norms.view(torch.uint8)
-        message[self._header : self._body] = 0
+    def norms_of(self, numbers: Tensor) -> Tensor:
+        return self._buckets.norms(numbers).unsqueeze(1)
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        self.check(out, messages)
-        norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
-        steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
-        for buckets, elements, way in self._ways:
-            rows = out[elements].view(buckets.stop - buckets.start, -1)
-            way.decode(messages[:, self._body :], elements, steps[:, buckets], rows, accumulate)
+    def forward(self, part: Tensor, piece: Piece) -> Tensor:
+        return part.view(piece.shape)
 
+    def inverse(self, numbers: Tensor, piece: Piece) -> Tensor:
+        return numbers.view(-1)
 
-class _Slow:
-    """A piece of buckets of one width by tensor operations."""
-
-    def __init__(self, buckets: Buckets, quantiser: Quantiser) -> None:
-        self._buckets, self._quantiser = buckets, quantiser
-
-    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, stream: Stream, keep: bool) -> None:
-        """Write codes and norms; take what they stand for out of the rows, or leave those as they are."""
-        own, factors = self._quantiser.fit(self._buckets.norms(rows))
-        norms.copy_(own)
-        levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, stream, body)
-        if keep:
-            rows.sub_(levels.mul_(self._quantiser.steps(own).unsqueeze(1)))  # rounded twice, whatever the processor
-
-    def decode(self, bodies: Tensor, elements: slice, steps: Tensor, rows: Tensor, accumulate: bool) -> None:
-        """Write, or add, the sum of what codes stand for."""
-        if not accumulate:
-            rows.zero_()
-        for body, step in zip(bodies, steps.unsqueeze(2), strict=True):
-            rows.add_(self._quantiser.decode(body, elements, rows.shape).mul_(step))
-
-
-class _Fast:
-    """The same by a kernel, which touches each number in memory once; codes of four bits it packs by itself."""
-
-    def __init__(self, kernel: ModuleType, quantiser: Quantiser) -> None:
-        self._kernel, self._quantiser = kernel, quantiser
-        self._nibbles = quantiser.sign == 8
-
-    def encode(self, rows: Tensor, body: Tensor, elements: slice, norms: Tensor, stream: Stream, keep: bool) -> None:
-        """See ``_Slow``."""
-        codes = self._room(body[None], elements)[0]
-        random = np.uint64(word_state(stream.key, elements.start)), np.int16(stream.offset)
-        given = rows.view(-1).numpy(), rows.shape[1], self._quantiser.top, LARGEST, *random
-        self._kernel.encode(*given, codes.numpy(), self._nibbles, norms.numpy(), keep)
-        if not self._nibbles:
-            self._quantiser.planes.write(codes, elements, body)
-
-    def decode(self, bodies: Tensor, elements: slice, steps: Tensor, rows: Tensor, accumulate: bool) -> None:
-        """See ``_Slow``."""
-        codes = self._room(bodies, elements)
-        if not self._nibbles:
-            for own, body in zip(codes, bodies, strict=True):
-                self._quantiser.planes.read(own, elements, body)
-        sent = codes.numpy(), self._nibbles, np.int32(self._quantiser.sign), steps.numpy()
-        self._kernel.decode(*sent, rows.shape[1], rows.view(-1).numpy(), accumulate)
-
-    def _room(self, bodies: Tensor, elements: slice) -> Tensor:
-        """Where the kernel finds the codes of a piece, or puts them; a row for each message."""
-        if self._nibbles:
-            return bodies[:, elements.start // 2 : elements.stop // 2]
-        numel = elements.stop - elements.start
-        return scratch("qsgd codes", len(bodies) * numel, torch.uint8, bodies.device).view(len(bodies), numel)
+    def add(self, part: Tensor, piece: Piece, numbers: Iterable[Tensor]) -> None:
+        for each in numbers:
+            part.add_(each.view(-1))

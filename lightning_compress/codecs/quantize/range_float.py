@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, FusedPlan, Plan, aligned
-from lightning_compress.codecs.packing.planes import Planes
+from lightning_compress.codecs.base import Codec, KernelPlan, Plan, aligned
+from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
-from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, most_mantissa
+from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.core.buffers import chunk_size, pieces
 from lightning_compress.core.layout import Layout
-from lightning_compress.kernels import Summands
 
 Rounding = Literal["nearest", "truncate"]
 RUN = 1 << 17
@@ -87,67 +85,39 @@ class RangeFloat(Codec):
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         fused = kernels.backend(__name__, device)
-        if fused and self.block <= fused.LONGEST:
-            return _FusedRanges(fused, layout, device, self)
-        return _RangeFloatPlan(layout, device, self)
+        if not fused or self.block > fused.LONGEST:
+            return _RangeFloatPlan(layout, device, self)
+        _, body, used = self.sections(layout.numel)
+        sample, length = self.sample(layout.numel), min(self.block, layout.numel)
+        looked = length, sample.step * self.block, -(-length // SAMPLE_NUMEL) or 1
+        mantissa, tried = candidates(self.bits, self.mantissa)
+        errors = torch.zeros(len(sample), tried, dtype=torch.float64, device=device)
+        kernel = fused.Ranges(self.block, self.bits, self.rounding == "nearest", mantissa, body, errors, looked)
+        return KernelPlan(layout, aligned(used), kernel)
 
+    def sections(self, numel: int) -> tuple[int, int, int]:
+        """Of a message: how many blocks it has, where codes begin, and where they end."""
+        blocks = -(-numel // self.block)
+        body = aligned(16 + 8 * blocks) if numel else 0
+        return blocks, body, body + code_bytes(numel, self.bits)
 
-class _Ranges(Plan):
-    """What a message looks like."""
-
-    def __init__(self, layout: Layout, codec: RangeFloat) -> None:
-        super().__init__(layout)
-        self._codec, self._nearest = codec, codec.rounding == "nearest"
-        self._whole, self._rest = divmod(layout.numel, codec.block)
-        self._blocks = self._whole + bool(self._rest)
-        self._ranges = slice(16, 16 + 8 * self._blocks) if layout.numel else slice(0, 0)
-        self._codes = aligned(self._ranges.stop)
-        self._planes = Planes(codec.bits, layout.numel)
-        self._used = self._codes + self._planes.size
-        self.message_size = aligned(self._used)
-
-    def _sample(self) -> range:
+    def sample(self, numel: int) -> range:
         """The blocks that the mantissa is chosen on."""
-        whole = self._whole or 1
+        whole = numel // self.block or 1
         return range(0, whole, -(-whole // SAMPLE))
 
 
-class _FusedRanges(FusedPlan, _Ranges):
-    """By the kernels of an accelerator."""
-
-    def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
-        super().__init__(layout, codec)
-        self._kernel, blocks = kernel, self._sample()
-        length = codec.block if self._whole else self._rest
-        self._tried = length, blocks.step * codec.block, -(-length // SAMPLE_NUMEL) or 1
-        mantissa = 23 if codec.mantissa == "auto" and codec.bits == 32 else codec.mantissa  # loses nothing
-        given = -1 if mantissa == "auto" else mantissa
-        candidates = most_mantissa(codec.bits) + 1 if given < 0 else 1
-        self._errors = torch.zeros(len(blocks), candidates, dtype=torch.float64, device=device)
-        self._shape = kernel.Shape(codec.block, codec.bits, self._nearest, given, self._codes, self._used)
-
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``Plan.encode``."""
-        self.check(vector, message)
-        if not self.layout.numel:
-            return
-        if self._shape.mantissa < 0:
-            self._kernel.measure(vector, summands, self._errors, self._tried, self._shape)
-        self._kernel.encode(vector, summands, message, self._errors, self._shape)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``Plan.decode``."""
-        self.check(out, messages)
-        if self.layout.numel:
-            self._kernel.decode(messages, out, weight, accumulate, self._shape)
-
-
-class _RangeFloatPlan(_Ranges):
+class _RangeFloatPlan(Plan):
     """By tensor operations."""
 
     def __init__(self, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
-        super().__init__(layout, codec)
-        whole, rest = self._whole, self._rest
+        super().__init__(layout)
+        self._codec, self._nearest = codec, codec.rounding == "nearest"
+        self._blocks, self._codes, self._used = codec.sections(layout.numel)
+        self._ranges = slice(16, 16 + 8 * self._blocks)
+        self._planes = Planes(codec.bits, layout.numel)
+        self.message_size = aligned(self._used)
+        whole, rest = divmod(layout.numel, codec.block)
         run = RUN if device.type == "cpu" else chunk_size(device)
         rows = max(1, min(run // codec.block, whole))
         self._sizes = [part.stop - part.start for part in pieces(whole, rows)] + [1] * bool(rest)
@@ -201,7 +171,7 @@ class _RangeFloatPlan(_Ranges):
     def _mantissa(self, cut: list[Tensor]) -> Tensor:
         if self._codec.mantissa != "auto":
             return self._given
-        blocks = self._sample()
+        blocks = self._codec.sample(self.layout.numel)
         each, stride = self._sizes[0], -(-cut[0].shape[1] // SAMPLE_NUMEL)
         sample = torch.stack([cut[block // each][block % each, ::stride] for block in blocks])
         chosen = slice(0, blocks.stop, blocks.step)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -12,46 +11,33 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, FusedPlan, Plan, Summands, aligned
+from lightning_compress.codecs.base import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.cast import BF16
-from lightning_compress.codecs.quantize.levels import BITS, FusedLevels, Quantiser, check_correlated, more_bits
+from lightning_compress.codecs.packing.planes import code_bytes
+from lightning_compress.codecs.quantize.levels import BITS, LevelPlan, Piece, check_correlated, more_bits
 from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import RandomBits, Stream, word_state
+from lightning_compress.core.random import RandomBits
 
 
-class Hadamard:
-    """``H x`` for every column of some matrices, ``H = [[1, 1], [1, -1]]`` to a Kronecker power; ``H H = rows * I``.
+def hadamard(matrices: Tensor) -> Tensor:
+    """Replace some matrices, in place, by ``H x`` for every column, ``H = [[1, 1], [1, -1]]`` to a Kronecker power.
 
-    Neighbours in memory belong to different columns, so that every step adds long contiguous runs. The order of the
-    additions is fixed, as a matrix product's is not: every device finds the same bits.
+    Applied twice it is ``rows * I``. Neighbours in memory belong to different columns, so that every step adds long
+    contiguous runs. The order of the additions is fixed, as a matrix product's is not: every device finds the same
+    bits.
 
     Args:
-        shape: how many matrices, their rows (a power of two), and their columns.
-        device: where.
-
-    Attributes:
-        matrices: float32 of this shape, to be filled by the caller; scratch.
-        rows: the same memory, ``[rows, count * columns]``: the matrices stand side by side, so that runs are long.
+        matrices: float32 ``[count, rows, columns]``, contiguous; rows are a power of two.
     """
-
-    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
-        count, rows, columns = shape
-        flat = scratch("hadamard", count * rows * columns, torch.float32, device)
-        self.rows = flat.view(rows, count * columns)
-        self.matrices = flat.view(rows, count, columns).transpose(0, 1)
-        self._steps = []  # views are made once: making them costs as much as a step on a short run
-        run = count * columns
-        while run < flat.numel():
-            pairs = flat.view(-1, 2, run)
-            self._steps.append((pairs[:, 0], pairs[:, 1]))
-            run *= 2
-
-    def transform(self) -> None:
-        """Replace the matrices by their transforms; in place, as twice as many would not fit the cache."""
-        for upper, lower in self._steps:
-            upper.add_(lower)
-            torch.sub(upper, lower, alpha=2, out=lower)  # (a + b) - 2 b
+    count, rows, columns = matrices.shape
+    run = 1
+    while run < rows:
+        upper, lower = matrices.view(count, -1, 2, run, columns).unbind(2)
+        upper.add_(lower)
+        torch.sub(upper, lower, alpha=2, out=lower)  # (a + b) - 2 b
+        run *= 2
+    return matrices
 
 
 COLUMNS = 16
@@ -130,170 +116,50 @@ class Rotated(Codec):
         fused = kernels.backend(__name__, device, "triton")
         if fused and self.block <= fused.LONGEST:
             block, count = _shape(layout.numel, self.block)
-            signs = _signs(block, device).view(-1)
+            body = aligned(4 * count)
             rest = scratch("rotated rest", COLUMNS * block, torch.float32, device)
-            return FusedLevels(fused, layout, count, count * block, self.bits, signs, rest)
+            rotation = fused.Rotation(_signs(block, device).view(-1), rest, self.bits, body)
+            return KernelPlan(layout, body + code_bytes(count * block, self.bits), rotation)
         return _RotatedPlan(layout, device, self)
 
 
-class _RotatedPlan(FusedPlan):
+class _RotatedPlan(LevelPlan):
+    """Pieces are equal matrices, which stand one after the other in the vector, and whose columns are the blocks."""
+
     def __init__(self, layout: Layout, device: torch.device, codec: Rotated) -> None:
-        super().__init__(layout)
-        block, self._blocks = _shape(layout.numel, codec.block)
-        self._header = 4 * self._blocks
-        self._body = aligned(self._header)
-        pieces = [_Piece(blocks, block, layout.numel) for blocks in _cut(layout.numel, block)]
-        most = max((piece.size for piece in pieces), default=0)
-        self._quantiser = Quantiser(codec.bits, 0.5, self._blocks * block, most, device)
-        self.message_size = self._body + self._quantiser.size
-        self._norms = torch.empty(self._blocks, dtype=torch.float32, device=device)
-        signs = _signs(block, device)
-        fast = kernels.backend(__name__, device, "numba")
+        block, blocks = _shape(layout.numel, codec.block)
+        self._signs = _signs(block, device)
+        fast, told = kernels.backend(__name__, device, "numba"), None
         if fast:
-            whole = [_Piece(slice(0, self._blocks), block, layout.numel)]
-            self._way: _Slow | _Fast = _Fast(fast, self._quantiser, signs, pieces, whole)
-        else:
-            self._way = _Slow(self._quantiser, signs, pieces)
+            tile = scratch("rotated tile", COLUMNS * block, torch.float32, device)
+            told = self._signs.view(-1).numpy(), np.float32(0.5), tile.numpy()
+        whole = fast and codec.bits == 4 and blocks
+        found = []
+        for part in [slice(0, blocks)] if whole else _cut(layout.numel, block):
+            count, numbers = part.stop - part.start, slice(part.start * block, part.stop * block)
+            columns = min(COLUMNS, count)
+            elements = slice(numbers.start, min(numbers.stop, layout.numel))
+            found.append(Piece(part, numbers, elements, (count // columns, block, columns), told))
+        super().__init__(layout, device, codec.bits, 0.5, found, fast, LARGEST)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        self.take(vector, message, summands)
-        self._way.encode(vector, message[self._body :], self._norms, self.stream(key), keep)
-        message[: self._header] = self._norms.view(torch.uint8)
-        message[self._header : self._body] = 0
+    def norms_of(self, numbers: Tensor) -> Tensor:
+        largest = numbers.abs()
+        while largest.shape[1] > 1:  # by halves: torch has no fast maximum over rows of few columns
+            largest = torch.maximum(*largest.chunk(2, 1))
+        return largest.double()
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        self.check(out, messages)
-        norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
-        steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), self._blocks)
-        self._way.decode(messages[:, self._body :], steps, out, accumulate)
+    def forward(self, part: Tensor, piece: Piece) -> Tensor:
+        padded = torch.nn.functional.pad(part, (0, piece.numbers.stop - piece.elements.stop))
+        return hadamard(padded.view(piece.shape) * (self._signs / len(self._signs)))
 
+    def inverse(self, numbers: Tensor, piece: Piece) -> Tensor:
+        return hadamard(numbers).mul_(self._signs).view(-1)[: piece.elements.stop - piece.elements.start]
 
-class _Piece:
-    """Blocks that are handled together: columns of equal matrices, which stand one after the other in the vector.
-
-    Args:
-        blocks: which ones.
-        block: elements of a block.
-        numel: elements of the vector; its last piece may have fewer than the matrices.
-    """
-
-    def __init__(self, blocks: slice, block: int, numel: int) -> None:
-        count = blocks.stop - blocks.start
-        self.blocks, self.size = blocks, count * block
-        self.numbers = slice(blocks.start * block, blocks.stop * block)
-        self.elements = slice(self.numbers.start, min(self.numbers.stop, numel))
-        columns = min(COLUMNS, max(1, count))
-        self.shape = count // columns, block, columns
-
-
-class _Slow:
-    """By tensor operations.
-
-    Args:
-        quantiser: rounds.
-        signs: float32 ``[block, 1]``.
-        pieces: what to handle at a time.
-    """
-
-    def __init__(self, quantiser: Quantiser, signs: Tensor, pieces: Sequence[_Piece]) -> None:
-        self._quantiser, self._signs, self._scaled = quantiser, signs, signs / len(signs)
-        self._pieces = [(piece, Hadamard(piece.shape, signs.device)) for piece in pieces]
-
-    def encode(self, vector: Tensor, body: Tensor, norms: Tensor, stream: Stream, keep: bool) -> None:
-        """Write codes and norms; take what they stand for out of the vector, or leave that as it is."""
-        for piece, hadamard in self._pieces:
-            part, matrices = vector[piece.elements], hadamard.matrices
-            if part.numel() == piece.size:
-                torch.mul(part.view(piece.shape), self._scaled, out=matrices)
-            else:
-                flat = matrices.view(-1)
-                flat[: part.numel()] = part
-                flat[part.numel() :] = 0
-                matrices.mul_(self._scaled)
-            hadamard.transform()
-            largest = torch.maximum(hadamard.rows.amax(dim=0), hadamard.rows.amin(dim=0).neg_())
-            own, factors = self._quantiser.fit(largest.double(), LARGEST)
-            norms[piece.blocks] = own
-            count, _, columns = piece.shape
-            numbers = self._quantiser.encode(matrices, factors.view(count, 1, columns), piece.numbers, stream, body)
-            if keep:
-                torch.mul(numbers, self._quantiser.steps(own).view(count, 1, columns), out=matrices)
-                self._add_back(hadamard, part, -1.0)
-
-    def decode(self, bodies: Tensor, steps: Tensor, out: Tensor, accumulate: bool) -> None:
-        """Write, or add, the sum of what codes stand for."""
-        if not accumulate:
-            out.zero_()
-        for piece, hadamard in self._pieces if len(bodies) else ():
-            count, _, columns = piece.shape
-            for index, (body, step) in enumerate(zip(bodies, steps[:, piece.blocks], strict=True)):
-                numbers = self._quantiser.decode(body, piece.numbers, piece.shape)
-                if index:  # rounded twice, whatever the processor
-                    hadamard.matrices.add_(numbers.mul_(step.view(count, 1, columns)))
-                else:
-                    torch.mul(numbers, step.view(count, 1, columns), out=hadamard.matrices)
-            self._add_back(hadamard, out[piece.elements], 1.0)
-
-    def _add_back(self, hadamard: Hadamard, part: Tensor, factor: float) -> None:
-        """Add ``factor * D H c`` for the coefficients in the transform's input."""
-        hadamard.transform()
-        matrices = hadamard.matrices
-        if part.numel() == matrices.numel():
-            part.view(matrices.shape).addcmul_(matrices, self._signs, value=factor)
-        else:
-            part.add_(matrices.mul_(self._signs).view(-1)[: part.numel()], alpha=factor)
-
-
-class _Fast:
-    """The same by a kernel: each number is touched in memory once.
-
-    Args:
-        kernel: ``rotated_numba.py``.
-        quantiser, signs, pieces: see ``_Slow``.
-        whole: all in one piece, for codes of four bits, which the kernel packs.
-    """
-
-    def __init__(
-        self,
-        kernel: ModuleType,
-        quantiser: Quantiser,
-        signs: Tensor,
-        pieces: Sequence[_Piece],
-        whole: Sequence[_Piece],
-    ) -> None:
-        self._kernel, self._quantiser, self._signs = kernel, quantiser, signs.view(-1).numpy()
-        self._nibbles = quantiser.sign == 8
-        self._pieces = whole if self._nibbles else pieces
-        most = 0 if self._nibbles else max((piece.size for piece in pieces), default=0)
-        self._codes = scratch("rotated codes", most, torch.uint8, signs.device)
-        self._tile = scratch("rotated tile", COLUMNS * len(signs), torch.float32, signs.device).numpy()
-
-    def encode(self, vector: Tensor, body: Tensor, norms: Tensor, stream: Stream, keep: bool) -> None:
-        """See ``_Slow``."""
-        top, shift = self._quantiser.top, np.float32(self._quantiser.shift)
-        for piece in self._pieces:
-            codes = body if self._nibbles else self._codes[: piece.size]
-            random = np.uint64(word_state(stream.key, piece.numbers.start)), np.int16(stream.offset)
-            given = vector[piece.elements].numpy(), self._signs, top, shift, LARGEST, *random
-            wanted = codes.numpy(), self._nibbles, norms[piece.blocks].numpy()
-            self._kernel.encode(*given, *wanted, self._tile, keep)
-            if not self._nibbles:
-                self._quantiser.planes.write(codes, piece.numbers, body)
-
-    def decode(self, bodies: Tensor, steps: Tensor, out: Tensor, accumulate: bool) -> None:
-        """See ``_Slow``."""
-        sign, shift = np.int32(self._quantiser.sign), np.float32(self._quantiser.shift)
-        for piece in self._pieces:
-            codes = bodies if self._nibbles else self._unpacked(bodies, piece)
-            sent = codes.numpy(), self._nibbles, sign, shift, steps[:, piece.blocks].numpy()
-            self._kernel.decode(*sent, self._signs, out[piece.elements].numpy(), self._tile, accumulate)
-
-    def _unpacked(self, bodies: Tensor, piece: _Piece) -> Tensor:
-        codes = scratch("rotated messages", len(bodies) * piece.size, torch.uint8, bodies.device)
-        codes = codes.view(len(bodies), piece.size)
-        for own, body in zip(codes, bodies, strict=True):
-            self._quantiser.planes.read(own, piece.numbers, body)
-        return codes
+    def add(self, part: Tensor, piece: Piece, numbers: Iterable[Tensor]) -> None:
+        total = torch.zeros(piece.shape, device=part.device)
+        for each in numbers:
+            total += each
+        part.add_(self.inverse(total, piece))
 
 
 def _shape(numel: int, block: int) -> tuple[int, int]:

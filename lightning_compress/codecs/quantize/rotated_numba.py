@@ -36,21 +36,21 @@ def _halves(upper, lower):
 
 
 @kernel
-def encode(vector, signs, top, shift, limit, start, move, codes, nibbles, norms, tile, keep):
+def encode(vector, signs, shift, tile, top, limit, start, move, codes, nibbles, norms, keep):
     """Write codes of blocks.
 
     Args:
         vector: float32, of ``len(norms)`` blocks, or a part of the last ones: zeros are taken for what is missing.
         signs: float32 ``[rows]``, 1 or -1.
-        top: the largest number that is sent.
         shift: what is added to a code's level.
+        tile: float32 ``[rows * TILE]``; scratch.
+        top: the largest number that is sent.
         limit: larger norms are sent as 0.
         start: uint64, the state before the first random word.
         move: int16, added to the random numbers.
         codes: uint8 ``[rows * blocks]``, written.
         nibbles: write two codes into a byte, so that ``codes`` has half the length.
         norms: float32 ``[blocks]``, written.
-        tile: float32 ``[rows * TILE]``; scratch.
         keep: take what is sent out of the vector, which stays as it is otherwise.
     """
     count = len(signs)
@@ -138,18 +138,18 @@ def _add(vector, tile, signs, first, columns, whole, factor):
 
 
 @kernel
-def decode(codes, nibbles, sign, shift, steps, signs, out, tile, accumulate):
+def decode(codes, nibbles, sign, steps, signs, shift, tile, out, accumulate):
     """Sum the blocks of several messages.
 
     Args:
         codes: uint8 ``[messages, rows * blocks]``, two's complements.
         nibbles: a byte has two of them.
         sign: their highest bit.
-        shift: what is added to a level.
         steps: float32 ``[messages, blocks]``.
         signs: float32 ``[rows]``.
-        out: float32, of so many blocks, or a part of the last ones.
+        shift: what is added to a level.
         tile: float32 ``[rows * TILE]``; scratch.
+        out: float32, of so many blocks, or a part of the last ones.
         accumulate: add to what is there.
     """
     count = len(signs)

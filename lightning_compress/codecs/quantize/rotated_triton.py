@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
 from lightning_compress.codecs.quantize.levels_triton import fit, levels_of, round_levels, step_of
+from lightning_compress.core.random import Stream, word_state
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     Summands,
@@ -64,45 +66,43 @@ _WARPS_TO_ENCODE, _WARPS_TO_DECODE = 8, 16
 """At most so many handle the last run, as the device waits for this one program; with others registers spill."""
 
 
-def encode(
-    vector: Tensor, summands: Summands, message: Tensor, state: int, move: int, keep: bool,
-    signs: Tensor, rest: Tensor, bits: int, body: int,
-) -> None:  # fmt: skip
-    """Write every block's largest coefficient, and a code for each coefficient.
+@dataclass(frozen=True)
+class Rotation:
+    """Encodes and decodes every block's largest coefficient, and a code for each coefficient; see ``Kernel``.
 
     Args:
-        vector: float32 ``[n]``; gets what is not sent, of itself or of the summands' sum.
-        summands: see ``Summands``.
-        message: uint8, wholly overwritten.
-        state: before the first random word, 0 to 2^64 - 1.
-        move: added to the random bits, -32768 to 32767.
-        keep: write the vector; else it is unused.
         signs: float32 ``[block]``, 1 or -1; a block has at most ``LONGEST`` elements, a power of two, 8 or more.
         rest: float32 ``[RUN * block]``; scratch.
         bits: of a code, 2 to 8.
         body: where codes begin in the message.
     """
-    block = len(signs)
-    count = -(-len(vector) // block)
-    first, second, both = sources(vector, summands)
-    header = float_view(message, 0, count)
-    parts = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
-    given = first, second, vector, signs, rest, *parts, len(vector), count, signed(state), move or None
-    for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
-        _encode[grid](*given, *shape, block, bits, both, keep, whole, **options)
 
+    signs: Tensor
+    rest: Tensor
+    bits: int
+    body: int
 
-def decode(
-    messages: Tensor, out: Tensor, weight: float, accumulate: bool, signs: Tensor, rest: Tensor, bits: int, body: int
-) -> None:
-    """Write, or add, ``weight`` times the sum of messages ``[M, size]``, whose rows may be strided; see ``encode``."""
-    block = len(signs)
-    count = -(-len(out) // block)
-    header, codes = float_view(messages, 0, count), messages[:, body:]
-    parts = header, header.stride(0), codes, codes.stride(0), *later_planes(count * block, bits)
-    given = *parts, out, signs, rest, weight, len(out), count
-    for grid, shape, whole, options in _launches(len(out), block, _WARPS_TO_DECODE):
-        _decode[grid](*given, *shape, block, bits, accumulate, len(messages), whole, **options)
+    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+        """See ``Kernel``."""
+        block, bits, body = len(self.signs), self.bits, self.body
+        count = -(-len(vector) // block)
+        first, second, both = sources(vector, summands)
+        header = float_view(message, 0, count)
+        parts = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
+        random = signed(word_state(stream.key, 0)), stream.offset or None
+        given = first, second, vector, self.signs, self.rest, *parts, len(vector), count, *random
+        for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
+            _encode[grid](*given, *shape, block, bits, both, keep, whole, **options)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Kernel``."""
+        block, bits = len(self.signs), self.bits
+        count = -(-len(out) // block)
+        header, codes = float_view(messages, 0, count), messages[:, self.body :]
+        parts = header, header.stride(0), codes, codes.stride(0), *later_planes(count * block, bits)
+        given = *parts, out, self.signs, self.rest, weight, len(out), count
+        for grid, shape, whole, options in _launches(len(out), block, _WARPS_TO_DECODE):
+            _decode[grid](*given, *shape, block, bits, accumulate, len(messages), whole, **options)
 
 
 def _launches(numel: int, block: int, most: int) -> Iterator[tuple[tuple[int], tuple[int, int], bool, dict[str, Any]]]:

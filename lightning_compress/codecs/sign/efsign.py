@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.sign.signs import FusedSigns, SignPiece, SignPlan
+from lightning_compress.codecs.sign.signs import plan_signs
 from lightning_compress.core.layout import Layout
 
 
@@ -46,23 +43,4 @@ class EFSign(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
-        if FusedSigns.fits(self.block, device):
-            return FusedSigns(layout, device, self.block, values=1)
-        return _EFSignPlan(layout, device, self.block, values=1)
-
-
-class _EFSignPlan(SignPlan):
-    def kernel(self, module: ModuleType) -> Callable[..., None]:
-        return module.scale_signs  # type: ignore[no-any-return]
-
-    def levels(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return values[:, 0], -values[:, 0]
-
-    def subtract(self, piece: SignPiece, rows: Tensor, values: Tensor) -> None:
-        total = torch.sum(piece.wide.copy_(torch.abs(rows, out=piece.floats)), dim=1, out=piece.sums[0])
-        values[0] = total.div_(piece.shape[1])  # summed in float64, so that every device writes the same bytes
-        signs = torch.ge(rows, 0, out=piece.floats).sub_(0.5)
-        rows.addcmul_(signs, values[0].unsqueeze(1), value=-2)
-
-    def add(self, rows: Tensor, signs: Tensor, values: Tensor) -> None:
-        rows.addcmul_(signs.sub_(0.5), values[0], value=2)
+        return plan_signs(layout, device, self.block, values=1)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.sign.columns import ColumnPlan
-from lightning_compress.codecs.sign.signs import FusedSigns, SignPiece, SignPlan
-from lightning_compress.core.layout import Layout
+from lightning_compress.codecs.sign.signs import SignPlan, plan_signs
+from lightning_compress.core.layout import Layout, Segment
 
 Scope = Literal["block", "column"]
 
@@ -66,46 +63,20 @@ class OneBit(Codec):
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         if self.scope == "column":
-            return ColumnPlan(layout, device, self.min_column)
-        if FusedSigns.fits(self.block, device):
-            return FusedSigns(layout, device, self.block, values=2)
-        return _OneBitPlan(layout, device, self.block, values=2)
+            runs = [run for segment in layout.segments for run in columns(segment, self.min_column)]
+            return SignPlan(layout, device, runs, values=2)
+        return plan_signs(layout, device, self.block, values=2)
 
 
-class _OneBitPlan(SignPlan):
-    def kernel(self, module: ModuleType) -> Callable[..., None]:
-        return module.split_signs  # type: ignore[no-any-return]
+def columns(segment: Segment, min_column: int) -> list[tuple[int, int]]:
+    """Where a segment's columns are: runs of ``(how many, elements of each)`` that fill it, in order.
 
-    def levels(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return values[:, 0], values[:, 1]
-
-    def subtract(self, piece: SignPiece, rows: Tensor, values: Tensor) -> None:
-        signs = self._average(piece, rows, values)
-        high, low = values.unsqueeze(2)
-        rows.addcmul_(signs, high, value=-1)  # each element is rounded once: the other product is 0
-        rows.addcmul_(signs.sub_(1), low)
-
-    def add(self, rows: Tensor, signs: Tensor, values: Tensor) -> None:
-        high, low = values
-        rows.addcmul_(signs, high)
-        rows.addcmul_(signs.sub_(1), low, value=-1)
-
-    def _average(self, piece: SignPiece, rows: Tensor, means: Tensor) -> Tensor:
-        """Mean of either side of each block, summed in float64 so that every device writes the same bytes.
-
-        Returns:
-            1.0 where an element is on the upper side and 0.0 elsewhere; in scratch.
-        """
-        high, low = piece.sums
-        torch.sum(piece.wide.copy_(rows), dim=1, out=low)
-        torch.sum(piece.wide.clamp_(min=0), dim=1, out=high)
-        low.sub_(high)
-        if rows.device.type != "cpu" or torch.any(low.neg() < high * 1e-3):  # few digits are left of the difference
-            torch.sum(piece.wide.copy_(rows).clamp_(max=0), dim=1, out=low)
-        signs = torch.ge(rows, 0, out=piece.floats)  # floats, as torch compares into these by vectors
-        upper, lower = piece.counts
-        exact = torch.float32 if piece.shape[1] <= 1 << 24 else torch.float64  # for a sum of so many ones
-        upper.copy_(signs.sum(dim=1, dtype=exact))
-        torch.sub(piece.shape[1], upper, out=lower)
-        means.copy_(piece.sums.div_(piece.counts.clamp_(min=1)))
-        return signs
+    A column is a row of the parameter as ``[out, rest]``, or as many rows as reach ``min_column`` elements. What a
+    segment has of a column that was cut is a column too, and so are the rows that are left over at the end.
+    """
+    units = segment.shape[0] if segment.shape else 1
+    width = max(1, math.prod(segment.shape) // max(1, units))
+    length = -(-min_column // width) * width
+    head = min(-segment.start % length, segment.numel)
+    whole, tail = divmod(segment.numel - head, length)
+    return [run for run in ((1, head), (whole, length), (1, tail)) if run[0] and run[1]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -20,30 +19,6 @@ SMALL = 4096
 TAIL = 400
 """Elements of the sample that the k largest should have among them: their number errs by 1 / sqrt(TAIL) = 5 %; by more
 where the sample would have to be more than a 16th of all (densities below 0.006)."""
-
-
-class Selector(ABC):
-    """Finds the k elements of largest magnitude, the first ones among equals.
-
-    Args:
-        sampled: look for them among those that reach a threshold by a sample, which is lowered where fewer than k do;
-            otherwise among all.
-    """
-
-    def __init__(self, sampled: bool = True) -> None:
-        self.sampled = sampled
-
-    @abstractmethod
-    def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
-        """Write places and values of the largest elements of a part of the vector, in ascending order of place.
-
-        Args:
-            vector: float32 ``[n]``.
-            part: the elements to choose among.
-            key: from which the sample's offset is drawn.
-            indices: int32 ``[k]``; places in the vector.
-            values: float32 ``[k]``; the values there.
-        """
 
 
 def sample_of(numel: int, k: int, key: int) -> range:
@@ -70,13 +45,20 @@ def rank_of(size: int, numel: int, k: int) -> int:
     return round(rank) if rank < size else 0
 
 
-class CpuSelector(Selector):
-    """Threshold by sample, then candidates chunk by chunk in cache, then a selection among the candidates."""
+class CpuSelector:
+    """Finds the k elements of largest magnitude, the first ones among equals.
+
+    Threshold by sample, then candidates chunk by chunk in cache, then a selection among the candidates.
+
+    Args:
+        sampled: look for them among those that reach a threshold by a sample, which is lowered where fewer than k do;
+            otherwise among all.
+    """
 
     def __init__(self, sampled: bool = True) -> None:
-        super().__init__(sampled)
+        self.sampled = sampled
         cpu = torch.device("cpu")
-        self._fast = kernels.backend(__name__, cpu)
+        self._fast = kernels.backend(f"{__package__}.topk", cpu, "numba")
         self._magnitude = scratch("selection magnitude", CHUNK, torch.float32, cpu).numpy()
         self._mask = scratch("selection mask", CHUNK, torch.bool, cpu).numpy()
         self._candidates = np.empty(0, np.int32)
@@ -84,7 +66,15 @@ class CpuSelector(Selector):
         self._order = np.empty(0, np.float32)
 
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
-        """Write places and values of the largest elements; see the base class."""
+        """Write places and values of the largest elements of a part of the vector, in ascending order of place.
+
+        Args:
+            vector: float32 ``[n]``.
+            part: the elements to choose among.
+            key: from which the sample's offset is drawn.
+            indices: int32 ``[k]``; places in the vector.
+            values: float32 ``[k]``; the values there.
+        """
         slots = indices.numpy()
         self._find(vector.numpy()[part.start : part.stop], key, slots)
         slots += np.int32(part.start)
@@ -174,11 +164,11 @@ class CpuSelector(Selector):
         self._order = np.empty(size, np.float32)
 
 
-class SortSelector(Selector):
+class SortSelector:
     """The same choice by a stable sort, for accelerators: nothing waits for the device."""
 
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
-        """Write places and values of the largest elements; see the base class."""
+        """See ``CpuSelector.select``."""
         source = vector[part.start : part.stop]
         places = torch.sort(source.abs(), descending=True, stable=True).indices
         chosen = places[: len(indices)].sort().values
@@ -192,7 +182,7 @@ class Choice:
     Args:
         density: share that is sent, in (0, 1].
         local: of each parameter, instead of the whole vector.
-        sampled: see ``Selector``.
+        sampled: see ``CpuSelector``.
         layout: what the vector is made of.
         device: where it is.
 
@@ -214,7 +204,7 @@ class Choice:
         self.parts = [(part, max(1, math.ceil(density * len(part)))) for part in parts if part]
         self.most = sum(k for _, k in self.parts)
         self.ends = [part.stop for part, _ in self.parts]
-        self._selector = (CpuSelector if device.type == "cpu" else SortSelector)(sampled)
+        self._selector = CpuSelector(sampled) if device.type == "cpu" else SortSelector()
         self.sampled = sampled
 
     def make(self, vector: Tensor, key: int, indices: Tensor, values: Tensor) -> None:

@@ -12,57 +12,71 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, FusedPlan, Plan
-from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found, VariableEntriesPlan
+from lightning_compress.codecs.base import Codec, KernelPlan, Plan
+from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import positions_of
 from lightning_compress.codecs.packing.values import FloatValues, FourMeans, OneMagnitude, Values
 from lightning_compress.codecs.sparse.selection import Choice, rank_of, stride_of
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
-from lightning_compress.kernels import Summands
 
 LARGEST = torch.finfo(torch.float16).max
 
 
-class Floats(Plan):
-    """Places as int32 and values as float32 or float16 for the choice's slots, an even number of these for float16.
+@dataclass(frozen=True)
+class Slots:
+    """Places as int32 and values as float32 or float16 in a message, an even number of these for float16.
 
     Args:
-        layout: what the vector is made of.
-        choice: which elements are sent.
+        most: how many are filled.
         dtype: of values.
     """
 
-    def __init__(self, layout: Layout, choice: Choice, dtype: torch.dtype) -> None:
+    most: int
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.most + (self.most % 2 if self.dtype == torch.float16 else 0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a message."""
+        return (4 + self.dtype.itemsize) * self.count
+
+    def of(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Places and values of a message, or of each row of messages."""
+        if not self.count:  # a row of no bytes may begin anywhere
+            return message.new_empty(0, dtype=torch.int32), message.new_empty(0, dtype=self.dtype)
+        middle = 4 * self.count
+        return message[..., :middle].view(torch.int32), message[..., middle:].view(self.dtype)
+
+
+class FloatsPlan(Plan):
+    """``Slots`` of the elements that are sent, by tensor operations, and by the kernels of a CPU.
+
+    Args:
+        layout: what the vector is made of.
+        device: where it is.
+        choice: which elements are sent.
+        slots: of a message.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, choice: Choice, slots: Slots) -> None:
         super().__init__(layout)
-        self._choice, self._dtype = choice, dtype
-        self._slots = choice.most + (choice.most % 2 if dtype == torch.float16 else 0)
-        self.message_size = (4 + dtype.itemsize) * self._slots
-
-    def _sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._slots:  # a row of no bytes may begin anywhere
-            return message.new_empty(0, dtype=torch.int32), message.new_empty(0, dtype=self._dtype)
-        middle = 4 * self._slots
-        return message[..., :middle].view(torch.int32), message[..., middle:].view(self._dtype)
-
-
-class FloatsPlan(Floats):
-    """The same by tensor operations, and by the kernels of a CPU."""
-
-    def __init__(self, layout: Layout, device: torch.device, choice: Choice, dtype: torch.dtype) -> None:
-        super().__init__(layout, choice, dtype)
+        self._choice, self._slots, self.message_size = choice, slots, slots.size
         segments = [range(segment.offset, segment.end) for segment in layout.segments if segment.numel]
         self._fast = kernels.backend(__name__, device, "numba")
         self.in_pieces = device.type == "cpu" and [part for part, _ in choice.parts] == segments
-        rounded = self._slots if dtype == torch.float16 else 0
+        rounded = slots.count if slots.dtype == torch.float16 else 0
         self._floats = torch.zeros(rounded, device=device)
         self._places = torch.zeros(rounded, dtype=torch.int32, device=device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See the base class."""
+        """See ``Plan``."""
         self.check(vector, message)
-        indices, values = self._sections(message)
-        if self._dtype == torch.float32:
+        indices, values = self._slots.of(message)
+        if self._slots.dtype == torch.float32:
             self._choice.make(vector, key, indices, values)
         else:
             self._choice.make(vector, key, self._places, self._floats)
@@ -72,14 +86,14 @@ class FloatsPlan(Floats):
         vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0, and harmless where a slot is empty
 
     def decode(self, messages: Tensor, out: Tensor | list[Tensor], weight: float, accumulate: bool) -> None:
-        """See the base class."""
+        """See ``Plan``."""
         whole = out if isinstance(out, Tensor) else None
         self.check(whole, messages)
         outs = [out[part.start : part.stop] for part, _ in self._choice.parts] if isinstance(out, Tensor) else out
         if not accumulate and self._in_order(messages, outs, weight):
             return
         out = torch.empty(self.layout.numel) if whole is None else whole
-        sections = [self._sections(message) for message in messages]
+        sections = [self._slots.of(message) for message in messages]
         indices = [self._inside(indices) for indices, _ in sections]
         if not accumulate:
             out.zero_()
@@ -93,7 +107,7 @@ class FloatsPlan(Floats):
         fast = self._fast
         if fast is None or not len(messages):
             return False
-        sections = [self._sections(message) for message in messages]
+        sections = [self._slots.of(message) for message in messages]
         indices = self._inside(torch.stack([places for places, _ in sections])).numpy()  # before anything is written
         values = torch.stack([numbers.float() for _, numbers in sections]).numpy()
         cursors, start = np.empty(len(messages), np.int64), 0
@@ -112,33 +126,6 @@ class FloatsPlan(Floats):
         if indices.numel() and (indices.min() < 0 or indices.max() > last):
             raise ValueError(f"TopK: the message has indices outside [0, {last}]; it is damaged, or of another layout")
         return indices
-
-
-class FusedFloats(FusedPlan, Floats):
-    """See ``Floats``, and ``topk_triton.py``."""
-
-    def __init__(
-        self, kernel: ModuleType, layout: Layout, device: torch.device, choice: Choice, dtype: torch.dtype
-    ) -> None:
-        super().__init__(layout, choice, dtype)
-        self._spare = choice.most if self._slots > choice.most else -1
-        parts = [_part(kernel, part, k, choice.sampled) for part, k in choice.parts]
-        listed = scratch("top-k candidates", sum(part.room for part in parts), torch.int64, device)
-        self._add, self._topk = kernel.add, kernel.TopK(parts, listed, device) if parts else None
-
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``Plan.encode``."""
-        self.check(vector, message)
-        if self._topk:
-            self._topk.select(vector, summands, key, *self._sections(message), self._spare)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``Plan.decode``."""
-        self.check(out, messages)
-        if not accumulate:
-            out.zero_()
-        for indices, values in zip(*self._sections(messages), strict=True) if self._topk else ():
-            self._add(indices, values, out, weight)
 
 
 def _part(kernel: ModuleType, part: range, k: int, sampled: bool) -> Any:
@@ -240,28 +227,26 @@ class TopK(Codec):
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         choice = Choice(self.density, self.scope == "parameter", self.selection == "sampled", layout, device)
         if self.indices == "int32" and self.values in ("fp32", "fp16"):
-            dtype, fused = (
-                torch.float32 if self.values == "fp32" else torch.float16,
-                kernels.backend(__name__, device, "triton"),
-            )
-            if fused:
-                return FusedFloats(fused, layout, device, choice, dtype)
-            return FloatsPlan(layout, device, choice, dtype)
+            slots = Slots(choice.most, torch.float32 if self.values == "fp32" else torch.float16)
+            if fused := kernels.backend(__name__, device, "triton"):
+                looked = [_part(fused, part, k, choice.sampled) for part, k in choice.parts]
+                return KernelPlan(layout, slots.size, fused.TopK(looked, slots, device))
+            return FloatsPlan(layout, device, choice, slots)
         positions = positions_of(self.indices, layout.numel, choice.most)
         parts = len(choice.ends)
         values: Values = FloatValues(parts, np.float32 if self.values == "fp32" else np.float16)
         if self.values in ("1bit", "2bit"):
             values = OneMagnitude(parts) if self.values == "1bit" else FourMeans(parts)
         entries = Entries(positions, values, choice.ends)
-        if positions.variable:
-            return _VariablePlan(layout, entries, choice)
-        return _CodedPlan(layout, entries, choice)
+        return _EntriesPlan(layout, entries, choice, entries.size if positions.variable else None)
 
 
-class _Finder(EntriesPlan):
-    """Finds the elements that a choice makes, without zeros."""
+class _EntriesPlan(EntriesPlan):
+    """Sends the elements that a choice makes, without zeros."""
 
-    _choice: Choice
+    def __init__(self, layout: Layout, entries: Entries, choice: Choice, usual: int | None) -> None:
+        super().__init__(layout, [entries], usual)
+        self._choice = choice
 
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
         indices = torch.empty(self._choice.most, dtype=torch.int32, device=vector.device)
@@ -270,15 +255,3 @@ class _Finder(EntriesPlan):
         numbers = values.cpu().numpy()
         places = np.flatnonzero(numbers)
         return [(indices.cpu().numpy()[places].astype(np.int64), numbers[places])]
-
-
-class _CodedPlan(_Finder):
-    def __init__(self, layout: Layout, entries: Entries, choice: Choice) -> None:
-        super().__init__(layout, [entries])
-        self._choice = choice
-
-
-class _VariablePlan(VariableEntriesPlan, _Finder):
-    def __init__(self, layout: Layout, entries: Entries, choice: Choice) -> None:
-        super().__init__(layout, [entries], entries.size)
-        self._choice = choice

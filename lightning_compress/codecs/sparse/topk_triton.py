@@ -17,7 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.codecs.sparse import topk_candidates_triton, topk_radix_triton
+from lightning_compress.codecs.sparse import topk_steps_triton
+from lightning_compress.codecs.sparse.topk import Slots
+from lightning_compress.core.buffers import scratch
+from lightning_compress.core.random import Stream
 from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, sources, width_of
 
 _CHUNK = 1024
@@ -86,65 +89,66 @@ class Part(NamedTuple):
 
 
 class TopK:
-    """The k largest elements of each part.
+    """Moves the k largest elements of each part, in ascending order of index, to the slots of the part; see ``Kernel``.
 
     Args:
         parts: that are not empty, in order, side by side from the vector's first element on.
-        listed: int64, with the parts' ``room``, of undefined content; may be shared.
+        slots: of a message; those that no part has are left empty. Of float16 the vector keeps what rounding left.
         device: where.
     """
 
-    def __init__(self, parts: Sequence[Part], listed: Tensor, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], slots: Slots, device: torch.device) -> None:
         def table(rows: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor(rows, dtype=torch.int32, device=device)
 
+        self._slots, self._spare = slots, slots.most if slots.count > slots.most else -1
+        listed = scratch("top-k candidates", sum(part.room for part in parts), torch.int64, device)
         self._listed = listed
         self._numbers, self._origins = listed.view(torch.float32), listed.view(torch.int32)[1:]
         rows, tiles, looks, seeks, runs = _tables(parts)
         self._parts, self._tiles, self._looks, self._seeks = map(table, (rows, tiles, looks, seeks))
-        self._state = torch.zeros(len(parts), topk_radix_triton.FIELDS, dtype=torch.int32, device=device)
-        self._histogram = torch.zeros(len(parts), topk_radix_triton.BINS, dtype=torch.int32, device=device)
+        self._state = torch.zeros(len(parts), topk_steps_triton.FIELDS, dtype=torch.int32, device=device)
+        self._histogram = torch.zeros(len(parts), topk_steps_triton.BINS, dtype=torch.int32, device=device)
         self._found = torch.zeros(len(tiles), 2, dtype=torch.int32, device=device)
         self._counts = torch.zeros(len(tiles), dtype=torch.int64, device=device)
         self._runs = torch.zeros(runs, dtype=torch.int64, device=device)
         most = max((part.kept / part.numel for part in parts if part.room), default=0.0)
-        width = width_of(int(3 * most * topk_candidates_triton.TILE_NUMEL))
+        width = width_of(int(3 * most * topk_steps_triton.TILE_NUMEL))
         self._widths = min(max(width, 64), _WIDTH), _WIDTH
 
-    def select(self, vector: Tensor, summands: Summands, key: int, indices: Tensor, values: Tensor, spare: int) -> None:
-        """Move the largest elements of each part to the slots of the part, in ascending order of index.
-
-        Args:
-            vector: float32 ``[n]``; gets what stays, of itself or of the summands' sum.
-            summands: see ``Summands``.
-            key: unsigned 64-bit number that the samples depend on.
-            indices: int32, a slot for each element that parts keep.
-            values: float32, or float16: then the vector keeps what rounding left.
-            spare: a slot to be left empty, or -1.
-        """
+    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+        """See ``Kernel``; the samples depend on the key."""
+        indices, values = self._slots.of(message)
         first, second, both = sources(vector, summands)
         parts = self._parts, self._state
         if len(self._looks):
-            self._look(first, second, both, key)
+            self._look(first, second, both, stream.key)
         tiles = (len(self._tiles),)
-        topk_candidates_triton.collect[tiles](
+        topk_steps_triton.collect[tiles](
             first, second, vector, self._tiles, *parts, self._listed, self._found, both, **OPTIONS
         )  # fmt: skip
         known = vector, self._numbers, self._seeks, *parts, self._histogram, self._runs
-        for digit in topk_radix_triton.DIGITS:
-            topk_radix_triton.narrow[(len(self._seeks),)](*known, *digit, topk_radix_triton.CHUNK, **OPTIONS)
+        for digit in topk_steps_triton.DIGITS:
+            topk_steps_triton.narrow[(len(self._seeks),)](*known, *digit, topk_steps_triton.CHUNK, **OPTIONS)
         given, tally = (self._tiles, *parts, self._found), (self._counts, self._runs)
-        topk_candidates_triton.count[tiles](vector, self._numbers, *given, *tally, *self._widths, **_FEW)
-        slots, half = (indices, values, spare), values.dtype == torch.float16
-        topk_candidates_triton.emit[tiles](
+        topk_steps_triton.count[tiles](vector, self._numbers, *given, *tally, *self._widths, **_FEW)
+        slots, half = (indices, values, self._spare), values.dtype == torch.float16
+        topk_steps_triton.emit[tiles](
             vector, self._numbers, self._origins, *given, *tally, *slots, *self._widths, half, **_FEW
         )  # fmt: skip
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Kernel``."""
+        if not accumulate:
+            out.zero_()
+        for indices, values in zip(*self._slots.of(messages), strict=True):
+            add(indices, values, out, weight)
 
     def _look(self, first: Tensor, second: Tensor, both: bool, key: int) -> None:
         """Find every part's bound, rounded down to the first digit."""
         given = self._looks, self._parts, self._state, self._histogram
-        shape = both, *topk_radix_triton.DIGITS[0], topk_radix_triton.CHUNK
-        topk_radix_triton.sample[(len(self._looks),)](
+        shape = both, *topk_steps_triton.DIGITS[0], topk_steps_triton.CHUNK
+        topk_steps_triton.sample[(len(self._looks),)](
             first, second, *given, key >> 32, key & 0xFFFFFFFF, *shape, **OPTIONS
         )
 
@@ -154,12 +158,12 @@ def _tables(parts: Sequence[Part]) -> tuple[list[list[int]], ...]:
     rows, tiles, looks, seeks = [], [], [], []
     slot = room = runs = 0
     for number, part in enumerate(parts):
-        end, size = part.start + part.numel, topk_candidates_triton.TILE_NUMEL
+        end, size = part.start + part.numel, topk_steps_triton.TILE_NUMEL
         begins = [part.start, *range(part.start // size * size + size, end, size)]
         ends = [*begins[1:], end]
-        looking = triton.cdiv(part.looks, topk_radix_triton.CHUNK)
-        seeking = min(triton.cdiv(2 * part.kept if part.room else part.numel, 2 * topk_radix_triton.CHUNK), PROGRAMS)
-        run = triton.cdiv(len(begins), topk_candidates_triton.RUN_TILES)
+        looking = triton.cdiv(part.looks, topk_steps_triton.CHUNK)
+        seeking = min(triton.cdiv(2 * part.kept if part.room else part.numel, 2 * topk_steps_triton.CHUNK), PROGRAMS)
+        run = triton.cdiv(len(begins), topk_steps_triton.RUN_TILES)
         rows.append([
             part.start, part.numel, part.kept, slot, len(tiles), room, part.room,
             part.stride, part.few, part.more, looking, runs, run,

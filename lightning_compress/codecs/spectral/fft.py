@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import FusedPlan, Plan
-from lightning_compress.codecs.quantize.minifloat import most_mantissa
-from lightning_compress.codecs.spectral.layout import SAMPLE, Area, stretches
-from lightning_compress.codecs.spectral.spectrum import Spectral
-from lightning_compress.codecs.spectral.transforms import RealFourier
-from lightning_compress.core.buffers import scratch
+from lightning_compress.codecs.base import KernelPlan, Plan
+from lightning_compress.codecs.quantize.minifloat import candidates
+from lightning_compress.codecs.spectral.spectrum import Area, Spectral, Transform, stretches
 from lightning_compress.core.layout import Layout
-from lightning_compress.kernels import Summands
+
+
+class RealFourier(Transform):
+    """The discrete Fourier transform of real rows: ``length / 2 + 1`` complex coefficients, scaled by 1/sqrt(length).
+
+    The first and the last one are real. All others stand for two coefficients of the full spectrum, so only they count
+    twice in the norm.
+    """
+
+    width = 2
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.bins = length // 2 + 1
+
+    def forward(self, rows: Tensor, out: Tensor) -> None:
+        """See the base class."""
+        torch.fft.rfft(rows, norm="ortho", out=torch.view_as_complex(out))
+
+    def inverse(self, coefficients: Tensor, out: Tensor) -> None:
+        """See the base class."""
+        torch.fft.irfft(torch.view_as_complex(coefficients), n=self.length, norm="ortho", out=out)
+
+    def energy(self, coefficients: Tensor, out: Tensor) -> None:
+        """See the base class."""
+        real, imaginary = coefficients.unbind(2)
+        torch.mul(real, real, out=out).addcmul_(imaginary, imaginary)
 
 
 @dataclass(frozen=True)
@@ -69,44 +91,10 @@ class FFT(Spectral):
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Spectral.plan``."""
         fused = kernels.backend(__name__, device)
-        if fused and self.block <= fused.LONGEST:
-            return _FusedSpectra(fused, layout, device, self)
-        return super().plan(layout, device)
-
-
-class _FusedSpectra(FusedPlan):
-    """By the kernels of an accelerator."""
-
-    def __init__(self, kernel: ModuleType, layout: Layout, device: torch.device, codec: FFT) -> None:
-        super().__init__(layout)
-        self._kernel, self._areas, offset = kernel, [], 16
-        mantissa = 23 if codec.mantissa == "auto" and codec.bits == 32 else codec.mantissa  # loses nothing
-        given = -1 if mantissa == "auto" else mantissa
-        for start, blocks, length in stretches(layout.numel, codec.block):
-            area = Area(codec, start, blocks, length, offset)
-            shape = kernel.Shape(
-                start, blocks, length, area.padded, area.places.keep, area.places.listed,
-                codec.bits, given, area.ranges.start, area.where, area.codes, area.stop,
-                tuple(gap.start for gap in area.gaps),
-            )  # fmt: skip
-            self._areas.append((area, shape, kernel.waves(area.padded, device)))
-            offset = area.stop
-        self.message_size = offset if self._areas else 0
-        room = max((shape.room for _, shape, _ in self._areas), default=0)
-        self._room = scratch("spectrum codes", room, torch.int32, device)
-        candidates = most_mantissa(codec.bits) + 1 if given < 0 else 1
-        self._errors = torch.zeros(SAMPLE, candidates, dtype=torch.float64, device=device)
-
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``Plan.encode``."""
-        self.check(vector, message)
-        for number, (area, shape, table) in enumerate(self._areas):
-            if number == 0 and shape.mantissa < 0:
-                self._kernel.measure(vector, summands, self._errors, area.sample, table, shape)
-            self._kernel.encode(vector, summands, message, self._errors, table, self._room, shape)
-
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """See ``Plan.decode``."""
-        self.check(out, messages)
-        for _, shape, table in self._areas:
-            self._kernel.decode(messages, out, weight, accumulate, table, shape)
+        if not fused or self.block > fused.LONGEST:
+            return super().plan(layout, device)
+        areas: list[Area] = []
+        for stretch in stretches(layout.numel, self.block):
+            areas.append(Area(self, *stretch, areas[-1].stop if areas else 16))
+        spectra = fused.Spectra(areas, *candidates(self.bits, self.mantissa), device)
+        return KernelPlan(layout, areas[-1].stop if areas else 0, spectra)

@@ -6,6 +6,7 @@ The transforms are rounded otherwise than on a CPU, so messages agree within rou
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from lightning_compress.codecs.packing.planes_triton import later_planes
 from lightning_compress.codecs.spectral import coefficients_triton
+from lightning_compress.codecs.spectral.spectrum import SAMPLE, Area
+from lightning_compress.core.buffers import scratch
+from lightning_compress.core.random import Stream
 from lightning_compress.kernels.triton.launch import Summands, float_view, sources
 
 LONGEST = 8192
@@ -29,45 +33,21 @@ _PACKED = 2048
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Blocks of one length, and what the message has of them.
+class _Blocks:
+    """How blocks of one length are worked on.
 
     Args:
-        start: where they begin in the vector.
-        blocks: how many.
-        length: elements of a block.
-        padded: what it is filled up to, a power of two of at most ``LONGEST``.
-        keep: coefficients that are kept of each.
-        listed: bins are a list, not a bitmap.
-        bits: of a code.
-        mantissa: bits of mantissa, or -1: those with the least of the errors that ``measure`` finds.
-        ranges, where, codes, stop: where scales and ranges, bins, and codes begin in the message, and where they end.
-        ends: where each of the three ends before it is filled up.
+        area: where they are; filled up to ``LONGEST`` at most.
+        table: from ``waves``.
     """
 
-    start: int
-    blocks: int
-    length: int
-    padded: int
-    keep: int
-    listed: bool
-    bits: int
-    mantissa: int
-    ranges: int
-    where: int
-    codes: int
-    stop: int
-    ends: tuple[int, int, int]
-
-    @property
-    def values(self) -> int:
-        """Codes of a block."""
-        return 2 * self.keep
+    area: Area
+    table: Tensor
 
     @property
     def rows(self) -> int:
         """Blocks that a program handles."""
-        return max(1, min(_TILE // self.padded, triton.next_power_of_2(self.blocks)))
+        return max(1, min(_TILE // self.area.padded, triton.next_power_of_2(self.area.blocks)))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -75,27 +55,33 @@ class Shape:
 
         With 128 registers a multiprocessor holds two programs of 256 threads, and one of them works where one waits.
         """
-        return {"num_warps": max(1, self.rows * self.padded // 512), "maxnreg": 128}
+        return {"num_warps": max(1, self.rows * self.area.padded // 512), "maxnreg": 128}
 
     @property
     def room(self) -> int:
         """Codes that have to wait at a time."""
-        return min(self.blocks, self.chunk) * self.values
+        return min(self.area.blocks, self.chunk) * self.area.values
 
     @property
     def chunk(self) -> int:
         """Blocks at a time; the codes of a multiple of 8 begin with a byte."""
-        return max(self.rows, 8, _CODES // self.values // 8 * 8)
+        return max(self.rows, 8, _CODES // self.area.values // 8 * 8)
 
     @property
     def constants(self) -> dict[str, Any]:
         """Of all kernels."""
-        return {"L": self.padded, "KEEP": self.keep, "LISTED": self.listed, "BITS": self.bits}
+        places = self.area.places
+        return {"L": self.area.padded, "KEEP": places.keep, "LISTED": places.listed, "BITS": self.area.bits}
 
     def numbers(self) -> tuple[int, int, int, int, int, int]:
         """Where blocks begin in the vector, length and number, how many codes, and where later planes begin."""
-        codes = self.blocks * self.values
-        return self.start, self.length, self.blocks, codes, *later_planes(codes, self.bits)
+        area, codes = self.area, self.area.blocks * self.area.values
+        return area.start, area.length, area.blocks, codes, *later_planes(codes, area.bits)
+
+    @property
+    def whole(self) -> bool:
+        """Every program has all of its blocks, and these all of their elements."""
+        return self.area.length == self.area.padded and self.area.blocks % self.rows == 0
 
 
 @cache
@@ -105,63 +91,65 @@ def waves(length: int, device: torch.device) -> Tensor:
     return torch.stack([angles.cos(), -angles.sin()]).float().to(device)
 
 
-def measure(vector: Tensor, summands: Summands, errors: Tensor, sample: range, table: Tensor, shape: Shape) -> None:
-    """Find how much each number of bits of mantissa would lose.
+class Spectra:
+    """Moves the largest coefficients of blocks into messages; see ``Kernel``.
 
     Args:
-        vector: float32 ``[n]``; what is meant is in it, or in the summands, see ``Summands``.
-        summands: see there.
-        errors: float64 ``[8, candidates]``, gets the sums of squared errors on every block of a sample, and is 0 below.
-        sample: the blocks.
-        table: from ``waves``.
-        shape: of the first blocks.
+        areas: the vector's blocks.
+        mantissa: bits of mantissa, or -1: those with the least errors on a sample of the first area.
+        tried: how many bits of mantissa are.
+        device: where.
     """
-    first, second, both = sources(vector, summands)
-    warps = max(1, shape.padded // 512)
-    coefficients_triton.measure[(len(sample), errors.shape[1])](
-        first, second, errors, table, sample.step, shape.start, shape.length, **shape.constants, SUM=both,
-        num_warps=warps,
-    )  # fmt: skip
 
+    def __init__(self, areas: Sequence[Area], mantissa: int, tried: int, device: torch.device) -> None:
+        self._areas = [_Blocks(area, waves(area.padded, device)) for area in areas]
+        self._mantissa = mantissa
+        room = max((blocks.room for blocks in self._areas), default=0)
+        self._room = scratch("spectrum codes", room, torch.int32, device)
+        self._errors = torch.zeros(SAMPLE, tried, dtype=torch.float64, device=device)
 
-def encode(
-    vector: Tensor, summands: Summands, message: Tensor, errors: Tensor, table: Tensor, room: Tensor, shape: Shape
-) -> None:
-    """Move the largest coefficients of blocks into the message; ``vector`` gets what stays.
+    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+        """See ``Kernel``."""
+        given = sources(vector, summands)
+        if self._mantissa < 0:
+            self._measure(*given)
+        for blocks in self._areas:
+            self._encode(vector, *given, message, blocks)
 
-    Args:
-        vector: see ``measure``, as the others.
-        summands: see there.
-        message: uint8, of which everything about these blocks is overwritten.
-        errors: see there.
-        table: see there.
-        room: int32, ``shape.room`` at least.
-        shape: of these blocks.
-    """
-    first, second, both = sources(vector, summands)
-    ranges = float_view(message, shape.ranges, 3 * shape.blocks)
-    parts = message, ranges, message[shape.where :], message[shape.codes :]
-    starts = shape.where, shape.codes, shape.stop
-    gaps = [number for pair in zip(shape.ends, starts, strict=True) for number in pair]
-    start, length, blocks, codes, middle, last = shape.numbers()
-    for base in range(0, blocks, shape.chunk):
-        some = min(blocks - base, shape.chunk)
-        coefficients_triton.encode[(triton.cdiv(some, shape.rows),)](
-            first, second, vector, *parts, room, errors, table, start, length, base, blocks, *gaps, **shape.constants,
-            ROWS=shape.rows, MANTISSA=shape.mantissa, SAMPLE=errors.shape[0], TRIED=errors.shape[1], SUM=both,
-            WHOLE=shape.length == shape.padded and blocks % shape.rows == 0, HEAD=shape.ranges == 16, **shape.options,
+    def _measure(self, first: Tensor, second: Tensor, both: bool) -> None:
+        """Find how much each number of bits of mantissa would lose; sums of blocks that are not looked at stay 0."""
+        blocks, errors = self._areas[0], self._errors
+        area = blocks.area
+        coefficients_triton.measure[(len(area.sample), errors.shape[1])](
+            first, second, errors, blocks.table, area.sample.step, area.start, area.length, **blocks.constants,
+            SUM=both, num_warps=max(1, area.padded // 512),
         )  # fmt: skip
-        coefficients_triton.pack[(triton.cdiv(some * shape.values, _PACKED),)](
-            room, parts[3], some * shape.values, base * shape.values, codes, middle, last, _PACKED, shape.bits
-        )
 
+    def _encode(self, vector: Tensor, first: Tensor, second: Tensor, both: bool, message: Tensor, one: _Blocks) -> None:
+        area, errors = one.area, self._errors
+        ranges = float_view(message, area.ranges.start, 3 * area.blocks)
+        parts = message, ranges, message[area.where :], message[area.codes :]
+        gaps = [edge for gap in area.gaps for edge in (gap.start, gap.stop)]
+        start, length, blocks, codes, middle, last = one.numbers()
+        for base in range(0, blocks, one.chunk):
+            some = min(blocks - base, one.chunk)
+            coefficients_triton.encode[(triton.cdiv(some, one.rows),)](
+                first, second, vector, *parts, self._room, errors, one.table, start, length, base, blocks, *gaps,
+                **one.constants, ROWS=one.rows, MANTISSA=self._mantissa, SAMPLE=errors.shape[0],
+                TRIED=errors.shape[1], SUM=both, WHOLE=one.whole, HEAD=area.ranges.start == 16, **one.options,
+            )  # fmt: skip
+            coefficients_triton.pack[(triton.cdiv(some * area.values, _PACKED),)](
+                self._room, parts[3], some * area.values, base * area.values, codes, middle, last, _PACKED, area.bits
+            )
 
-def decode(messages: Tensor, out: Tensor, weight: float, accumulate: bool, table: Tensor, shape: Shape) -> None:
-    """Write, or add, ``weight`` times the sum of messages ``[M, size]``, whose rows may be strided; see ``encode``."""
-    ranges = float_view(messages, shape.ranges, 3 * shape.blocks)
-    header = float_view(messages, 0, 1)
-    parts = header, ranges, header.stride(0), messages[:, shape.where :], messages[:, shape.codes :], messages.stride(0)
-    coefficients_triton.decode[(triton.cdiv(shape.blocks, shape.rows),)](
-        *parts, out, weight, table, *shape.numbers(), **shape.constants, ROWS=shape.rows, ADD=accumulate,
-        MESSAGES=len(messages), WHOLE=shape.length == shape.padded and shape.blocks % shape.rows == 0, **shape.options,
-    )  # fmt: skip
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Kernel``."""
+        header = float_view(messages, 0, 1)
+        for one in self._areas:
+            area = one.area
+            ranges = float_view(messages, area.ranges.start, 3 * area.blocks)
+            codes = messages[:, area.where :], messages[:, area.codes :], messages.stride(0)
+            coefficients_triton.decode[(triton.cdiv(area.blocks, one.rows),)](
+                header, ranges, header.stride(0), *codes, out, weight, one.table, *one.numbers(), **one.constants,
+                ROWS=one.rows, ADD=accumulate, MESSAGES=len(messages), WHOLE=one.whole, **one.options,
+            )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fourier transforms of rows in registers, and of real rows, orthonormal; see ``transforms.py``.
+"""Fourier transforms of rows in registers, and of real rows, orthonormal; see ``fft.py``.
 
 Every step is one of Stockham's, in the order that needs no reversal of bits: a thread transforms 2, 4 or 8 numbers, and
 between steps they change threads once, through shared memory.

@@ -3,25 +3,60 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa
-from lightning_compress.codecs.spectral.layout import Area, stretches
-from lightning_compress.codecs.spectral.transforms import Transform
+from lightning_compress.codecs.spectral.bins import Places
 from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
 
+SHORTEST = 8
+"""The least length that a rest is filled up to."""
+SAMPLE = 8
+"""Blocks that the mantissa is chosen on."""
 LONGEST = 1 << 16
 """The largest block; places are numbers of 16 bits."""
 CHUNK = 1 << 18
 """Elements to transform at a time on a CPU; with fewer, the many small operations on the kept ones cost more."""
+
+
+class Transform(ABC):
+    """A change of basis of rows of one length that keeps their norm.
+
+    Args:
+        length: of a row; a power of two.
+
+    Attributes:
+        bins: coefficients of a row, each of which is kept or dropped as a whole.
+        width: float32 numbers of a coefficient.
+    """
+
+    bins: int
+    width: int
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    @abstractmethod
+    def forward(self, rows: Tensor, out: Tensor) -> None:
+        """Coefficients, float32 ``[R, bins, width]``, of float32 ``[R, length]``."""
+
+    @abstractmethod
+    def inverse(self, coefficients: Tensor, out: Tensor) -> None:
+        """Rows again; the coefficients may be lost."""
+
+    @abstractmethod
+    def energy(self, coefficients: Tensor, out: Tensor) -> None:
+        """The squared magnitude of every coefficient, float32 ``[R, bins]``; the coefficients stay."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +97,52 @@ class Spectral(Codec):
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
         return _SpectralPlan(layout, device, self)
+
+
+def stretches(numel: int, block: int) -> Iterator[tuple[int, int, int]]:
+    """Start, number and length of a vector's whole blocks, and of its rest, where there are any."""
+    whole, rest = divmod(numel, block)
+    if whole:
+        yield 0, whole, block
+    if rest:
+        yield whole * block, 1, rest
+
+
+class Area:
+    """Blocks of one length: their place in the vector and in the message.
+
+    Args:
+        codec: its settings.
+        start: where the blocks begin in the vector.
+        blocks: how many.
+        length: elements of a block.
+        offset: where they begin in the message.
+    """
+
+    def __init__(self, codec: Spectral, start: int, blocks: int, length: int, offset: int) -> None:
+        self.start, self.blocks, self.length, self.bits = start, blocks, length, codec.bits
+        self.transform = transform = codec.transform(1 << max(length - 1, SHORTEST - 1).bit_length())
+        self.padded = transform.length
+        keep = max(1, math.ceil((1 - codec.theta) * transform.bins - 1e-9))  # 1 - 0.9 is above 0.1
+        self.places = Places(transform.bins, keep)
+        self.values = keep * transform.width
+        self.planes = Planes(codec.bits, blocks * self.values)
+        self.ranges = slice(offset, offset + 12 * blocks)
+        self.where = aligned(self.ranges.stop)
+        self.codes = aligned(self.where + blocks * self.places.size)
+        self.stop = aligned(self.codes + self.planes.size)
+        self.gaps = (
+            slice(self.ranges.stop, self.where),
+            slice(self.where + blocks * self.places.size, self.codes),
+            slice(self.codes + self.planes.size, self.stop),
+        )
+        # A value that is scaled down by no more than this overflows in no sum of an inverse transform.
+        self.limit = 126 - 2 * (self.padded.bit_length() - 1)
+
+    @property
+    def sample(self) -> range:
+        """The blocks that the mantissa is chosen on, if these are the first ones."""
+        return range(0, self.blocks, -(-self.blocks // min(SAMPLE, self.blocks)))
 
 
 class _Area(Area):

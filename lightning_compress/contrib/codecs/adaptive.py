@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.packing.entries import Entries, Found, VariableEntriesPlan
+from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import Ints, positions_of
 from lightning_compress.codecs.packing.values import Floats, LevelValues
 from lightning_compress.codecs.sparse.selection import sample_of
@@ -94,7 +94,7 @@ class Adaptive(Codec):
         return _AdaptivePlan(layout, self)
 
 
-class _AdaptivePlan(VariableEntriesPlan):
+class _AdaptivePlan(EntriesPlan):
     def __init__(self, layout: Layout, codec: Adaptive) -> None:
         self._proportion = codec.proportion
         parts = [slice(segment.offset, segment.end) for segment in layout.segments if segment.numel]

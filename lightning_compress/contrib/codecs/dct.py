@@ -10,8 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.spectral.spectrum import Spectral
-from lightning_compress.codecs.spectral.transforms import Transform
+from lightning_compress.codecs.spectral.spectrum import Spectral, Transform
 from lightning_compress.core.buffers import scratch
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.base import Plan
 from lightning_compress.codecs.packing.buckets import Buckets, Norm
-from lightning_compress.codecs.quantize.levels import Quantiser
+from lightning_compress.codecs.quantize.levels import Quantiser, fit
 from lightning_compress.codecs.quantize.qsgd import QSGD, Coding
 from lightning_compress.codecs.variable import Bytes, VariablePlan, damaged
 from lightning_compress.contrib.codecs import elias
@@ -132,7 +132,7 @@ class EliasPlan(VariablePlan):
         end, full = 0, False
         for buckets, elements in self._buckets.pieces:
             rows = vector[elements].view(buckets.stop - buckets.start, -1)
-            norms, factors = self._quantiser.fit(self._buckets.norms(rows))
+            norms, factors = fit(self._buckets.norms(rows), self._quantiser.top)
             levels = self._quantiser.encode(rows, factors.unsqueeze(1), elements, stream, self._packed)
             codes, sizes, counts = self._code(levels.to("cpu", torch.int16).numpy())
             self._lengths[buckets] = counts

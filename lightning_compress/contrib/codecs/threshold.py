@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.packing.entries import Entries, Found, VariableEntriesPlan
+from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import Int32, Ints, Rice
 from lightning_compress.codecs.packing.values import Floats, LevelValues
 from lightning_compress.codecs.variable import Bytes, take
@@ -109,7 +109,7 @@ class Threshold(Codec):
         return _ThresholdPlan(layout, self)
 
 
-class _ThresholdPlan(VariableEntriesPlan):
+class _ThresholdPlan(EntriesPlan):
     def __init__(self, layout: Layout, codec: Threshold) -> None:
         if layout.numel >= 2**31:
             raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.codecs.packing.entries import Entries, Found, VariableEntriesPlan
+from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import Ints, Rice
 from lightning_compress.codecs.packing.values import Floats, FloatValues, OneMagnitude
 from lightning_compress.core.buffers import CHUNK, pieces, scratch
@@ -82,7 +82,7 @@ class Wangni(Codec):
         return _WangniPlan(layout, self.density)
 
 
-class _WangniPlan(VariableEntriesPlan):
+class _WangniPlan(EntriesPlan):
     def __init__(self, layout: Layout, density: float) -> None:
         numel, self._target = layout.numel, density * layout.numel
         self._certain = min(numel, math.floor(self._target) + 1)

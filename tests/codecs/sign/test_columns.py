@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import OneBit
-from lightning_compress.codecs.sign.columns import columns
+from lightning_compress.codecs.sign.onebit import columns
 from lightning_compress.core.layout import Layout
 from tests.codecs.helpers import CPU, make
 from tests.reference import codecs as reference

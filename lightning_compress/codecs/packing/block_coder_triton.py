@@ -1,0 +1,174 @@
+"""The frame of codecs that send one or two numbers of each block, and a code of a few bits for each element.
+
+A codec gives what it does with blocks in registers; reading, writing and packing are here. Rows of a tile are blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.codecs.packing.planes import code_bytes
+from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
+from lightning_compress.core.random import Stream, word_state
+from lightning_compress.kernels.triton.launch import (
+    OPTIONS,
+    Summands,
+    clear,
+    float_view,
+    indices,
+    kernel,
+    read,
+    read_sum,
+    sources,
+    width_of,
+    write,
+)
+from lightning_compress.kernels.triton.random import signed
+
+LONGEST = 8192
+"""Elements of a block, at most: one program holds it in registers."""
+
+
+@dataclass(frozen=True)
+class BlockCoder:
+    """Encodes and decodes; see ``Kernel``.
+
+    A message is ``head`` bytes of the codec's own, each of the values of all blocks as float32, zeros, the codes in
+    planes, and zeros.
+
+    Args:
+        encode_tile: takes numbers ``[ROWS, WIDTH]`` and whether there are any, the rows' blocks, how many elements
+            there are, the state and the shift of random bits, what the message begins with, ``extra``, and ``BLOCK``,
+            ``BITS`` and ``SETTING``. Returns both values of each row, the codes, int32, and what these stand for.
+        decode_tile: takes both values of each row, the codes, the weight, what the message begins with, ``BITS`` and
+            ``SETTING``. Returns what the codes stand for, times the weight.
+        block: elements that share values, at most ``LONGEST``; a multiple of 8.
+        bits: of a code.
+        values: of a block: 1 (the first one) or 2.
+        body: where the codes begin in the message.
+        setting: constants of the codec, or one.
+        tile: elements that a program handles, at least: several blocks where they are shorter.
+        each: elements that a thread holds.
+        warps: that a program has, at least.
+        head: bytes, a multiple of 4.
+        extra: another tensor that ``encode_tile`` reads.
+    """
+
+    encode_tile: Any
+    decode_tile: Any
+    block: int
+    bits: int
+    values: int
+    body: int
+    setting: Any
+    tile: int
+    each: int = 32
+    warps: int = 1
+    head: int = 0
+    extra: Tensor | None = None
+
+    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+        """See ``Kernel``."""
+        grid, count, shape, options = self._launch(len(vector))
+        first, second, both = sources(vector, summands)
+        header, used = self.head + 4 * self.values * count, self.body + code_bytes(len(vector), self.bits)
+        parts = message, float_view(message, self.head, self.values * count), message[self.body :]
+        gaps = message[header:], self.body - header, message[used:], len(message) - used
+        numbers = *later_planes(len(vector), self.bits), len(vector), count
+        random = signed(word_state(stream.key, 0)), stream.offset or None
+        given = first, second, vector, *parts, *gaps, *numbers, *random, self.extra
+        _encode[grid](*given, self.encode_tile, *shape, both, keep, **options)
+
+    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+        """See ``Kernel``."""
+        grid, count, shape, options = self._launch(len(out))
+        header, codes = float_view(messages, 0, self.head // 4 + self.values * count), messages[:, self.body :]
+        parts = header, header.stride(0), codes, codes.stride(0), *later_planes(len(out), self.bits)
+        given = *parts, out, weight, len(out), count
+        _decode[grid](*given, self.decode_tile, *shape, self.head // 4, accumulate, len(messages), **options)
+
+    def _launch(self, numel: int) -> tuple[tuple[int], int, tuple[Any, ...], dict[str, Any]]:
+        """The grid, how many blocks there are, what tiles look like, and options."""
+        count, width = -(-numel // self.block), width_of(self.block)
+        rows = max(1, self.tile // width)
+        options = OPTIONS | {"num_warps": max(self.warps, rows * width // (32 * self.each))}
+        shape = self.block, width, rows, self.bits, self.values, self.setting
+        return (triton.cdiv(count, rows),), count, shape, options
+
+
+@kernel(do_not_specialize=["padding", "rest", "count", "state", "move"])
+def _encode(
+    first, second, vector, message, header, body, gap, padding, end, rest, middle, last, numel: tl.int64, count,
+    state: tl.int64, move, extra,
+    ENCODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    VALUES: tl.constexpr, SETTING: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
+    given = first, second, vector, message, header, body, middle, last, numel, count, state, move, extra
+    if BLOCK == WIDTH and (number + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
+        _encode_tile(*given, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, True)
+    else:
+        _encode_tile(*given, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, False)
+    if number == 0:
+        clear(gap, padding)
+        clear(end, rest)
+
+
+@triton.jit
+def _encode_tile(
+    first, second, vector, message, header, body, middle, last, numel, count, state, move, extra,
+    ENCODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    VALUES: tl.constexpr, SETTING: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
+    numbers = read_sum(first, second, index, inside, SUM, WHOLE)
+    one, other, codes, sent = ENCODE(numbers, inside, number, numel, state, move, message, extra, BLOCK, BITS, SETTING)
+    tl.store(header + number, one, mask=number < count)
+    if VALUES == 2:
+        tl.store(header + count + number, other, mask=number < count)
+    if KEEP:
+        write(vector, index, numbers - sent, inside, WHOLE)
+    if not WHOLE:
+        codes = tl.where(inside, codes, 0)
+    write_codes(codes, body, middle, last, number * BLOCK, numel, BLOCK, BITS, WHOLE)
+
+
+@kernel(do_not_specialize=["count"])
+def _decode(
+    header, step: tl.int64, body, stride: tl.int64, middle, last, out, weight, numel: tl.int64, count,
+    DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
+):  # fmt: skip
+    given = header, step, body, stride, middle, last, out, weight, numel, count
+    if BLOCK == WIDTH and (tl.program_id(0) + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
+        _decode_tile(*given, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, True)
+    else:
+        _decode_tile(*given, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, False)
+
+
+@triton.jit
+def _decode_tile(
+    header, step, body, stride, middle, last, out, weight, numel, count,
+    DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    index, inside = indices(number, numel, BLOCK, WIDTH)
+    total = read(out, index, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
+    for message in range(MESSAGES):
+        row = header + message * step
+        one = tl.load(row + HEAD + number, mask=number < count, other=0.0)
+        other = one
+        if VALUES == 2:
+            other = tl.load(row + HEAD + count + number, mask=number < count, other=0.0)
+        own = body + message * stride
+        codes = read_codes(own, middle, last, number * BLOCK, numel, BLOCK, WIDTH, BITS, WHOLE)
+        total += DECODE(one, other, codes, weight, row, BITS, SETTING)
+    write(out, index, total, inside, WHOLE)
