@@ -1,7 +1,9 @@
 """Through how many files a gradient goes, and a setting: all that is entered counts, kernels and helpers too."""
 
+import ast
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,12 @@ from lightning_compress.collectives import run_threads
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import ThreadHook
 from lightning_compress.engine.optimizers import unwatch
+from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.settings.options import Options
 from lightning_compress.settings.run_state import RunState
 
 PACKAGE = str(Path(lightning_compress.__file__).parent) + "/"
+ROOT = Path(__file__).parents[1]
 
 
 def moves(work):
@@ -101,3 +106,50 @@ def test_a_gradient(compressor, exchange, ranks, files, most):
     entered = sorted({here for _, here in found})
     assert len(entered) <= files, entered
     assert len(found) <= most
+
+
+def naming(words):
+    """Files of the package, without contrib and kernels, in which one of the words is a name or a text."""
+    found = set()
+    for path in Path(PACKAGE).rglob("*.py"):
+        if "contrib" in path.parts or path.stem.endswith(("_numba", "_triton")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            own = (getattr(node, each, None) for each in ("id", "attr", "arg", "name", "value"))
+            if not words.isdisjoint(each for each in own if isinstance(each, str)):
+                found.add(str(path.relative_to(PACKAGE)))
+    return sorted(found)
+
+
+SHARED = {"compressor", "exchange", "rules", "schedule", "error_feedback", "seed"}
+"""Settings that are words of the field, too: what they say is an idea of its own, with files of its own."""
+
+
+@pytest.mark.parametrize("setting", [each.name for each in fields(Options) if each.name not in SHARED])
+def test_a_setting(setting):
+    """The strategies that take it, what was chosen and what runs now, the line that says so, and what it is for."""
+    assert len(naming({setting})) <= {"on_nonfinite": 7, "min_numel": 7}.get(setting, 5)
+
+
+USED = {
+    "Rotated": 4,
+    "BF16": 6,
+    "OneBit": 4,
+    "EFSign": 4,
+    "TopK": 3,
+    "SparseLoCo": 3,
+    "DGC": 3,
+    "FP16": 3,
+    "RandomK": 3,
+    "Rows": 6,
+}
+"""Methods that something else chooses, contains or advises, and the files that name them."""
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name not in ("auto", "none")])
+def test_a_method(name):
+    """Its own file, and the one that imports it; beside the package its row and its YAML."""
+    kind = COMPRESSORS[name].__name__
+    if "contrib" not in COMPRESSORS[name].__module__:
+        assert len(naming({kind})) <= USED.get(kind, 2), naming({kind})
+    assert (ROOT / f"conf/compressor/{name}.yaml").exists()
