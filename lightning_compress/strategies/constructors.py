@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_compress.gossip import ALGORITHMS
 from lightning_compress.periodic.gossip import Gossip
 from lightning_compress.periodic.local_sgd import OPTIONS, LocalSGD
 from lightning_compress.periodic.synchroniser import Synchroniser
-from lightning_compress.settings.options import Options
+from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 from lightning_compress.strategies.names import LOCAL_STEPS, register
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.sidecar import SavedState
@@ -43,11 +42,8 @@ def constructor(makes: type[Synchroniser], more: Iterable[inspect.Parameter] = (
 
 
 def _option(name: str) -> inspect.Parameter:
-    """One of the settings of a compression."""
-    named = inspect.signature(Options.of, eval_str=True).parameters
-    usual = getattr(Options, name, None)
-    usual = str(usual).removeprefix("torch.") if isinstance(usual, torch.dtype) else usual
-    return named.get(name) or inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual, annotation=Any)
+    """One of the settings of a compression, as ``CompressedDDPStrategy`` takes it."""
+    return inspect.signature(CompressedDDPMixin.__init__, eval_str=True).parameters[name]
 
 
 class LocalSGDMixin(PeriodicMixin):
