@@ -12,4 +12,4 @@ def wraps_model(strategy: Any) -> bool:
         strategy: of the Trainer.
     """
     kinds = {each.__name__ for each in type(strategy).__mro__}
-    return "DDPStrategy" in kinds and "UnwrappedMixin" not in kinds
+    return "DDPStrategy" in kinds and "PeriodicMixin" not in kinds

@@ -106,3 +106,5 @@ def test_ranks_that_begin_with_other_models_or_settings_are_refused():
         run_threads(2, lambda ranks: run(ranks, "settings"))
     with pytest.raises(ValueError, match="LocalSGD has no setting 'local_clip_norm'"):
         LocalSGD(local_clip_norm=3.0)
+    with pytest.raises(ValueError, match="warmup_rounds= is gone: write warmup_steps=5"):
+        LocalSGD(warmup_rounds=3)
