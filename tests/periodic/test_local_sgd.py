@@ -564,9 +564,10 @@ def test_each_fragment_is_sent_once_a_round_and_the_last_at_its_end(every, parts
 def test_parameters_in_another_memory_format_are_averaged():
     """As of convolutions in channels_last."""
 
+    made = nn.Conv2d(4, 8, 3)
+
     def run(collective):
-        torch.manual_seed(0)
-        model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        model = copy.deepcopy(made).to(memory_format=torch.channels_last)
         local = begun(model, collective, Rounds(2))
         before = model.weight.detach().clone()
         with torch.no_grad():
