@@ -12,7 +12,7 @@ from lightning_compress.gossip import ALGORITHMS
 from lightning_compress.periodic.gossip import Gossip
 from lightning_compress.periodic.local_sgd import OPTIONS, LocalSGD
 from lightning_compress.periodic.synchroniser import Synchroniser
-from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
+from lightning_compress.settings.options import Options
 from lightning_compress.strategies.names import LOCAL_STEPS, register
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.sidecar import SavedState
@@ -42,8 +42,11 @@ def constructor(makes: type[Synchroniser], more: Iterable[inspect.Parameter] = (
 
 
 def _option(name: str) -> inspect.Parameter:
-    """One of the settings of a compression, as ``CompressedDDPStrategy`` takes it."""
-    return inspect.signature(CompressedDDPMixin.__init__, eval_str=True).parameters[name]
+    """One of the settings of a compression."""
+    usual = getattr(Options, name, None)
+    usual = usual if isinstance(usual, bool | int | str) else None
+    named = inspect.signature(Options.of, eval_str=True).parameters
+    return named.get(name) or inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual, annotation=Any)
 
 
 class LocalSGDMixin(PeriodicMixin):
