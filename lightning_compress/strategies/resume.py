@@ -207,6 +207,8 @@ def _read(read: Callable[[], tuple[Tree, object]], ranks: Collective, device: to
 def _checked(tree: object) -> Tree:
     if not isinstance(tree, dict):
         raise ValueError("the checkpoint's files do not hold what a rank has of its own")
+    if not {"common", "model", "optimizers", "precision", "own"} <= tree.keys() or "own" not in tree["common"]:
+        raise ValueError("the checkpoint's files are of an earlier version, which had what a rank has otherwise")
     return tree
 
 

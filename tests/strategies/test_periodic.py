@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from lightning_compress.core.failures import ExchangeError
 from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
+from lightning_compress.strategies.resume import _checked
 from lightning_compress.strategies.signals import CLOCK, HANDLERS, LOOP
 from tests.conformance.test_interrupted import _slurm as slurm_job
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
@@ -560,3 +561,15 @@ def test_arguments_of_the_wrapper_are_refused_by_name(arguments, said):
 
 def test_defaults_of_the_wrapper_are_what_the_command_line_gives():
     assert Averaging(find_unused_parameters=False, bucket_cap_mb=None, static_graph=False)._ddp_kwargs == {}
+
+
+FORM = ("common", "model", "optimizers", "precision", "own")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{}, {"model": {}, "local": {}}, {each: {} for each in FORM}],
+)
+def test_files_of_an_earlier_version_are_said_to_be(tree):
+    with pytest.raises(ValueError, match="files are of an earlier version"):
+        _checked(tree)
