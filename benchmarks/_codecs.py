@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import CODECS, Codec, TopK
-from lightning_compress.codecs.base import FusedPlan, Plan, Summands
+from lightning_compress.codecs.codec import FusedPlan, Plan, Summands
 from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import CORRECTED, Corrected
-from lightning_compress.testing.alone import encode
+from lightning_compress.testing.single_rank import encode
 
 Case = Codec | Corrected
 

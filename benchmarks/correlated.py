@@ -26,7 +26,7 @@ from lightning_compress.contrib.codecs.natural import Natural
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, Pattern
-from lightning_compress.exchanges.base import plan_of
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 

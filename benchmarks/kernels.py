@@ -21,12 +21,12 @@ from rich.table import Table
 
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
-from lightning_compress.codecs.base import aligned
+from lightning_compress.codecs.codec import aligned
 from lightning_compress.core import state
 from lightning_compress.core import vector as vectors
 from lightning_compress.core.layout import Layout
 from lightning_compress.engine import unused
-from lightning_compress.testing.alone import encode
+from lightning_compress.testing.single_rank import encode
 
 _MINUS_TWO = "0fC0000000"
 LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]

@@ -31,7 +31,7 @@ from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.engine.compression import Compression
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import UNKNOWN
-from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
 
 LAYERS, PER_BUCKET = 8, 2

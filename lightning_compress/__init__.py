@@ -9,7 +9,7 @@ from wrapt import when_imported
 
 from lightning_compress.codecs import Codec, Plan
 from lightning_compress.compare import Comparison, compare
-from lightning_compress.core.failures import ExchangeError
+from lightning_compress.core.errors import ExchangeError
 from lightning_compress.core.registry import register
 from lightning_compress.engine.attach import attach
 from lightning_compress.engine.compression import Compression

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import Codec, Dense, Plan, TopK
-from lightning_compress.codecs.base import FusedPlan
+from lightning_compress.codecs.codec import FusedPlan
 from lightning_compress.testing import check_codec
 from tests.cases import CASES
 

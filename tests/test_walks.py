@@ -15,8 +15,8 @@ from lightning_compress.collectives import run_threads
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import ThreadHook
 from lightning_compress.engine.optimizers import unwatch
-from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.options import Options
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
 
 PACKAGE = str(Path(lightning_compress.__file__).parent) + "/"

@@ -22,7 +22,7 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.exchanges.message import Section
-from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 

@@ -16,8 +16,8 @@ from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
-from lightning_compress.gossip.base import Mixing
+from lightning_compress.gossip.algorithm import Mixing
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 from recipes.resnet.cifar10 import FOLDER, MEAN, STD, TEST_FILES, TRAIN_FILES, read_batches

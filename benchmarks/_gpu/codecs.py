@@ -16,9 +16,9 @@ from benchmarks._gpu.isolated import Row, Task, breaks_device, said
 from benchmarks._gpu.memory import allocated, counted, give_back, peak_of
 from benchmarks._timing import Work, take_turns
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Plan, aligned
+from lightning_compress.codecs.codec import Plan, aligned
 from lightning_compress.core.layout import Layout
-from lightning_compress.testing.alone import encode
+from lightning_compress.testing.single_rank import encode
 
 ORDER = ("onebit", "efsign", "qsgd", "rotated", "range_float", "topk", "topk-exact", "fft", "bf16", "dgc")
 """What is measured first, where time is short."""

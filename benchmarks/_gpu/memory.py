@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_compress.core.buffers import release
+from lightning_compress.core.workspace import release
 
 
 def allocated(device: torch.device) -> int:

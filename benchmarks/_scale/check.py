@@ -22,8 +22,8 @@ from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllReduce
-from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.composite import encoded
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import THROUGH
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds

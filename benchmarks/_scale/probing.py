@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.planning.link import time_codec, time_link
-from lightning_compress.settings.arguments import build_compressor
+from lightning_compress.settings.parsing import build_compressor
 
 
 def main(told: dict[str, Any]) -> None:

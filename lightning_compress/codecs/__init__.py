@@ -8,7 +8,7 @@ of packages from outside, follow as they are named.
 from __future__ import annotations
 
 from lightning_compress.core.random import RandomBits as RandomBits, Stream as Stream
-from lightning_compress.codecs.base import Codec as Codec, Method as Method, Plan as Plan
+from lightning_compress.codecs.codec import Codec as Codec, Method as Method, Plan as Plan
 from lightning_compress.codecs.dense import Dense as Dense
 from lightning_compress.codecs.cast import FP16 as FP16, BF16 as BF16
 from lightning_compress.codecs.sparse.topk import TopK as TopK

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, KernelPlan, Plan
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan
 from lightning_compress.codecs.dense import Dense
-from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, word_state
+from lightning_compress.core.workspace import chunk_size, pieces, scratch
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 

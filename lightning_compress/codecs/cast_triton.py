@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_compress.core.random import Stream
 from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, sources, write
-from lightning_compress.kernels.triton.random import random16, signed
+from lightning_compress.kernels.triton.random_bits import random16, signed
 
 _ROWS = tl.constexpr(512)
 """Of four elements, which a program handles."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.core.layout import Layout
 
 

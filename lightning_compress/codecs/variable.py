@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lightning_compress.codecs.base import Plan
+from lightning_compress.codecs.codec import Plan
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,6 +1,6 @@
 """Transports for exchanges: torch.distributed, threads, one process, and a counter around any of them."""
 
-from lightning_compress.collectives.base import Collective
+from lightning_compress.collectives.collective import Collective
 from lightning_compress.collectives.counting import CountingCollective, World
 from lightning_compress.collectives.local import LocalCollective
 from lightning_compress.collectives.ordered import OrderedCollective

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.base import Collective
+from lightning_compress.collectives.collective import Collective
 
 LONGEST = 500
 """Bytes of what one rank tells the others of its problem."""

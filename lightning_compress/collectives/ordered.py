@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_compress.collectives.base import Collective
+from lightning_compress.collectives.collective import Collective
 
 
 class OrderedCollective(Collective):

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.base import Collective
+from lightning_compress.collectives.collective import Collective
 
 T = TypeVar("T")
 

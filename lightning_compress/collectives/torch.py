@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_compress.collectives.base import Collective
+from lightning_compress.collectives.collective import Collective
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

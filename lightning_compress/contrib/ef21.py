@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import CODECS, Codec, Dense, OneBit
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import chunk_size, pieces
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, State, States
 from lightning_compress.core.vector import Vector
-from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan
+from lightning_compress.core.workspace import chunk_size, pieces
+from lightning_compress.corrections.correction import Corrected, Correction, CorrectionPlan
 
 __all__ = ["EF21"]
 

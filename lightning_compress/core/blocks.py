@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.core.buffers import chunk_size, pieces
+from lightning_compress.core.workspace import chunk_size, pieces
 
 BLOCK = 64
 """Numbers that share a scale."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.core.buffers import pieces, scratch
+from lightning_compress.core.workspace import pieces, scratch
 
 _MASK = (1 << 64) - 1
 

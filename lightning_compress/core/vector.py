@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.core.buffers import pieces
+from lightning_compress.core.workspace import pieces
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 

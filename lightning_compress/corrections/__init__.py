@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_compress.core.registry import Names
-from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan
+from lightning_compress.corrections.correction import Corrected, Correction, CorrectionPlan
 from lightning_compress.corrections.dgc import DGC, WARMUP_DENSITIES
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.corrections.onebit_adam import OneBitAdam

@@ -14,12 +14,18 @@ from torch.optim import SGD, Optimizer
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import chunk_size, pieces
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, State, States, place_of
 from lightning_compress.core.vector import Vector
-from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, dense_segments, zero_where_zero
+from lightning_compress.core.workspace import chunk_size, pieces
+from lightning_compress.corrections.correction import (
+    Corrected,
+    Correction,
+    CorrectionPlan,
+    dense_segments,
+    zero_where_zero,
+)
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 """The paper's densities of the first epochs, one for each: 75, 93.75, 98.4375, 99.6 and 99.9 % stay behind."""

@@ -12,12 +12,12 @@ from torch.optim import SGD, Optimizer
 
 from lightning_compress.codecs import CODECS, Codec, EFSign
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import chunk_size, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, State, States
 from lightning_compress.core.vector import Vector
-from lightning_compress.corrections.base import Corrected, Correction, CorrectionPlan, zero_where_zero
+from lightning_compress.core.workspace import chunk_size, scratch
+from lightning_compress.corrections.correction import Corrected, Correction, CorrectionPlan, zero_where_zero
 
 
 @dataclass(frozen=True)

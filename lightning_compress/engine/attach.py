@@ -20,7 +20,7 @@ from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.planning.decide import decide
 from lightning_compress.planning.summary import forecast
-from lightning_compress.settings.arguments import CompressorLike, ExchangeLike
+from lightning_compress.settings.parsing import CompressorLike, ExchangeLike
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState
 

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World, consensus
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.core import failures, snapshot
-from lightning_compress.core.buffers import Workspace
+from lightning_compress.core import errors, state_dict
 from lightning_compress.core.registry import describe
+from lightning_compress.core.state_dict import StateDict
+from lightning_compress.core.workspace import Workspace
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import FiniteGuard, Passes
 from lightning_compress.engine.drift import DriftGuard
@@ -22,8 +23,8 @@ from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.planning.summary import Forecast
-from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike
 from lightning_compress.settings.compensation import kind_of
+from lightning_compress.settings.parsing import COMPRESSORS, CompressorLike
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState, coming, kept_of, resumed
 from lightning_compress.settings.schedule import Progress
@@ -90,7 +91,7 @@ class Compression:
         self._workspace = Workspace()  # other models of the process average at the same time
         self._finite = FiniteGuard(self.device, settings)
         self._passes = Passes(parameters, accumulates, self._optimizers.all_owned)
-        self._last_state: snapshot.Snapshot | None = None
+        self._last_state: StateDict | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
         self.forecast = Forecast()
@@ -132,7 +133,7 @@ class Compression:
         try:
             flag = group.reduce(gradients, self.step, self._scale(), turn, missing)
         except Exception as error:
-            failures.explain(error, f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank)
+            errors.explain(error, f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank)
         if left_out or self._passes.patience:
             self._passes.made(group.given, gradients, left_out)
         self._finite.add(flag, group.names)
@@ -198,7 +199,7 @@ class Compression:
         self._stepped = not goes_on
         self._passes.next(goes_on)
 
-    def state_dict(self) -> snapshot.Snapshot:
+    def state_dict(self) -> StateDict:
         """What the optimizer steps have committed so far, on this rank: tensors and primitives.
 
         Every rank has its own. It refers to memory that later steps replace or reuse: save or copy it at once.
@@ -208,7 +209,7 @@ class Compression:
         running = kept_of(self.settings, self.next_settings, self._scheduled)
         return self.groups.save(self.family, self.step, self._optimizers.rates, running)
 
-    def load_state_dict(self, state: snapshot.Snapshot) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
 
         All ranks must call it.
@@ -217,7 +218,7 @@ class Compression:
             ValueError: it is none, or of another method, and nothing changed; or parts of it have no place here, and
                 everything begins anew.
         """
-        snapshot.check(state)
+        state_dict.check(state)
         if state["method"] not in self.settings.families:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()
@@ -388,7 +389,7 @@ class Compression:
         ``state_dict`` keeps returning the last state, held on the CPU, and ``stats`` the last figures.
         """
         if self.active and self._last_state is None:
-            self._last_state = snapshot.moved(self.state_dict(), torch.device("cpu"))
+            self._last_state = state_dict.moved(self.state_dict(), torch.device("cpu"))
             self._last_norm = self.groups.residual_norm()
         unwatch(self)
         for callback in self._at_close:

@@ -14,18 +14,18 @@ from lightning_compress import kernels
 from lightning_compress.codecs import Dense
 from lightning_compress.codecs.cast import StochasticRounding, dense_of
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import Declared, State, States
 from lightning_compress.core.vector import Stage, Vector, kernel_of, spoil
+from lightning_compress.core.workspace import scratch
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.in_place import average_in_place, extremes
 from lightning_compress.engine.unused import KeptStates, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
-from lightning_compress.exchanges.base import ExchangePlan
+from lightning_compress.exchanges.exchange import ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.run_state import RunState

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.core import snapshot
-from lightning_compress.core.buffers import release
+from lightning_compress.core import state_dict
 from lightning_compress.core.squares import squares
 from lightning_compress.core.state import State
+from lightning_compress.core.workspace import release
 from lightning_compress.engine.group import LOCO, MEMORY, Group
 from lightning_compress.settings.run_state import RunState
 
@@ -52,7 +52,7 @@ class Groups:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._dtypes = {name: parameter.dtype for name, parameter in parameters}
-        self._orders = snapshot.orders(parameters)  # in which DistributedDataParallel has laid them out by now
+        self._orders = state_dict.orders(parameters)  # in which DistributedDataParallel has laid them out by now
         self._world = world
         self.all: list[Group] = []
         self._owner: dict[str, Group] = {}
@@ -131,12 +131,12 @@ class Groups:
 
     def save(
         self, method: str, step: int, rates: Mapping[str, float], running: Mapping[str, object]
-    ) -> snapshot.Snapshot:
-        """The states of all groups, and what else belongs to them; see ``snapshot.take``."""
+    ) -> state_dict.StateDict:
+        """The states of all groups, and what else belongs to them; see ``state_dict.take``."""
         groups = [(group.given, group.states) for group in self.all]
-        return snapshot.take(method, step, rates, running, groups, self._orders)
+        return state_dict.take(method, step, rates, running, groups, self._orders)
 
-    def restore(self, state: snapshot.Snapshot, settings: RunState) -> None:
+    def restore(self, state: state_dict.StateDict, settings: RunState) -> None:
         """Make the groups of a checked snapshot anew, with their states; errors that LoCo kept are dispensable.
 
         Raises:
@@ -153,10 +153,10 @@ class Groups:
             log.warning(
                 "the checkpoint's state of %s is dropped: there is no such parameter in training", _few(dropped)
             )
-        for saved in snapshot.reordered(state, self._shapes, self._orders):
+        for saved in state_dict.reordered(state, self._shapes, self._orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
                 group = self.add(names, settings, had_residual=True)
-                snapshot.fill(group.states, saved, names, dispensable=(LOCO,))
+                state_dict.fill(group.states, saved, names, dispensable=(LOCO,))
                 group.adopted()
 
     def look_again(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_compress.core.registry import Names
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, Keeper, Pattern, Planner
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Keeper, Pattern, Planner
 from lightning_compress.exchanges.hierarchical import GONE, GROUP, PLAIN, Hierarchical
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds
-from lightning_compress.core.buffers import Messages
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, agree_length, length_bytes, length_rounds
+from lightning_compress.core.workspace import Messages
 from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, agree_length, length_bytes, length_rounds
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.codecs.base import ALIGNMENT, aligned
+from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.core.buffers import Messages, chunk_size
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, of_vectors
+from lightning_compress.core.workspace import Messages, chunk_size
 from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, of_vectors
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 

@@ -17,7 +17,7 @@ from lightning_compress.core.registry import Names, build, lookup
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, Pattern, Planner, plan_of
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Pattern, Planner, plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import Between, nodes_of
 from lightning_compress.exchanges.sparse.split_gather import SplitGather

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Rotated
-from lightning_compress.codecs.base import ALIGNMENT, Codec, FusedPlan, Method, Plan, aligned
+from lightning_compress.codecs.codec import ALIGNMENT, Codec, FusedPlan, Method, Plan, aligned
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, permutation
+from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels import Summands
 
 Out = Tensor | Sequence[Tensor]

@@ -15,7 +15,8 @@ from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import (
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import (
     META,
     Exchange,
     ExchangePlan,
@@ -25,7 +26,6 @@ from lightning_compress.exchanges.base import (
     of_vectors,
     scatter,
 )
-from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import Section, settle
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import Declared, States
-from lightning_compress.exchanges.base import Keeper
+from lightning_compress.core.workspace import chunk_size, pieces, scratch
+from lightning_compress.exchanges.exchange import Keeper
 from lightning_compress.exchanges.message import Section
 
 LARGEST = torch.finfo(torch.float32).max

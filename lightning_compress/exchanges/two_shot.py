@@ -16,10 +16,11 @@ from torch import Tensor
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
-from lightning_compress.core.buffers import Messages
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import (
+from lightning_compress.core.workspace import Messages
+from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import (
     Exchange,
     ExchangePlan,
     Sums,
@@ -31,10 +32,9 @@ from lightning_compress.exchanges.base import (
     read_sums,
     rows,
 )
-from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
-from lightning_compress.exchanges.refusal import Refusal
+from lightning_compress.exchanges.remote_error import Refusal
 from lightning_compress.kernels import Summands
 
 

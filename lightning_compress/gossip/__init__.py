@@ -6,7 +6,7 @@ A line here makes an algorithm known by its ``name``; errors and tables list the
 
 from __future__ import annotations
 
-from lightning_compress.gossip.base import Algorithm as Algorithm
+from lightning_compress.gossip.algorithm import Algorithm as Algorithm
 from lightning_compress.gossip.dpsgd import DPSGD as DPSGD
 from lightning_compress.gossip.d2 import D2 as D2
 from lightning_compress.gossip.choco import Choco as Choco

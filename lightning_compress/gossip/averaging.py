@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_compress.core.buffers import chunk_size, pieces
+from lightning_compress.core.workspace import chunk_size, pieces
 from lightning_compress.gossip.neighbours import Neighbours
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec, EFSign
 from lightning_compress.core.layout import Layout
-from lightning_compress.gossip.base import Algorithm, Mixing, Replicas, check_contractive, check_share
+from lightning_compress.gossip.algorithm import Algorithm, Mixing, Replicas, check_contractive, check_share
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.noise import fit_step
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.core.layout import Layout
+from lightning_compress.gossip.algorithm import Algorithm, Mixing
 from lightning_compress.gossip.averaging import Averaging
-from lightning_compress.gossip.base import Algorithm, Mixing
 from lightning_compress.gossip.dpsgd import Averages
 from lightning_compress.gossip.modulo import averaging, check_averaging
 from lightning_compress.gossip.moniqua import Moniqua

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_compress.core.layout import Layout
+from lightning_compress.gossip.algorithm import Algorithm, Mixing
 from lightning_compress.gossip.averaging import Averaging
-from lightning_compress.gossip.base import Algorithm, Mixing
 from lightning_compress.gossip.modulo import averaging, check_averaging
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.core.layout import Layout
-from lightning_compress.gossip.base import LARGEST
+from lightning_compress.gossip.algorithm import LARGEST
 
 
 class Flat:

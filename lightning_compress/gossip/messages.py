@@ -8,10 +8,10 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import aligned
-from lightning_compress.core.buffers import pieces
+from lightning_compress.codecs.codec import aligned
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits
+from lightning_compress.core.workspace import pieces
 from lightning_compress.gossip.lattice import Blocks, Lattice
 from lightning_compress.gossip.moniqua import Moniqua
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective
-from lightning_compress.core import failures
+from lightning_compress.core import errors
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 
@@ -137,7 +137,7 @@ class Fragment:
         before = self.compression.meter.bytes_dense
         for dtype in dict.fromkeys(each.dtype for each in self.anchors.values()):
             names = [name for name, each in self.anchors.items() if each.dtype == dtype]
-            with failures.explained(f"round {self.compression.step}, averaging {names[0]} and on", self._rank):
+            with errors.explained(f"round {self.compression.step}, averaging {names[0]} and on", self._rank):
                 self.compression.reduce([self.anchors[name] for name in names], [self._changes[name] for name in names])
         meter = self.compression.meter
         meter.bytes_dense += (steps - 1) * (meter.bytes_dense - before)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import Collective, CountingCollective
+from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
-from lightning_compress.collectives.means import mean_of
-from lightning_compress.core import failures
+from lightning_compress.core import errors
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.squares import squares
 from lightning_compress.engine.checks import check_initialized
-from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
-from lightning_compress.gossip.base import Algorithm, Mixing
+from lightning_compress.gossip.algorithm import Algorithm, Mixing
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.flat import Flat
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
@@ -28,7 +28,7 @@ from lightning_compress.periodic.fragment import forget_nonfinite
 from lightning_compress.periodic.module_buffers import STATISTICS
 from lightning_compress.periodic.sync_schedule import whole
 from lightning_compress.periodic.synchroniser import Synchroniser
-from lightning_compress.settings import readers
+from lightning_compress.settings import validators
 
 NONFINITE = (
     "its model was not finite. It went back to its model of the last round, and takes its neighbours' mean from there; "
@@ -87,7 +87,7 @@ class Gossip(Synchroniser):
         for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1), ("seed", seed, 0)):
             whole(name, count, least)
         super().__init__(evaluate, ("mean", "local"), buffers)
-        self._averages_states = readers.truth("average_states", average_states)
+        self._averages_states = validators.truth("average_states", average_states)
         self._algorithm = build_algorithm(algorithm)
         self._compressor = build_gossip_compressor(compressor, self._algorithm)
         self._given_topology = topology
@@ -178,7 +178,7 @@ class Gossip(Synchroniser):
         if size > 1 and step % self._sync_every == 0:
             if self.meeting.unsized:
                 self.meeting.agree()  # before any of them waits for a neighbour that is done
-            with failures.explained(f"step {step}: averaging with neighbours", self.ranks.rank):
+            with errors.explained(f"step {step}: averaging with neighbours", self.ranks.rank):
                 self._mix()
         meter.bytes_dense += all_reduce_bytes(4 * len(self._flat.vector), size)
         meter.end_step()
@@ -225,7 +225,7 @@ class Gossip(Synchroniser):
         for name, mean in means.items():
             apart += squares(named[name].detach(), mean)
             norm += squares(mean)
-        with failures.explained(doing, self.ranks.rank):
+        with errors.explained(doing, self.ranks.rank):
             self.counted.all_reduce(apart)
         self._consensus = (float(apart) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
         return means | self._rest(self._mixes)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import Collective, CountingCollective, World
+from lightning_compress.collectives.coalesced import mean_of, sums_of
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
-from lightning_compress.collectives.means import mean_of, sums_of
-from lightning_compress.core import failures
+from lightning_compress.core import errors
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
 from lightning_compress.engine.optimizers import skip_step
@@ -191,7 +191,7 @@ class LocalSGD(Synchroniser):
         """What ranks have to say to each other travels with a round's last fragment."""
         pinned = said.pin_memory() if self.device.type == "cuda" else said  # whose copy holds up no local step
         heard = pinned.to(self.device, non_blocking=True)
-        with failures.explained("telling the others of signals and batches", self.ranks.rank):
+        with errors.explained("telling the others of signals and batches", self.ranks.rank):
             self._transports[-1].all_reduce_max(heard)
         if (joined := int(said[0])) != self._told:  # which is sent next
             self.meeting.check_joined(heard.cpu())
@@ -338,7 +338,7 @@ def average_gradients(optimizer: Optimizer, ranks: Collective) -> int:
         used = [each.grad is not None for each in parameters]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         told = torch.tensor(used, device=gradients[0].device)
-        with failures.explained(f"averaging gradients of {len(used)} parameters", ranks.rank):
+        with errors.explained(f"averaging gradients of {len(used)} parameters", ranks.rank):
             *sums, told = sums_of([*gradients, told], ranks, torch.promote_types(dtype, torch.float32))
         anywhere = used if all(used) else told.tolist()
         for parameter, gradient, total, wanted in zip(parameters, gradients, sums, anywhere, strict=True):

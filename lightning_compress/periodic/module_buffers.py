@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.collectives.means import sums_of
-from lightning_compress.core import failures
+from lightning_compress.collectives.coalesced import sums_of
+from lightning_compress.core import errors
 
 STATISTICS = ("running_mean", "running_var")
 """What BatchNorm calls the buffers of which a mean over the ranks is as good as each."""
@@ -137,7 +137,7 @@ class Buffers:
         """
         if not self.common:
             return
-        with failures.explained("averaging the buffers", self._ranks.rank):
+        with errors.explained("averaging the buffers", self._ranks.rank):
             copied = {dtype: each.cpu() for dtype, each in self.sums.items()}  # a wait for the device each
             marks = [consensus.digest(each.view(torch.uint8).numpy().data) for each in self._parts(copied).values()]
             device = next(iter(self.sums.values())).device

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective, TorchCollective, consensus
+from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.collectives.means import mean_of
-from lightning_compress.core import failures
-from lightning_compress.core.snapshot import checksum
+from lightning_compress.core import errors
+from lightning_compress.core.state_dict import checksum
 from lightning_compress.periodic.module_buffers import BufferRules, mean_buffers
 
 
@@ -84,7 +84,7 @@ class Meeting:
             ExchangeError: a rank died, or did not come in time.
         """
         said = torch.cat([torch.tensor(own, dtype=torch.int64), self.ask()]).to(self.device)
-        with failures.explained("meeting the others", self.ranks.rank):
+        with errors.explained("meeting the others", self.ranks.rank):
             self.ranks.all_reduce_max(said)
         said = said.cpu()
         self.heed(said[len(own) :])
@@ -367,5 +367,5 @@ def differing(named: Mapping[str, Tensor | None], ranks: Collective, device: tor
 
 def _same(content: Sequence[object], ranks: Collective, device: torch.device) -> list[bool]:
     own = torch.tensor([checksum(each) for each in content], dtype=torch.int64, device=device)
-    with failures.explained("comparing models by checksums", ranks.rank):
+    with errors.explained("comparing models by checksums", ranks.rank):
         return [bool(each) for each in consensus.same(own, ranks).tolist()]

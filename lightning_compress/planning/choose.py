@@ -14,8 +14,8 @@ from lightning_compress.collectives.counting import all_reduce_rounds
 from lightning_compress.core.registry import register
 from lightning_compress.core.state import States
 from lightning_compress.exchanges import AllGather, AllReduce, Exchange, ExchangePlan, Planner, SplitGather, TwoShot
-from lightning_compress.exchanges.base import META
 from lightning_compress.exchanges.composite import CompositePlan
+from lightning_compress.exchanges.exchange import META
 from lightning_compress.exchanges.message import Section, codecs_of
 from lightning_compress.exchanges.nodes import Between, nodes_of
 from lightning_compress.planning import cost

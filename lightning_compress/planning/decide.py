@@ -17,8 +17,8 @@ from lightning_compress.exchanges.nodes import Cluster
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.link import agreed
 from lightning_compress.planning.summary import Parameters, label, parts
-from lightning_compress.settings.arguments import build_compressor
 from lightning_compress.settings.automatic import Automatic, Chosen
+from lightning_compress.settings.parsing import build_compressor
 from lightning_compress.settings.run_state import RunState
 
 

@@ -14,12 +14,12 @@ from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import name_of as registered_name
 from lightning_compress.exchanges import ExchangePlan, composite
-from lightning_compress.exchanges.base import META
+from lightning_compress.exchanges.exchange import META
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
-from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.compensation import automatic, name_of
 from lightning_compress.settings.options import Options
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.run_state import RunState
 

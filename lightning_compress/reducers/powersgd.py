@@ -17,7 +17,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.random import RandomBits, mix, name_key
 from lightning_compress.core.state import Declared, State, States
-from lightning_compress.reducers.base import Reducer, ReducerPlan
+from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lightning_compress.codecs import Method
 from lightning_compress.core.registry import build, describe
 from lightning_compress.corrections import Correction
 from lightning_compress.corrections.loco import LoCo
-from lightning_compress.settings import readers
+from lightning_compress.settings import validators
 
 Compensation = Literal["none", "classical"] | LoCo
 Optimizer = Literal["adam", "sgd"]
@@ -36,8 +36,8 @@ class Residual:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        readers.share("error_feedback: decay", self.decay)
-        readers.truth("error_feedback: follows_lr", self.follows_lr)
+        validators.share("error_feedback: decay", self.decay)
+        validators.truth("error_feedback: follows_lr", self.follows_lr)
         for dtype in (torch.float32, torch.bfloat16):
             if self.dtype in (dtype, str(dtype).removeprefix("torch.")):
                 object.__setattr__(self, "dtype", dtype)  # frozen; equal settings are equal, however they were given

@@ -12,8 +12,11 @@ from lightning_compress.corrections import Corrected
 from lightning_compress.corrections.clipping import Clipping
 from lightning_compress.exchanges import Pattern
 from lightning_compress.exchanges.hierarchical import replanned
-from lightning_compress.settings import readers
-from lightning_compress.settings.arguments import (
+from lightning_compress.settings import validators
+from lightning_compress.settings.automatic import Automatic, check_automatic
+from lightning_compress.settings.compatibility import check_alone
+from lightning_compress.settings.compensation import BY_METHOD, Feedback, check_feedback, read_feedback
+from lightning_compress.settings.parsing import (
     CompressorLike,
     ExchangeLike,
     ScheduleLike,
@@ -22,9 +25,6 @@ from lightning_compress.settings.arguments import (
     read_clipping,
     read_rules,
 )
-from lightning_compress.settings.automatic import Automatic, check_automatic
-from lightning_compress.settings.compensation import BY_METHOD, Feedback, check_feedback, read_feedback
-from lightning_compress.settings.conflicts import check_alone
 from lightning_compress.settings.rules import Compressor, Rule
 from lightning_compress.settings.schedule import Schedule
 
@@ -62,15 +62,15 @@ class Options:
     exchange: Pattern
     rules: tuple[Rule, ...]
     schedule: Schedule
-    min_numel: Annotated[int, readers.whole] = 1024
+    min_numel: Annotated[int, validators.whole] = 1024
     error_feedback: Annotated[Feedback, read_feedback] = BY_METHOD
-    warmup_steps: Annotated[int | None, readers.warmup] = None
-    seed: Annotated[int, readers.whole] = 0
+    warmup_steps: Annotated[int | None, validators.warmup] = None
+    seed: Annotated[int, validators.whole] = 0
     local_clip_norm: Annotated[Clipping | None, read_clipping] = None
-    deterministic: Annotated[bool, readers.truth] = False
-    on_nonfinite: Annotated[str, readers.one_of("pass", "skip", "raise")] = "pass"
-    on_drift: Annotated[str, readers.one_of("error", "resync")] = "error"
-    check_drift_every: Annotated[int, readers.count("a number of steps, or 0 for never")] = 100
+    deterministic: Annotated[bool, validators.truth] = False
+    on_nonfinite: Annotated[str, validators.one_of("pass", "skip", "raise")] = "pass"
+    on_drift: Annotated[str, validators.one_of("error", "resync")] = "error"
+    check_drift_every: Annotated[int, validators.count("a number of steps, or 0 for never")] = 100
 
     @classmethod
     def of(

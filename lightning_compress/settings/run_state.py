@@ -17,8 +17,8 @@ from lightning_compress.exchanges import Keeper, Pattern
 from lightning_compress.exchanges.hierarchical import measured_by, replanned
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer
-from lightning_compress.settings.arguments import COMPRESSORS, CompressorLike, build_compressor, rebuild_compressor
 from lightning_compress.settings.automatic import Automatic, Chosen
+from lightning_compress.settings.compatibility import check_carried, check_corrected
 from lightning_compress.settings.compensation import (
     Compensation,
     Optimizer,
@@ -28,8 +28,8 @@ from lightning_compress.settings.compensation import (
     described,
     name_of,
 )
-from lightning_compress.settings.conflicts import check_carried, check_corrected
 from lightning_compress.settings.options import Options
+from lightning_compress.settings.parsing import COMPRESSORS, CompressorLike, build_compressor, rebuild_compressor
 from lightning_compress.settings.rules import Compressor, Rules
 from lightning_compress.settings.schedule import changed
 

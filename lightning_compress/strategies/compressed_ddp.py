@@ -24,15 +24,15 @@ from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import telling
 from lightning_compress.exchanges import Pattern
-from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
+from lightning_compress.strategies.barriers import WaitingMixin
 from lightning_compress.strategies.names import VARIANTS, register
 from lightning_compress.strategies.rendezvous import Rendezvous
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
-from lightning_compress.strategies.waiting import WaitingMixin
 
 _UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_unused_parameters": True}}
 

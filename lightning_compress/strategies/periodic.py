@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective, consensus
-from lightning_compress.core import snapshot
+from lightning_compress.core import state_dict
 from lightning_compress.core.primitives import plain
 from lightning_compress.engine import checks
 from lightning_compress.periodic.synchroniser import Synchroniser, differing
 from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.barriers import WaitingMixin
 from lightning_compress.strategies.recount import Recount
-from lightning_compress.strategies.refused import check_fit, without_wrapper
 from lightning_compress.strategies.rendezvous import ELSEWHERE, END, Rendezvous
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
-from lightning_compress.strategies.waiting import WaitingMixin
+from lightning_compress.strategies.unsupported import check_fit, without_wrapper
 
 
 class PeriodicMixin(WaitingMixin):
@@ -335,8 +335,8 @@ class PeriodicMixin(WaitingMixin):
             optimizer.load_state_dict(state)
         if tree["precision"]:
             self.precision_plugin.load_state_dict(tree["precision"])
-        ours.load_state_dict(snapshot.moved(tree["own"] | {"common": tree["common"]["own"]}, device))
-        self._recount.last = snapshot.moved(tree["common"]["counted"], device)
+        ours.load_state_dict(state_dict.moved(tree["own"] | {"common": tree["common"]["own"]}, device))
+        self._recount.last = state_dict.moved(tree["common"]["counted"], device)
 
     # figures
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.collectives.means import mean_of
-from lightning_compress.core import failures
+from lightning_compress.collectives.coalesced import mean_of
+from lightning_compress.core import errors
 from lightning_compress.periodic.module_buffers import STATISTICS, BufferRules
 
 BATCHES = 8
@@ -107,7 +107,7 @@ class Recount:
         if not self._active:
             return {}
         own, problem = self._count(weights, step) if self._kept else ({}, "")
-        with failures.explained("counting statistics anew", ranks.rank):
+        with errors.explained("counting statistics anew", ranks.rank):
             said = {"layers in training": [*own]}
             why = consensus.disagreement(said, ValueError(problem) if problem else None, ranks, device)
         if why:

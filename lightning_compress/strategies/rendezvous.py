@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_compress.collectives import Collective, TorchCollective, consensus
 from lightning_compress.collectives.torch import backend_of
-from lightning_compress.core import failures
+from lightning_compress.core import errors
 from lightning_compress.periodic.synchroniser import Meeting
 from lightning_compress.strategies.signals import Signals
 
@@ -63,7 +63,7 @@ class Rendezvous(Meeting):
         Raises:
             ExchangeError: the ranks cannot connect.
         """
-        with failures.explained(_GROUP, dist.get_rank()):
+        with errors.explained(_GROUP, dist.get_rank()):
             group = dist.new_group(backend="gloo", timeout=timeout)
         return cls(trainer, TorchCollective(group), torch.device("cpu"))
 
@@ -144,7 +144,7 @@ class Rendezvous(Meeting):
     def _take(self) -> None:
         if self._asked is not None:
             answer, self._asked = self._asked, None
-            with failures.explained("asking the others whether a signal came", self.ranks.rank):
+            with errors.explained("asking the others whether a signal came", self.ranks.rank):
                 said = answer().cpu()
             self.heed(said)
 

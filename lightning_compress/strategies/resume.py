@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.core import failures, snapshot
+from lightning_compress.core import errors, state_dict
 from lightning_compress.engine.compression import Compression
 from lightning_compress.planning.decide import keep
 from lightning_compress.strategies import sidecar
@@ -162,7 +162,7 @@ class Resume:
             if not compression.active and compression.settings.chosen is None:
                 raise ValueError("this run does not compress, on one rank or with 'none': what was not sent is dropped")
             state = sidecar.read(files, self._path, manifest, compression.settings.families, ranks, device)
-            return state, snapshot.common(state)
+            return state, state_dict.common(state)
 
         state, problem = _read(read, ranks, device)
         if state is not None:
@@ -196,7 +196,7 @@ def _read(read: Callable[[], tuple[Tree, object]], ranks: Collective, device: to
     found, common, problem = None, 0, None
     try:
         found, shared = read()
-        common = snapshot.checksum(shared)
+        common = state_dict.checksum(shared)
     except Exception as error:  # the other ranks wait for word
         problem = error
     said = {"files (their steps, settings, or what all ranks have in common)": common}
@@ -221,13 +221,13 @@ def _together(path: str, ranks: Collective, device: torch.device) -> Iterator[No
     except Exception as error:  # the others wait for word
         problem = error
     try:
-        with failures.explained(f"saving {path}", ranks.rank):
+        with errors.explained(f"saving {path}", ranks.rank):
             why = consensus.disagreement({}, problem, ranks, device)
     finally:
         if problem is not None:
             raise problem
     if why:
-        raise failures.ExchangeError(
+        raise errors.ExchangeError(
             f"rank {ranks.rank}, saving {path}: another rank could not write its part ({why}); the checkpoint was not "
             "written"
         )

@@ -22,8 +22,8 @@ import torch
 from fsspec.core import url_to_fs
 
 from lightning_compress.collectives import Collective
-from lightning_compress.core import snapshot
-from lightning_compress.core.snapshot import Snapshot
+from lightning_compress.core import state_dict
+from lightning_compress.core.state_dict import StateDict
 
 KEY = "lightning_compress"
 """Where a checkpoint has the manifest."""
@@ -83,7 +83,7 @@ def write(
         ranks: not communicated with: a save may happen in an exception or signal handler.
     """
     folder, ending = _beside(path), f".rank{ranks.rank}.pt"
-    content = {"save": str(save), "tree": tree, "checksum": snapshot.checksum(tree)}
+    content = {"save": str(save), "tree": tree, "checksum": state_dict.checksum(tree)}
     files.save_checkpoint(content, f"{folder}/{save}{ending}")
     _drop_older(folder, ending, save)
     place = {"save": str(save), "folder": os.path.basename(folder)}
@@ -123,7 +123,7 @@ def _count(path: str, run: int) -> int | None:
     return int(parts[1]) if parts[0] == f"{run:016x}" else None
 
 
-def write_inside(checkpoint: dict[str, Any], state: Snapshot, ranks: Collective, device: torch.device) -> None:
+def write_inside(checkpoint: dict[str, Any], state: StateDict, ranks: Collective, device: torch.device) -> None:
     """Put the mean over the ranks into the checkpoint itself; where ranks differ, all of them must save.
 
     Args:
@@ -219,7 +219,7 @@ class Saved:
         path = f"{self.place}{rank}.pt"
         content = _content(files, path, self.save)
         tree = check(_tree(content))
-        if "tree" in content and content.get("checksum") != snapshot.checksum(tree):  # torch.load does not notice
+        if "tree" in content and content.get("checksum") != state_dict.checksum(tree):  # torch.load does not notice
             raise ValueError(f"{path} is damaged: its checksum is wrong")
         return tree
 
@@ -231,7 +231,7 @@ def _tree(content: Mapping[str, Any]) -> object:
 
 def read(
     files: Files, path: str, manifest: object, methods: Sequence[str], ranks: Collective, device: torch.device
-) -> Snapshot:
+) -> StateDict:
     """This rank's state of a compression: its own, or at another world size its part of the mean over those that were.
 
     Args:
@@ -248,40 +248,40 @@ def read(
     saved = Saved.of(path, manifest, methods)
     if saved.inside is not None:
         share = {"owner": saved.ranks / ranks.size}
-        inside = snapshot.check(saved.inside)
-        return snapshot.mapped(inside, lambda one: one | {"numbers": one["numbers"] * share.get(one["holder"], 1)})
+        inside = state_dict.check(saved.inside)
+        return state_dict.mapped(inside, lambda one: one | {"numbers": one["numbers"] * share.get(one["holder"], 1)})
 
-    def part(rank: int) -> Snapshot:
-        made: Snapshot = snapshot.moved(saved.part(files, rank, snapshot.check), device)
+    def part(rank: int) -> StateDict:
+        made: StateDict = state_dict.moved(saved.part(files, rank, state_dict.check), device)
         return made
 
     if saved.ranks == ranks.size:
         return part(ranks.rank)
     numbers = range(ranks.rank, saved.ranks, ranks.size)
-    own = snapshot.total(map(part, numbers)) if numbers else snapshot.zeroed(part(0))  # one at a time in memory
+    own = state_dict.total(map(part, numbers)) if numbers else state_dict.zeroed(part(0))  # one at a time in memory
     return own | {"summands": saved.ranks}
 
 
-def redistribute(state: Snapshot, ranks: Collective, device: torch.device) -> Snapshot:
+def redistribute(state: StateDict, ranks: Collective, device: torch.device) -> StateDict:
     """Finish ``read`` at another world size, where all ranks read well: every rank goes on from the mean."""
     if "summands" not in state:
         return state
     return _averaged(state, ranks, state.pop("summands"), device)
 
 
-def _averaged(state: Snapshot, ranks: Collective, summands: int, device: torch.device) -> Snapshot:
+def _averaged(state: StateDict, ranks: Collective, summands: int, device: torch.device) -> StateDict:
     """The same with means over the ranks for what each has for itself, on the device where the ranks talk."""
 
-    def mean(one: Snapshot) -> Snapshot:
+    def mean(one: StateDict) -> StateDict:
         if one["holder"] == "shared":
             return one
-        one = snapshot.opened(one)
+        one = state_dict.opened(one)
         numbers = one["numbers"].to(device, torch.float32, copy=True)
         ranks.all_reduce(numbers)
         numbers /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
         return one | {"numbers": numbers}
 
-    return snapshot.mapped(state, mean)
+    return state_dict.mapped(state, mean)
 
 
 def _folder(path: str, named: str, save: str) -> str:

@@ -8,10 +8,10 @@ from lightning_compress.codecs import CODECS, Codec, Method, Plan
 from lightning_compress.exchanges import AllGather, AllReduce, Pattern, SplitGather, TwoShot
 from lightning_compress.planning.choose import Auto
 from lightning_compress.reducers import REDUCERS, ReducerPlan
-from lightning_compress.testing.alone import Reference, Size, check_alone
 from lightning_compress.testing.laws import law, named
 from lightning_compress.testing.means import lost, means
-from lightning_compress.testing.together import check_noise, check_steps, check_together
+from lightning_compress.testing.multi_rank import check_noise, check_steps, check_together
+from lightning_compress.testing.single_rank import Reference, Size, check_alone
 
 
 def check_codec(

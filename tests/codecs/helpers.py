@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_compress.codecs import Codec
-from lightning_compress.testing.alone import trip
+from lightning_compress.testing.single_rank import trip
 from lightning_compress.testing.vectors import CPU, KINDS, layout, make
 from tests.cases import CASES
 

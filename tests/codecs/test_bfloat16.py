@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs.cast import StochasticRounding
-from lightning_compress.core.buffers import CHUNK
+from lightning_compress.core.workspace import CHUNK
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from lightning_compress.codecs import (
     TopK,
 )
 from lightning_compress.codecs.spectral.spectrum import Spectral
-from lightning_compress.testing.alone import rows_added, written
+from lightning_compress.testing.single_rank import rows_added, written
 from tests.cases import case_of
 from tests.codecs.helpers import CODECS, CPU, layout, trip, vectors
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from lightning_compress.codecs import FP16, Codec, EFSign, OneBit, RangeFloat, TopK
-from lightning_compress.core.buffers import CHUNK
+from lightning_compress.core.workspace import CHUNK
 from tests.cases import CASES as TABLE
 from tests.cases import Case
 from tests.codecs.helpers import layout, make, trip, vectors

@@ -12,7 +12,7 @@ from lightning_compress.contrib.reducers.adam_mask import AdamMask
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits
 from lightning_compress.core.state import State
-from lightning_compress.settings.arguments import build_compressor
+from lightning_compress.settings.parsing import build_compressor
 from tests.corrections.helpers import gradient, named, walk
 from tests.reducers.helpers import CPU, trips
 from tests.reference.adam_mask import simulate_adam_mask

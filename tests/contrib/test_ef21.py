@@ -10,7 +10,7 @@ from lightning_compress.codecs import OneBit, TopK
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.contrib.ef21 import EF21
 from lightning_compress.engine.group import Group
-from lightning_compress.settings.arguments import build_compressor
+from lightning_compress.settings.parsing import build_compressor
 from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import (
     COMPRESSED,

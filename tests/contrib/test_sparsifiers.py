@@ -14,8 +14,8 @@ from lightning_compress.codecs import Codec
 from lightning_compress.contrib.codecs.adaptive import Adaptive
 from lightning_compress.contrib.codecs.threshold import Threshold
 from lightning_compress.contrib.codecs.wangni import Wangni
-from lightning_compress.core.buffers import CHUNK
 from lightning_compress.core.layout import Layout, Segment
+from lightning_compress.core.workspace import CHUNK
 from tests.codecs.helpers import CPU, KINDS, layout, make, trip
 from tests.helpers.sizes import by_turns
 from tests.reference import sparse as reference

@@ -18,9 +18,9 @@ from lightning_compress.corrections import DGC
 from lightning_compress.exchanges import EXCHANGES, AllGather
 from lightning_compress.exchanges.hierarchical import PLAIN
 from lightning_compress.gossip import ALGORITHMS, DPSGD
-from lightning_compress.gossip.arguments import build_algorithm
+from lightning_compress.gossip.build import build_algorithm
 from lightning_compress.reducers import REDUCERS
-from lightning_compress.settings.arguments import COMPRESSORS, build_compressor, build_exchange
+from lightning_compress.settings.parsing import COMPRESSORS, build_compressor, build_exchange
 from lightning_compress.settings.run_state import RunState
 from tests.core.test_outside import running
 

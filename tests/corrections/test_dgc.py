@@ -10,8 +10,8 @@ import torch
 from lightning_compress.codecs import TopK
 from lightning_compress.corrections import DGC, WARMUP_DENSITIES
 from lightning_compress.exchanges import EXCHANGES
-from lightning_compress.settings.arguments import build_compressor
 from lightning_compress.settings.options import Options
+from lightning_compress.settings.parsing import build_compressor
 from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import COMPRESSED, NAMES, PARAMETERS, Walker, gradient, named, on_ranks, walk
 from tests.reference.dgc import Rank

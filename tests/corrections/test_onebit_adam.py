@@ -8,7 +8,7 @@ import torch
 
 from lightning_compress.codecs import Dense, EFSign, Rotated
 from lightning_compress.corrections import OneBitAdam
-from lightning_compress.settings.arguments import build_compressor
+from lightning_compress.settings.parsing import build_compressor
 from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import COMPRESSED, LENGTHS, NAMES, Walker, gradient, named, on_ranks, walk
 from tests.reference.onebit_adam import simulate_onebit_adam

@@ -10,7 +10,7 @@ from lightning_compress import attach
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
-from lightning_compress.exchanges.base import longest
+from lightning_compress.exchanges.exchange import longest
 from lightning_compress.settings.run_state import RunState
 
 CPU, MEGA = torch.device("cpu"), 1 << 20

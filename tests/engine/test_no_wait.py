@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.collectives import World
-from lightning_compress.collectives.base import Collective
+from lightning_compress.collectives.collective import Collective
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
 from lightning_compress.reducers import Reducer

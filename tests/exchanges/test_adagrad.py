@@ -15,7 +15,7 @@ from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.group import Group
-from lightning_compress.settings.arguments import build_exchange
+from lightning_compress.settings.parsing import build_exchange
 from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import (
     COMPRESSED,

@@ -16,7 +16,7 @@ from lightning_compress.collectives import CountingCollective, LocalCollective, 
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import Hierarchical, nodes
-from lightning_compress.exchanges.base import plan_of
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning import choose
 from lightning_compress.planning import link as probe

@@ -13,7 +13,7 @@ from lightning_compress.collectives import CountingCollective, TorchCollective, 
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, AllReduce, Hierarchical, SplitGather, TwoShot, composite
-from lightning_compress.exchanges.base import plan_of
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.hierarchical import nodes_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.sparse import coding

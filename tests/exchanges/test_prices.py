@@ -17,9 +17,9 @@ from lightning_compress.contrib.exchanges.ok_topk import OkTopK
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.exchanges import AllReduce, Hierarchical, TwoShot
-from lightning_compress.exchanges.base import plan_of
 from lightning_compress.exchanges.composite import CompositePlan, plan_group
 from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds

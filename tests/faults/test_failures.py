@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy
-from lightning_compress.core.failures import ExchangeError, cause, explained
+from lightning_compress.core.errors import ExchangeError, cause, explained
 from tests.helpers.training import fit
 
 PEER = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49320."

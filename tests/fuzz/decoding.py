@@ -10,7 +10,7 @@ from lightning_compress.codecs import QSGD, Codec, OneBit, TopK
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges.message import MessagePlan, Section
-from lightning_compress.testing.hostile import CodecReader, Guarded
+from lightning_compress.testing.fuzz import CodecReader, Guarded
 from tests.cases import CASES
 
 CPU = torch.device("cpu")

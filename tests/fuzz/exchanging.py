@@ -11,7 +11,7 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES, Hierarchical, composite
 from lightning_compress.exchanges.message import Section
-from lightning_compress.testing.hostile import mutate
+from lightning_compress.testing.fuzz import mutate
 from tests.cases import CASES
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import nn
 
 from lightning_compress.collectives import run_threads
-from lightning_compress.core import snapshot
+from lightning_compress.core import state_dict
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.resume import Resume
-from lightning_compress.testing.hostile import mutate
+from lightning_compress.testing.fuzz import mutate
 
 CPU = torch.device("cpu")
 METHODS = ["onebit", "powersgd", {"name": "dgc", "density": 0.05}]
@@ -164,8 +164,8 @@ def spoil(tree, random):
 def signed(content):
     """With a checksum that fits, where that can be had."""
     try:
-        state = snapshot.check(content["tree"])
-        content["checksum"] = snapshot.checksum(state)
+        state = state_dict.check(content["tree"])
+        content["checksum"] = state_dict.checksum(state)
     except Exception:
         return content
     return content

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_compress.settings.arguments import rebuild_compressor
+from lightning_compress.settings.parsing import rebuild_compressor
 from tests.codecs.helpers import make
 
 FILE = Path(__file__).with_name("messages.json")

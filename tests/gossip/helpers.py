@@ -5,7 +5,7 @@ import torch
 
 from lightning_compress.collectives import run_threads
 from lightning_compress.core.layout import Layout
-from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 

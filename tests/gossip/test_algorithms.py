@@ -15,7 +15,7 @@ from lightning_compress.contrib.gossip.replicating import bearable, noise_of, un
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.gossip import ALGORITHMS
-from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 from tests.gossip.helpers import LAYOUT, NUMEL, RATE, Problem, models_of, run

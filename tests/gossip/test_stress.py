@@ -14,7 +14,7 @@ from lightning_compress.contrib.codecs.threshold import Threshold
 from lightning_compress.contrib.codecs.wangni import Wangni
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip import ALGORITHMS
-from lightning_compress.gossip.arguments import build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.noise import carried, largest_step

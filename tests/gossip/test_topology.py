@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_compress.gossip.arguments import build_algorithm
+from lightning_compress.gossip.build import build_algorithm
 from lightning_compress.gossip.topology import TOPOLOGIES, Topology, build_topology, metropolis
 
 SIZES = [1, 2, 3, 4, 5, 8, 16]

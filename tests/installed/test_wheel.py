@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_compress.exchanges import EXCHANGES
-from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.settings.parsing import COMPRESSORS
 
 ROOT = Path(__file__).resolve().parents[2]
 

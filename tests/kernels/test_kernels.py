@@ -11,11 +11,11 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector, kernel_of
-from lightning_compress.corrections.base import zero_where_zero
+from lightning_compress.corrections.correction import zero_where_zero
 from lightning_compress.engine.group import Group
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.testing.alone import encode
+from lightning_compress.testing.single_rank import encode
 from tests.cases import kernel_settings
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_compress.codecs import SparseLoCo
 from lightning_compress.collectives import World, run_threads
+from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.collectives.means import mean_of
-from lightning_compress.core.failures import ExchangeError
+from lightning_compress.core.errors import ExchangeError
 from lightning_compress.engine.group import Group
 from lightning_compress.periodic.fragment import Outer
 from lightning_compress.periodic.local_sgd import average_gradients

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_compress.collectives import CountingCollective, run_threads
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
-from lightning_compress.core.failures import ExchangeError
+from lightning_compress.core.errors import ExchangeError
 from lightning_compress.periodic.module_buffers import BufferRules, Buffers
 from lightning_compress.periodic.sync_schedule import Rounds
 from tests.periodic.helpers import begun

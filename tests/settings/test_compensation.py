@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
 from lightning_compress.corrections.loco import LoCo
-from lightning_compress.settings.arguments import COMPRESSORS, build_compressor
 from lightning_compress.settings.compensation import KINDS, TABLE, automatic, beside_adam, kind_of
+from lightning_compress.settings.parsing import COMPRESSORS, build_compressor
 from lightning_compress.settings.run_state import RunState
 from tests.strategies.test_resume import Net, fit
 

@@ -14,8 +14,8 @@ from lightning_compress.codecs.cast import Narrow
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine.checks import check_module
 from lightning_compress.reducers import Reducer
-from lightning_compress.settings.arguments import COMPRESSORS
 from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
 from tests.helpers.training import Net, fit
 

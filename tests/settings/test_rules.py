@@ -15,7 +15,7 @@ from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, TopK
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges.base import plan_of
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.rules import kinds_of

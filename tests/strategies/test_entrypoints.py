@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import OneBit, TopK
-from lightning_compress.settings.arguments import COMPRESSORS
+from lightning_compress.settings.parsing import COMPRESSORS
 from tests.helpers.training import Net, digits, loader, parameters
 
 CLASS_PATH = "lightning_compress.CompressedDDPStrategy"

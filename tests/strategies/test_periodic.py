@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from lightning_compress.core.failures import ExchangeError
+from lightning_compress.core.errors import ExchangeError
 from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.resume import _checked

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_compress import LocalSGDStrategy
 from lightning_compress.codecs import OneBit, TopK
 from lightning_compress.collectives.local import LocalCollective
-from lightning_compress.core import snapshot
+from lightning_compress.core import state_dict
 from lightning_compress.strategies import sidecar
 from tests.helpers import training
 from tests.helpers.training import Net
@@ -121,9 +121,9 @@ def test_parts_are_summed_one_at_a_time():
             yield made
             del made
 
-    states = snapshot.total(parts())["groups"][0]["states"]
+    states = state_dict.total(parts())["groups"][0]["states"]
     assert most <= 2
     assert states["residual"]["numbers"].eq(10).all()
     assert states["kept"]["numbers"].eq(2).all()
     with pytest.raises(ValueError, match="of different steps or groups"):
-        snapshot.total(iter([state(residual=("rank", 1.0)), state(4, residual=("rank", 1.0))]))
+        state_dict.total(iter([state(residual=("rank", 1.0)), state(4, residual=("rank", 1.0))]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import CODECS
-from lightning_compress.codecs.base import aligned
+from lightning_compress.codecs.codec import aligned
 from lightning_compress.core.layout import Layout
 from tests.triton.cases import METHODS
 

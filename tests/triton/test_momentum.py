@@ -9,7 +9,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import DGC
-from lightning_compress.corrections.base import zero_where_zero
+from lightning_compress.corrections.correction import zero_where_zero
 
 LAYOUT = Layout.of([("weight", (3, 701)), ("bias", (10,))])
 COMPRESSED = [slice(0, 2103)]

@@ -18,7 +18,7 @@ from lightning_compress.backward.sufficient_factors.linear import Outermost, Row
 from lightning_compress.collectives import CountingCollective, TorchCollective, consensus
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.collectives.torch import backend_of
-from lightning_compress.core import failures
+from lightning_compress.core import errors
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import announce
 from lightning_compress.engine.compression import Compression
@@ -206,7 +206,7 @@ class Factors:
         self._background.submit(partial(self._gather, layer, layer.rows), layer.done.set)
 
     def _gather(self, layer: Layer, rows: Rows) -> None:
-        with failures.explained(f"gathering the factors of {layer.name}", self._transport.rank):
+        with errors.explained(f"gathering the factors of {layer.name}", self._transport.rank):
             if self._stream is None:
                 self._exchange_rows(layer, rows)
                 return

@@ -28,7 +28,7 @@ from lightning_compress.kernels.triton.launch import (
     width_of,
     write,
 )
-from lightning_compress.kernels.triton.random import signed
+from lightning_compress.kernels.triton.random_bits import signed
 
 LONGEST = 8192
 """Elements of a block, at most: one program holds it in registers."""

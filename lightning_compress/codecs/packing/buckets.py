@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.packing.bits import packed_size
-from lightning_compress.core.buffers import pieces, scratch
+from lightning_compress.core.workspace import pieces, scratch
 
 Norm = Literal["max", "l2"]
 RUN = 1 << 18

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.core.buffers import scratch
+from lightning_compress.core.workspace import scratch
 
 
 def planes(bits: int) -> list[tuple[int, int]]:

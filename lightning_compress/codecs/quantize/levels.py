@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import FusedPlan, aligned
+from lightning_compress.codecs.codec import FusedPlan, aligned
 from lightning_compress.codecs.packing.planes import Planes
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
+from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels import Summands
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.packing.planes import code_dtype
 from lightning_compress.codecs.quantize.formats import Formats, build
-from lightning_compress.core.buffers import scratch
+from lightning_compress.core.workspace import scratch
 
 MAGNITUDE = 0x7FFFFFFF
 """All bits of a float32 but its sign."""

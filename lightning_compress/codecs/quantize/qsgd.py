@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.cast import BF16
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.packing.buckets import Buckets, Norm, bucket_shape
 from lightning_compress.codecs.packing.planes import code_bytes
 from lightning_compress.codecs.quantize.levels import BITS, LevelPlan, Piece, check_correlated, more_bits

@@ -8,7 +8,7 @@ import triton.language as tl
 from lightning_compress.codecs.packing.block_coder_triton import LONGEST as LONGEST
 from lightning_compress.codecs.packing.block_coder_triton import BlockCoder
 from lightning_compress.codecs.quantize.levels_triton import LARGEST, fit, levels_of, round_levels, step_of
-from lightning_compress.kernels.triton.random import random_bits
+from lightning_compress.kernels.triton.random_bits import random_bits
 
 
 def coder(bucket: int, squares: bool, bits: int, body: int) -> BlockCoder:

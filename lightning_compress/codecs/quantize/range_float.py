@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, KernelPlan, Plan, aligned
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
-from lightning_compress.core.buffers import chunk_size, pieces
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.workspace import chunk_size, pieces
 
 Rounding = Literal["nearest", "truncate"]
 RUN = 1 << 17

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.cast import BF16
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, aligned
 from lightning_compress.codecs.packing.planes import code_bytes
 from lightning_compress.codecs.quantize.levels import BITS, LevelPlan, Piece, check_correlated, more_bits
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits
+from lightning_compress.core.workspace import scratch
 
 
 def hadamard(matrices: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_compress.kernels.triton.launch import (
     sources,
     write,
 )
-from lightning_compress.kernels.triton.random import random_bits, signed
+from lightning_compress.kernels.triton.random_bits import random_bits, signed
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.codecs.sign.signs import plan_signs
 from lightning_compress.core.layout import Layout
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.codecs.sign.signs import SignPlan, plan_signs
 from lightning_compress.core.layout import Layout, Segment
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import KernelPlan, Plan, aligned
+from lightning_compress.codecs.codec import KernelPlan, Plan, aligned
 from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
 from lightning_compress.codecs.packing.buckets import bucket_shape
-from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.workspace import chunk_size, pieces, scratch
 
 WORD = 32
 """Bits that the kernels of a CPU write at a time; they take blocks that begin and end with such a word."""

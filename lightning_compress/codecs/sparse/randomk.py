@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.codecs.quantize.levels import LARGEST
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import PER_WORD, PLACE_BITS, RandomBits, draw_places, mix

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, FusedPlan, Summands
+from lightning_compress.codecs.codec import Codec, FusedPlan, Summands
 from lightning_compress.codecs.packing.bits import pack, unpack
 from lightning_compress.codecs.variable import VariablePlan, damaged
 from lightning_compress.core.layout import Layout

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.core.buffers import CHUNK, scratch
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.workspace import CHUNK, scratch
 
 SMALL = 4096
 """Up to this many elements no sample is worth taking."""

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.codecs.packing.planes import Planes, code_dtype
-from lightning_compress.core.buffers import CHUNK, pieces, scratch
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.workspace import CHUNK, pieces, scratch
 
 LEVELS = 4
 SIGMAS = 6.0

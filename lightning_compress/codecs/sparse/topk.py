@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.base import Codec, KernelPlan, Plan
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan
 from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import positions_of
 from lightning_compress.codecs.packing.values import FloatValues, FourMeans, OneMagnitude, Values

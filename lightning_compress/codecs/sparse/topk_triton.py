@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_compress.codecs.sparse import topk_steps_triton
 from lightning_compress.codecs.sparse.topk import Slots
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.random import Stream
+from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, sources, width_of
 
 _CHUNK = 1024

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
-from lightning_compress.core.buffers import scratch
+from lightning_compress.core.workspace import scratch
 
 
 class Places:

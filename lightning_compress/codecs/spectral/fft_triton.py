@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_compress.codecs.packing.planes_triton import later_planes
 from lightning_compress.codecs.spectral import coefficients_triton
 from lightning_compress.codecs.spectral.spectrum import SAMPLE, Area
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.random import Stream
+from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels.triton.launch import Summands, float_view, sources
 
 LONGEST = 8192

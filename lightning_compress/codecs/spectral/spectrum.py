@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.codec import Codec, Plan, aligned
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa
 from lightning_compress.codecs.spectral.bins import Places
-from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.workspace import pieces, scratch
 
 SHORTEST = 8
 """The least length that a rest is filled up to."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import Ints, positions_of
 from lightning_compress.codecs.packing.values import Floats, LevelValues

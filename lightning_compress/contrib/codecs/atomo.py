@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan
-from lightning_compress.core.buffers import scratch
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.random import mix
+from lightning_compress.core.workspace import scratch
 
 TINY = 2.0**-100
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_compress.codecs.packing.positions import Ints
 from lightning_compress.codecs.packing.values import Floats
-from lightning_compress.core.buffers import CHUNK, pieces, scratch
+from lightning_compress.core.workspace import CHUNK, pieces, scratch
 
 
 class Crossings:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.spectral.spectrum import Spectral, Transform
-from lightning_compress.core.buffers import scratch
+from lightning_compress.core.workspace import scratch
 
 
 @dataclass(frozen=True)

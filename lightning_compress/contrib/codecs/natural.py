@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.codec import Codec, Plan, aligned
 from lightning_compress.codecs.packing.buckets import Buckets
 from lightning_compress.codecs.quantize.levels import check_correlated
 from lightning_compress.codecs.quantize.qsgd import QSGD
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream
+from lightning_compress.core.workspace import scratch
 
 MANTISSA = 23
 WINDOW = 127

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Plan
+from lightning_compress.codecs.codec import Plan
 from lightning_compress.codecs.packing.buckets import Buckets, Norm
 from lightning_compress.codecs.quantize.levels import Quantiser, fit
 from lightning_compress.codecs.quantize.qsgd import QSGD, Coding
 from lightning_compress.codecs.variable import Bytes, VariablePlan, damaged
 from lightning_compress.contrib.codecs import elias
-from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.workspace import pieces, scratch
 
 Ints = npt.NDArray[np.int64]
 LONGEST = 4096

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.quantize.levels import UNIT
-from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream
+from lightning_compress.core.workspace import pieces, scratch
 
 RUN = 5 << 15
 """Elements that are rounded at a time: they fit a CPU's caches, and fill bytes by 4, by 5 and by 8."""

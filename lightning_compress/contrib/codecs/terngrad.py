@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan, aligned
+from lightning_compress.codecs.codec import Codec, Plan, aligned
 from lightning_compress.codecs.packing.planes import code_bytes, pack_plane, unpack_plane
 from lightning_compress.codecs.quantize.levels import LARGEST, UNIT, check_correlated, fit
 from lightning_compress.codecs.quantize.qsgd import QSGD

@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan
 from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import Ints, Rice
 from lightning_compress.codecs.packing.values import Floats, FloatValues, OneMagnitude
-from lightning_compress.core.buffers import CHUNK, pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import FACTORS, GAMMA, SHIFTS, RandomBits, mix
+from lightning_compress.core.workspace import CHUNK, pieces, scratch
 
 ROUNDS = 8
 """The most steps towards lambda; two or three are enough, but where few elements are very large."""

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.codecs.base import ALIGNMENT, aligned
+from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.contrib.exchanges.lists import joined, spread
 from lightning_compress.contrib.exchanges.rounds import new_messages
 from lightning_compress.contrib.exchanges.selection import Compact, check_fed_back, keeps_all
-from lightning_compress.core.buffers import Growing
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, States, place_of
+from lightning_compress.core.workspace import Growing
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, Keeper, longest, of_vectors
 from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Keeper, longest, of_vectors
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
-from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
+from lightning_compress.exchanges.remote_error import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count

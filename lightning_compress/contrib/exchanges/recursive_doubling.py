@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
-from lightning_compress.codecs.base import aligned
+from lightning_compress.codecs.codec import aligned
 from lightning_compress.collectives import World
 from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_messages, seal
 from lightning_compress.contrib.exchanges.selection import Compact
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, of_vectors
 from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, of_vectors
 from lightning_compress.exchanges.message import MessagePlan, Section, settle
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count

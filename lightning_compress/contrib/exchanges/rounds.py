@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.base import ALIGNMENT, aligned
+from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import World
-from lightning_compress.exchanges.refusal import Refusal
+from lightning_compress.exchanges.remote_error import Refusal
 
 HEADER = 16
 REFUSED = -1

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_compress.collectives import World
 from lightning_compress.contrib.exchanges.recursive_doubling import DoublingPlan
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.split_gather import expected_count

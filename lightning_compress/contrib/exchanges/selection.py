@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.exchanges.base import gather, scatter
+from lightning_compress.exchanges.exchange import gather, scatter
 from lightning_compress.exchanges.message import Section
 
 

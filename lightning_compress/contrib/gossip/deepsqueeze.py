@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_compress.codecs import Codec, EFSign
 from lightning_compress.core.layout import Layout
-from lightning_compress.gossip.base import Algorithm, Coded, Mixing, check_contractive, check_share
+from lightning_compress.gossip.algorithm import Algorithm, Coded, Mixing, check_contractive, check_share
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.noise import fit_step
 

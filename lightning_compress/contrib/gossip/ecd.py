@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_compress.contrib.gossip.replicating import Replicating
-from lightning_compress.gossip.base import Replicas
+from lightning_compress.gossip.algorithm import Replicas
 
 
 class _Mixing(Replicas):

@@ -13,7 +13,7 @@ from lightning_compress.codecs import QSGD, Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.squares import squares
-from lightning_compress.gossip.base import Algorithm, Mixing, Replicas
+from lightning_compress.gossip.algorithm import Algorithm, Mixing, Replicas
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import TOLERANCE, Topology
 

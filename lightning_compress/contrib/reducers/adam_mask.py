@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import PER_WORD, RandomBits, draw_places
 from lightning_compress.core.state import Declared, States
-from lightning_compress.reducers.base import Reducer, ReducerPlan
+from lightning_compress.core.workspace import scratch
+from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 Rest = Literal["residual", "moment"]
 

@@ -20,11 +20,11 @@ from lightning_compress.collectives.counting import (
     all_to_all_rounds,
 )
 from lightning_compress.contrib.reducers.tally import Tally
-from lightning_compress.core.buffers import chunk_size, pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, mix
 from lightning_compress.core.state import Declared, State, States
-from lightning_compress.reducers.base import Reducer, ReducerPlan
+from lightning_compress.core.workspace import chunk_size, pieces, scratch
+from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 Vote = Literal["majority", "tally"]
 MOMENTUM = "momentum"

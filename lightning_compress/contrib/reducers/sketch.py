@@ -15,11 +15,11 @@ from torch import Tensor
 from lightning_compress.codecs.sparse.selection import CpuSelector, SortSelector
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.core.buffers import pieces, scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import hash_torch, mix
 from lightning_compress.core.state import States
-from lightning_compress.reducers.base import Reducer, ReducerPlan
+from lightning_compress.core.workspace import pieces, scratch
+from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 RUN = 1 << 14
 """Elements that are handled at a time on a CPU: a row's worth of each row fits its caches."""

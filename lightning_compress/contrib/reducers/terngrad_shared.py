@@ -16,7 +16,7 @@ from lightning_compress.contrib.codecs.terngrad import check_clip
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import Stream, mix
 from lightning_compress.core.state import States
-from lightning_compress.reducers.base import Reducer, ReducerPlan
+from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 WORD = 2**31
 """Words are int32, of which the positive numbers are used."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs import Codec, Dense, RandomK
-from lightning_compress.codecs.base import aligned
+from lightning_compress.codecs.codec import aligned
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import (
     all_gather_rounds,
@@ -27,13 +27,13 @@ from lightning_compress.collectives.counting import (
     all_reduce_rounds,
     all_to_all_rounds,
 )
-from lightning_compress.core.buffers import Growing, Messages
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.base import Exchange, ExchangePlan, longest, of_vectors
+from lightning_compress.core.workspace import Growing, Messages
 from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, longest, of_vectors
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, settle
-from lightning_compress.exchanges.refusal import FLAG, Refusal, flags_of
+from lightning_compress.exchanges.remote_error import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.lists import Listed
 

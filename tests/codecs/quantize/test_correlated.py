@@ -16,7 +16,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import permutation
 from lightning_compress.exchanges import AllGather, TwoShot
 from lightning_compress.exchanges.message import Section
-from lightning_compress.gossip.arguments import build_gossip_compressor
+from lightning_compress.gossip.build import build_gossip_compressor
 from lightning_compress.settings.run_state import RunState
 from tests.codecs.helpers import CPU, layout, make
 from tests.codecs.quantize.test_quantisers import check_levels

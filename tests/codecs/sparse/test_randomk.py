@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lightning_compress.codecs import RandomK
-from lightning_compress.codecs.base import Plan
+from lightning_compress.codecs.codec import Plan
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES, TwoShot
-from lightning_compress.exchanges.base import plan_of
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from tests.codecs.helpers import CPU, layout, make
 from tests.helpers.sizes import by_turns

@@ -11,7 +11,7 @@ from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import Exchange
-from lightning_compress.exchanges.base import plan_of
+from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from lightning_compress import kernels
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.state import Declared, State, States
 from lightning_compress.core.vector import Stage
+from lightning_compress.core.workspace import scratch
 
 
 def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]:

@@ -29,7 +29,7 @@ MOST_SETTINGS = 100_000
 """Numbers and texts that say what ran, at most: a list in a list in a list is quickly longer than memory."""
 PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
 
-Snapshot = dict[str, Any]
+StateDict = dict[str, Any]
 Orders = Mapping[str, Sequence[int]]
 
 
@@ -40,7 +40,7 @@ def take(
     running: Mapping[str, object],
     groups: Iterable[tuple[Sequence[str], States]],
     orders: Orders,
-) -> Snapshot:
+) -> StateDict:
     """The committed state; refers to the states' own memory, which a commit replaces.
 
     Args:
@@ -76,7 +76,7 @@ def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
     return found
 
 
-def reordered(snapshot: Snapshot, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[Snapshot]:
+def reordered(snapshot: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[StateDict]:
     """The groups of a checked snapshot with the numbers of each parameter in the order that its memory has now.
 
     Args:
@@ -125,7 +125,7 @@ def _permuted(
     return there.permute([list(before).index(each) for each in now]).reshape(-1)
 
 
-def _coded(one: Snapshot) -> Snapshot:
+def _coded(one: StateDict) -> StateDict:
     """The same in 8 bits, in which nothing is lost where they were before."""
     parts = []
     for part in one["numbers"].split(one["numels"]):
@@ -134,13 +134,13 @@ def _coded(one: Snapshot) -> Snapshot:
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat(parts)}
 
 
-def _one(state: State) -> Snapshot:
+def _one(state: State) -> StateDict:
     numels = [segment.numel for segment in state.layout.segments]
     names = list(state.layout.names)
     return {"holder": state.holder, "names": names, "numels": numels, "numbers": state.committed}
 
 
-def fill(states: States, saved: Snapshot, names: Sequence[str], dispensable: Collection[str] = ()) -> None:
+def fill(states: States, saved: StateDict, names: Sequence[str], dispensable: Collection[str] = ()) -> None:
     """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters.
 
     Args:
@@ -170,7 +170,7 @@ def fill(states: States, saved: Snapshot, names: Sequence[str], dispensable: Col
         states[kind].adopt(old, names)
 
 
-def total(snapshots: Iterable[Snapshot]) -> Snapshot:
+def total(snapshots: Iterable[StateDict]) -> StateDict:
     """Sum over ranks of what each has for itself; what all share is the first one's.
 
     Args:
@@ -179,7 +179,7 @@ def total(snapshots: Iterable[Snapshot]) -> Snapshot:
     Raises:
         ValueError: they were not taken at the same moment of the same run.
     """
-    made: Snapshot = {}
+    made: StateDict = {}
     first = 0
     for each in snapshots:
         if not made:
@@ -193,7 +193,7 @@ def total(snapshots: Iterable[Snapshot]) -> Snapshot:
     return made
 
 
-def mapped(snapshot: Snapshot, change: Callable[[Snapshot], Snapshot]) -> Snapshot:
+def mapped(snapshot: StateDict, change: Callable[[StateDict], StateDict]) -> StateDict:
     """The same with every state of a group changed, in the order of their names; what is given stays as it is."""
     groups = [
         group | {"states": {kind: change(one) for kind, one in sorted(group["states"].items())}}
@@ -202,10 +202,10 @@ def mapped(snapshot: Snapshot, change: Callable[[Snapshot], Snapshot]) -> Snapsh
     return snapshot | {"groups": groups}
 
 
-def zeroed(snapshot: Snapshot) -> Snapshot:
+def zeroed(snapshot: StateDict) -> StateDict:
     """The same with zeros for what each rank has for itself."""
 
-    def change(one: Snapshot) -> Snapshot:
+    def change(one: StateDict) -> StateDict:
         if one["holder"] == "shared":
             return one
         one = opened(one)
@@ -214,7 +214,7 @@ def zeroed(snapshot: Snapshot) -> Snapshot:
     return mapped(snapshot, change)
 
 
-def opened(one: Snapshot) -> Snapshot:
+def opened(one: StateDict) -> StateDict:
     """One state of a group with float32 numbers, where they were coded in 8 bits."""
     if one["numbers"].dtype != torch.uint8:
         return one
@@ -223,7 +223,7 @@ def opened(one: Snapshot) -> Snapshot:
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat([nothing, *parts])}
 
 
-def common(snapshot: Snapshot) -> Snapshot:
+def common(snapshot: StateDict) -> StateDict:
     """What is the same on all ranks: all but the numbers that each has for itself."""
     return mapped(snapshot, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
 
@@ -255,7 +255,7 @@ def checksum(tree: object, value: int = 0) -> int:
     return value
 
 
-def check(snapshot: object) -> Snapshot:
+def check(snapshot: object) -> StateDict:
     """Refuse what is not a snapshot; nothing is taken for granted that a file may hold.
 
     Returns:

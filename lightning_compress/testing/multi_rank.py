@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from lightning_compress.codecs import Codec, Method
-from lightning_compress.codecs.base import aligned
+from lightning_compress.codecs.codec import aligned
 from lightning_compress.collectives import Collective, LocalCollective, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, Pattern, TwoShot
-from lightning_compress.testing.faithful import ADVICE, KEYS, Measure, T, check_sent
+from lightning_compress.testing.bias import ADVICE, KEYS, Measure, T, check_sent
 from lightning_compress.testing.laws import law
 from lightning_compress.testing.means import Mean, Walk, flags_arrive, mean_sender, means, noise, outcome_of, walk_on
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, make

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.codecs import CODECS, Codec, Dense
-from lightning_compress.codecs.base import ALIGNMENT
+from lightning_compress.codecs.codec import ALIGNMENT
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
-from lightning_compress.core.buffers import scratch
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import Declared, States
+from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Out, Section
 from lightning_compress.kernels import Summands

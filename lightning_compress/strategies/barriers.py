@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_compress.core import failures
+from lightning_compress.core import errors
 from lightning_compress.strategies.resume import Resume
 
 if TYPE_CHECKING:
@@ -48,22 +48,22 @@ class WaitingMixin(_Base):
         """Wait for the other ranks; not after an error, so that this process ends and the others get an error too."""
         if not self.gives_up:
             self.meet()
-            with failures.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
+            with errors.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
                 super().barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Lightning's."""
         self.meet()
-        with failures.of_transport(f"hearing from rank {src} in Lightning's broadcast", self.global_rank):
+        with errors.of_transport(f"hearing from rank {src} in Lightning's broadcast", self.global_rank):
             return super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Lightning's: of metrics, and of what the ranks decide together."""
         self.meet()
-        with failures.of_transport("reducing a number over all ranks for Lightning", self.global_rank):
+        with errors.of_transport("reducing a number over all ranks for Lightning", self.global_rank):
             return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Lightning's."""
-        with failures.of_transport("gathering a tensor of all ranks for Lightning", self.global_rank):
+        with errors.of_transport("gathering a tensor of all ranks for Lightning", self.global_rank):
             return super().all_gather(tensor, group, sync_grads)

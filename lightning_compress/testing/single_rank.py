@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
-from lightning_compress.codecs.base import FusedPlan, Plan, Summands, aligned
+from lightning_compress.codecs.codec import FusedPlan, Plan, Summands, aligned
 from lightning_compress.core.layout import Layout
-from lightning_compress.testing.faithful import Measure, T, check_sent
-from lightning_compress.testing.hostile import CodecReader, Guarded
+from lightning_compress.testing.bias import Measure, T, check_sent
+from lightning_compress.testing.fuzz import CodecReader, Guarded
 from lightning_compress.testing.laws import law, named
 from lightning_compress.testing.vectors import CPU, KINDS, LENGTHS, layout, make
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_compress.core.buffers import Workspace, release, scratch
+from lightning_compress.core.workspace import Workspace, release, scratch
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.base import Collective
-from lightning_compress.core import failures
+from lightning_compress.collectives.collective import Collective
+from lightning_compress.core import errors
 
 
 def sums_of(parts: Sequence[Tensor], ranks: Collective, dtype: torch.dtype) -> list[Tensor]:
@@ -48,7 +48,7 @@ def mean_of(named: Mapping[str, Tensor], ranks: Collective, doing: str = "averag
         by_dtype.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(name)
     means: dict[str, Tensor] = {}
     for dtype, names in by_dtype.items():
-        with failures.explained(doing, ranks.rank):
+        with errors.explained(doing, ranks.rank):
             sums = sums_of([named[name].detach() for name in names], ranks, dtype)
         means |= {name: each.div_(ranks.size) for name, each in zip(names, sums, strict=True)}
     return means

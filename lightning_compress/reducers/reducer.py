@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lightning_compress.codecs.base import Method
+from lightning_compress.codecs.codec import Method
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import Declared, States
