@@ -24,7 +24,7 @@ Memories = dict[str, dict[str, Tensor]]
 """Of layers, by their names; each under a name of its own, "", as checkpoints always had it."""
 
 
-MET = "lightning_compress.strategies.signals"
+MET = "lightning_compress.strategies.rendezvous"
 """The module from which Lightning's handler is called where all ranks have met."""
 
 

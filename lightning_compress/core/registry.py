@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from lightning_compress.core.primitives import plain
+import numpy as np
 
 T = TypeVar("T")
 
@@ -339,3 +339,12 @@ def _inside(given: Iterable[object]) -> Iterator[object]:
         yield each
         if dataclasses.is_dataclass(each):
             yield from _inside(getattr(each, field.name) for field in dataclasses.fields(each))
+
+
+def plain(value: Any) -> Any:
+    """The same, in mappings and lists too, of Python's own numbers and texts where they are NumPy's."""
+    if type(value) is dict:
+        return {key: plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value.item() if isinstance(value, np.generic) else value

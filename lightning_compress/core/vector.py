@@ -225,3 +225,14 @@ def spoil(means: Sequence[Tensor], flag: Tensor) -> None:
             fused.add_flag(flag, mean)
         else:
             mean.add_(flag)
+
+
+_BLOCK = 1 << 20
+"""Elements that are squared at once."""
+
+
+def squares(tensor: Tensor, other: Tensor | None = None) -> Tensor:
+    """The sum of squares of a tensor, or of what it differs by from another one, in float64, block by block."""
+    parts = tensor.reshape(-1).split(_BLOCK)
+    others = [0.0] * len(parts) if other is None else other.reshape(-1).split(_BLOCK)
+    return torch.stack([(each - less).double().square().sum() for each, less in zip(parts, others, strict=True)]).sum()

@@ -13,8 +13,8 @@ from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import state_dict
-from lightning_compress.core.squares import squares
 from lightning_compress.core.state import State
+from lightning_compress.core.vector import squares
 from lightning_compress.core.workspace import release
 from lightning_compress.engine.group import LOCO, MEMORY, Group
 from lightning_compress.settings.run_state import RunState

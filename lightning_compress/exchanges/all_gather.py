@@ -13,8 +13,14 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, agree_length, length_bytes, length_rounds
+from lightning_compress.exchanges.exchange import (
+    Cost,
+    Exchange,
+    ExchangePlan,
+    agree_length,
+    length_bytes,
+    length_rounds,
+)
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 

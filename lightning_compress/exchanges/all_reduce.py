@@ -18,8 +18,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages, chunk_size
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, of_vectors
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 

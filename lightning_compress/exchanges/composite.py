@@ -14,8 +14,7 @@ from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, State, States
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import ExchangePlan, Pattern, gather, of_vectors, plan_of, scatter
+from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, of_vectors, plan_of, scatter
 from lightning_compress.exchanges.message import Section, settle
 from lightning_compress.reducers import Reducer, ReducerPlan
 

@@ -15,9 +15,9 @@ from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.exchange import (
     META,
+    Cost,
     Exchange,
     ExchangePlan,
     Pattern,

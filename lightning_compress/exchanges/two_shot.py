@@ -19,8 +19,8 @@ from lightning_compress.collectives.counting import all_gather_rounds, all_to_al
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages
-from lightning_compress.exchanges.cost import Cost
 from lightning_compress.exchanges.exchange import (
+    Cost,
     Exchange,
     ExchangePlan,
     Sums,

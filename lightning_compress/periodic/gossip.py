@@ -15,7 +15,7 @@ from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core import errors
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.squares import squares
+from lightning_compress.core.vector import squares
 from lightning_compress.engine.checks import check_initialized
 from lightning_compress.gossip.algorithm import Algorithm, Mixing
 from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor

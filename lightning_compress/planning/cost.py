@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Cost
 
 
 def _check(given: object, zero: bool = False) -> None:

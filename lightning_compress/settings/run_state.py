@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from lightning_compress.codecs import Codec, Dense, Method
-from lightning_compress.core.primitives import plain
-from lightning_compress.core.registry import describe
+from lightning_compress.core.registry import describe, plain
 from lightning_compress.corrections import Corrected, Correction
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.exchanges import Keeper, Pattern

@@ -28,8 +28,7 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.strategies.barriers import WaitingMixin
-from lightning_compress.strategies.names import VARIANTS, register
+from lightning_compress.strategies.common import VARIANTS, CommonMixin, register
 from lightning_compress.strategies.rendezvous import Rendezvous
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
@@ -37,7 +36,7 @@ from lightning_compress.strategies.sidecar import CHOSEN, SavedState
 _UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_unused_parameters": True}}
 
 
-class CompressedDDPMixin(WaitingMixin):
+class CompressedDDPMixin(CommonMixin):
     """Turns a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
 
     def __init__(

@@ -13,9 +13,22 @@ from lightning_compress.periodic.gossip import Gossip
 from lightning_compress.periodic.local_sgd import OPTIONS, LocalSGD
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.settings.options import Options
-from lightning_compress.strategies.names import LOCAL_STEPS, register
+from lightning_compress.strategies.common import register
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.sidecar import SavedState
+
+LOCAL_STEPS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"sync_every": 16, "outer": "average"},
+    "post_local_sgd": {"sync_every": 16, "outer": "average", "averaged_steps": 1000},
+    "diloco": {"sync_every": 30, "outer": "nesterov"},
+    "sparseloco": {
+        "sync_every": 30,
+        "outer": {"lr": 1.0},
+        "compressor": "sparseloco",
+        "error_feedback": {"decay": 0.95},
+    },
+}
+"""Settings of local steps by the registered name of the strategy."""
 
 
 def constructor(makes: type[Synchroniser], more: Iterable[inspect.Parameter] = ()) -> Callable[..., None]:

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective, consensus
 from lightning_compress.core import state_dict
-from lightning_compress.core.primitives import plain
+from lightning_compress.core.registry import plain
 from lightning_compress.engine import checks
 from lightning_compress.periodic.synchroniser import Synchroniser, differing
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.barriers import WaitingMixin
+from lightning_compress.strategies.common import CommonMixin
 from lightning_compress.strategies.recount import Recount
 from lightning_compress.strategies.rendezvous import ELSEWHERE, END, Rendezvous
 from lightning_compress.strategies.resume import Resume
@@ -31,7 +31,7 @@ from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.unsupported import check_fit, without_wrapper
 
 
-class PeriodicMixin(WaitingMixin):
+class PeriodicMixin(CommonMixin):
     """Turns a ``DDPStrategy`` into one over a synchroniser; see ``PeriodicStrategy``."""
 
     _fitting = False

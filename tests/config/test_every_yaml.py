@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.parsing import COMPRESSORS
-from lightning_compress.strategies.names import LOCAL_STEPS
+from lightning_compress.strategies.constructors import LOCAL_STEPS
 from lightning_compress_hydra import LightningCompressSearchPathPlugin
 from recipes.config import build, by_group, recipe_of, refuse_foreign_data
 from recipes.tables.idle import Outlasted, refuse_idle

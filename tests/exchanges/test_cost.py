@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, link_of, wire_seconds
 
 LINK = Link(1e-3, 1e6)

@@ -18,8 +18,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.exchanges import AllReduce, Hierarchical, TwoShot
 from lightning_compress.exchanges.composite import CompositePlan, plan_group
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import plan_of
+from lightning_compress.exchanges.exchange import Cost, plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds

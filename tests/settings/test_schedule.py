@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import FFT, QSGD, TopK
 from lightning_compress.collectives import run_threads
-from lightning_compress.core.primitives import plain
+from lightning_compress.core.registry import plain
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from lightning_compress.settings.schedule import Progress, Schedule

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_compress import CommunicationMonitor, LocalSGDStrategy
-from lightning_compress.strategies.names import LOCAL_STEPS
+from lightning_compress.strategies.constructors import LOCAL_STEPS
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.strategies.test_periodic import (

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from lightning_compress.core.errors import ExchangeError
 from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
+from lightning_compress.strategies.rendezvous import CLOCK, HANDLERS, LOOP
 from lightning_compress.strategies.resume import _checked
-from lightning_compress.strategies.signals import CLOCK, HANDLERS, LOOP
 from tests.conformance.test_interrupted import _slurm as slurm_job
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.strategies.averaging import Averaging, Mean

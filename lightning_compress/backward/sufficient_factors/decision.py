@@ -16,7 +16,7 @@ import torch
 from lightning_compress.backward.sufficient_factors.layers import FactorSettings, Layer
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds, all_reduce_rounds, least_ms
-from lightning_compress.exchanges.cost import Cost
+from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.planning import link as links
 from lightning_compress.planning.cost import Link, wire_seconds
 

@@ -18,8 +18,7 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_messages, seal
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Sums, of_sums, of_vectors, read_sums
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Sums, of_sums, of_vectors, read_sums
 from lightning_compress.exchanges.message import MessagePlan, Section
 
 

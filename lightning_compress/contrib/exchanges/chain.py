@@ -17,8 +17,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Planner, gather, of_vectors, scatter
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Planner, gather, of_vectors, scatter
 from lightning_compress.exchanges.hierarchical import read_outer
 from lightning_compress.exchanges.message import Section, settle
 from lightning_compress.exchanges.nodes import nodes_of, side_by_side

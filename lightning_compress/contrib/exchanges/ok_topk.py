@@ -26,8 +26,7 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, States, place_of
 from lightning_compress.core.workspace import Growing
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Keeper, longest, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Keeper, longest, of_vectors
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.remote_error import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding

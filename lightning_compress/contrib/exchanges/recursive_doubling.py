@@ -20,8 +20,7 @@ from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_mess
 from lightning_compress.contrib.exchanges.selection import Compact
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, of_vectors
 from lightning_compress.exchanges.message import MessagePlan, Section, settle
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_compress.codecs import QSGD, Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.core.squares import squares
+from lightning_compress.core.vector import squares
 from lightning_compress.gossip.algorithm import Algorithm, Mixing, Replicas
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import TOLERANCE, Topology

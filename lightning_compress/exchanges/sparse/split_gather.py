@@ -30,8 +30,7 @@ from lightning_compress.collectives.counting import (
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Growing, Messages
-from lightning_compress.exchanges.cost import Cost
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, longest, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, longest, of_vectors
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, settle
 from lightning_compress.exchanges.remote_error import FLAG, Refusal, flags_of
 from lightning_compress.exchanges.sparse import coding

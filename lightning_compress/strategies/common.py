@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,7 +16,7 @@ else:
     _Base = object
 
 
-class WaitingMixin(_Base):
+class CommonMixin(_Base):
     """Turns a ``DDPStrategy`` into one with files beside its checkpoints, that explains why it waited in vain.
 
     Raises:
@@ -67,3 +68,35 @@ class WaitingMixin(_Base):
         """Lightning's."""
         with errors.of_transport("gathering a tensor of all ranks for Lightning", self.global_rank):
             return super().all_gather(tensor, group, sync_grads)
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "": {},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
+}
+"""Suffixes of every name, and their arguments."""
+
+
+def register(
+    registry: Any,
+    cls: type,
+    kind: str,
+    named: Mapping[str, Mapping[str, object]],
+    variants: Mapping[str, Mapping[str, object]] = VARIANTS,
+) -> None:
+    """Register a strategy under each name with each suffix; a name that is there stays as it is.
+
+    Args:
+        registry: Lightning's.
+        cls: the strategy.
+        kind: what it is, for people.
+        named: its arguments by name.
+        variants: further arguments by suffix.
+    """
+    for name, arguments in named.items():
+        for suffix, more in variants.items():
+            if name + suffix not in registry:
+                given = {**arguments, **more}
+                registry.register(name + suffix, cls, description=f"{kind}: {given or 'defaults'}", **given)
