@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks._backward.accuracy import mlp
 from lightning_compress.backward import enable
-from lightning_compress.backward.selection import sums
+from lightning_compress.backward.sparsity import sums
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_compress.backward import selection
-from lightning_compress.backward.autocast import autocast_dtype
-from lightning_compress.backward.layers import refuse_second
+from lightning_compress.backward.layer_swap import autocast_dtype
 from lightning_compress.backward.scan import CELLS, Scan, Step, plan_steps
-from lightning_compress.backward.sparsity import SparseLayer, Sparsity, eagerly
+from lightning_compress.backward.sparse_layers import meprop_has_no_derivative
+from lightning_compress.backward.sparsity import SparseLayer, Sparsity, kept_of_each, sums
 
 __all__ = ["SparseGRU", "SparseGRUCell", "SparseLSTM", "SparseLSTMCell", "scan"]
 
@@ -25,25 +24,25 @@ Hidden = tuple[Tensor, ...]
 def scan(
     kind: str, x: Tensor, hidden: Hidden, weights: Sequence[Tensor | None], steps: Sequence[Step], sparsity: Sparsity
 ) -> tuple[Tensor, Hidden]:
-    """One direction of one layer, with a sparse backward pass.
+    """Compute one direction of one layer, with a sparse backward pass.
 
-    Of each gate those ``k`` outputs are kept whose pre-activations have the largest gradients: at each time step
-    anew, by the sum of absolute values over the minibatch; or, ``per_example``, each example's own; or, with
-    ``per_sequence``, one choice for all time steps, made by the gradients that the outputs bring before they travel
-    through time. Only these go through the weights: back to the step before, to the inputs, and into the weights'
+    Each gate keeps the ``k`` outputs whose pre-activations have the largest gradients. By default each time step
+    chooses, by the sum of absolute values over the minibatch. With ``per_example`` each example chooses its own. With
+    ``per_sequence`` one choice holds for all time steps, by the gradients of the outputs before these travel through
+    time. Only what is kept goes through the weights: to the step before, to the inputs, and into the weights'
     gradients, where other rows get none. In a GRU both products of the candidate gate keep the same outputs.
 
     Args:
         kind: "lstm" or "gru".
-        x: ``[rows, in]``, time steps one after the other, as in a ``PackedSequence``.
-        hidden: before the first step, ``[batch, hidden]`` each.
+        x: ``[rows, in]``, one time step after the other, as in a ``PackedSequence``.
+        hidden: states before the first step, ``[batch, hidden]`` each.
         weights: ``weight_ih [gates * hidden, in]``, ``weight_hh [gates * hidden, hidden]``, ``bias_ih`` and ``bias_hh``
             (or None), with the gates in PyTorch's order.
         steps: in the order in which they are computed.
         sparsity: how sparse; ``width`` is ``hidden``.
 
     Returns:
-        the output ``[rows, hidden]``, and what is hidden after the last step.
+        the output ``[rows, hidden]``, and the hidden states after the last step.
     """
     dtype = autocast_dtype(x)
     output, *after = _Scan.apply(kind, steps, sparsity, dtype, x, *weights, *hidden)  # type: ignore[no-untyped-call]
@@ -51,7 +50,7 @@ def scan(
 
 
 class _Scan(torch.autograd.Function):
-    """All time steps; in the backward pass, products with the rows of the weights that were chosen."""
+    """All time steps. The backward pass multiplies by the chosen rows of the weights."""
 
     @staticmethod
     def forward(
@@ -70,52 +69,48 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        refuse_second(ctx.sparsity)
+        meprop_has_no_derivative(ctx.sparsity)
         sparsity: Sparsity = ctx.sparsity
         x, w_ih, w_hh, *saved = ctx.saved_tensors
         cell = CELLS[ctx.kind]
         scanned = Scan(cell, ctx.steps, x, w_ih.to(x.dtype), w_hh.to(x.dtype), saved, gradients, sparsity.sparse_bias)
         needs = ctx.needs_input_grad[4:]
         if sparsity.per_example:
-            made = scanned.run(lambda gates: (None, selection_of_each(gates, cell.gates, sparsity.k)))
+            made = scanned.run(lambda gates: (None, _kept_of_each_gate(gates, cell.gates, sparsity.k)))
         elif sparsity.per_sequence:
             made = scanned.run_fixed(_top(scanned.local_scores(), sparsity), needs[0])
         else:
-            made = scanned.run(
-                lambda gates: _columns(gates, _top(selection.scores(gates).view(cell.gates, -1), sparsity))
-            )
+
+            def chosen(gates: Tensor) -> tuple[Tensor, Tensor]:
+                index = _top(sums(gates, signed=False)[0].view(cell.gates, -1), sparsity)
+                return index, gates.index_select(1, index)
+
+            made = scanned.run(chosen)
         found: list[Tensor | None] = [made.dx, None, None, *made.biases]
         for number, (name, weight) in enumerate((("ih", w_ih), ("hh", w_hh)), start=1):
             if needs[number]:
                 index, rows = made.weights[number - 1]
-                node = ctx.next_functions[number][0]
-                found[number] = rows if index is None else _rows(sparsity, name, weight, index, rows, node)
+                if index is not None:  # layers and directions of one module have weights of their own
+                    maker = sparsity.gradient(f"{name} {id(weight)}")
+                    rows = maker.make(weight, index, rows, ctx.next_functions[number][0])
+                found[number] = rows
         found = [each if needed else None for each, needed in zip(found, needs, strict=False)]
         found += scanned.before()
         cast_back = zip(found, ctx.dtypes, strict=True)
         return None, None, None, None, *(None if each is None else each.to(dtype) for each, dtype in cast_back)
 
 
-def _rows(sparsity: Sparsity, name: str, weight: Tensor, index: Tensor, rows: Tensor, node: Any) -> Tensor:
-    # Layers and directions of one module have weights of their own
-    return sparsity.gradient(f"{name} {id(weight)}").make(weight, index, rows, node)
-
-
 def _top(scores: Tensor, sparsity: Sparsity) -> Tensor:
-    """The chosen outputs of all gates, ascending, of ``[gates, hidden]``."""
+    """Choose outputs of all gates, ascending, by scores ``[gates, hidden]``."""
     gates, hidden = scores.shape
     first = torch.arange(0, gates * hidden, hidden, device=scores.device)
     return (sparsity.top(scores) + first[:, None]).flatten()
 
 
-def _columns(gates: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    return index, gates.index_select(1, index)
-
-
-def selection_of_each(gates: Tensor, count: int, k: int) -> Tensor:
-    """Gate gradients ``[rows, count * hidden]`` with ``k`` of each example's own left in each gate."""
+def _kept_of_each_gate(gates: Tensor, count: int, k: int) -> Tensor:
+    """Set all but ``k`` of each example's and gate's gradients ``[rows, count * hidden]`` to zero."""
     each = gates.reshape(len(gates) * count, gates.shape[1] // count)
-    return selection.kept_of_each(each, k).view_as(gates)
+    return kept_of_each(each, k).view_as(gates)
 
 
 class _Recurrent(SparseLayer):
@@ -126,7 +121,7 @@ class _Recurrent(SparseLayer):
 
     @classmethod
     def width_of(cls, module: nn.Module) -> int:
-        """Outputs of each gate."""
+        """Return the outputs of each gate."""
         return cast(int, module.hidden_size)
 
 
@@ -146,15 +141,15 @@ class _Layers(_Recurrent):
         return ""
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As the ordinary layer."""
+        """Compute the ordinary layer."""
         if not self.sparsity.active or not torch.is_grad_enabled():
             return self.ordinary.forward(self, input, hx)
         return _forward(self, input, hx)
 
 
-@eagerly
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def _forward(layer: Any, input: Any, hx: Any) -> Any:
-    """The layer's own conventions around ``_stack``."""
+    """Bring an input of any form that ``nn.LSTM`` takes to ``_run``."""
     if isinstance(input, PackedSequence):
         x, sizes, order, back = input
         output, after = _run(layer, x, x, hx, sizes.tolist(), sizes, order)
@@ -180,7 +175,7 @@ def _run(
     sizes: Tensor | None = None,
     order: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """``_stack`` with the layer's own checks; hidden states are the layer's, in the order of the batch."""
+    """Check the inputs as the layer does, and compute it. Hidden states are in the order of the batch."""
     if not lengths:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     lstm = layer.kind == "lstm"
@@ -198,20 +193,20 @@ def _run(
 
 
 def _each(hidden: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A change of hidden states, which are several in an LSTM; or None."""
+    """Change each hidden state: a tuple in an LSTM, a tensor in a GRU, or None."""
     if hidden is None:
         return None
     return tuple(change(one) for one in hidden) if isinstance(hidden, tuple) else change(hidden)
 
 
 def _promoted(found: Hidden, hidden: Hidden) -> Hidden:
-    """Under autocast on a CPU PyTorch's states, and outputs, are as wide as the first ones."""
+    """Widen states and outputs to the dtype of the first states on a CPU, as PyTorch does under autocast."""
     cpu = found[0].device.type == "cpu"
     return tuple(each.to(torch.promote_types(each.dtype, hidden[0].dtype)) if cpu else each for each in found)
 
 
 def _stack(layer: Any, x: Tensor, hidden: Hidden, lengths: Sequence[int]) -> tuple[Tensor, Hidden]:
-    """All layers and directions, over rows as in a ``PackedSequence``."""
+    """Compute all layers and directions, over rows as in a ``PackedSequence``."""
     steps, outputs, after = plan_steps(lengths), list[Tensor](), []
     directions = 2 if layer.bidirectional else 1
     for number, names in enumerate(layer._all_weights):
@@ -248,13 +243,13 @@ class _Cell(_Recurrent):
     weights = ("weight_ih", "weight_hh")
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """As the ordinary cell."""
+        """Compute the ordinary cell."""
         if not self.sparsity.active or not torch.is_grad_enabled():
             return self.ordinary.forward(self, input, hx)
         return _cell_forward(self, input, hx)
 
 
-@eagerly
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def _cell_forward(cell: Any, input: Tensor, hx: Any) -> Any:
     if input.dim() == 1:
         return _each(_cell_forward(cell, input[None], _each(hx, lambda one: one[None])), lambda one: one[0])

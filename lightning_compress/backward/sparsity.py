@@ -1,37 +1,126 @@
-"""What a layer must know to propagate only a part of its output gradient, and what it remembers."""
+"""Choose which outputs of a layer take part in its backward pass, and remember what the others lost."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_compress.backward import selection
-from lightning_compress.backward.rows import RowGradient
-from lightning_compress.backward.selection import Amount, count_of
+from lightning_compress.backward.gradient_buffer import RowGradient
+from lightning_compress.backward.layer_swap import SwappedLayer
+
+Amount = int | float
+"""How many outputs are kept: a whole number of them, or a fraction in (0, 1]."""
+BLOCK = (1 << 15) - 1
+"""Elements that a CPU sums at a time: as many as torch gives to one thread. An operation on several threads may wait
+milliseconds for the last of them if other programs run."""
+
+
+def check_amount(amount: object, where: str) -> Amount:
+    """Return a count or a fraction.
+
+    Args:
+        amount: what the user gave. ``1`` is one output, ``1.0`` is all of them.
+        where: what it is called, such as ``k``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
+        return amount
+    if isinstance(amount, float) and 0 < amount <= 1:
+        return amount
+    raise ValueError(
+        f"{where}={amount!r} must be a whole number of outputs, 1 or more, or a fraction above 0.0 and at most 1.0"
+    )
+
+
+def count_of(amount: Amount, width: int, where: str) -> int:
+    """Return how many of ``width`` outputs ``amount`` is. A fraction is rounded, to 1 at least.
+
+    Raises:
+        ValueError: it is none, or more than there are.
+    """
+    count = amount if isinstance(amount, int) else max(1, math.floor(amount * width + 0.5))
+    if not 1 <= count <= width:
+        raise ValueError(f"{where}: k={amount!r} must be from 1 to its width, {width}; or give a fraction such as 0.05")
+    return count
+
+
+def over_rows(gradient: Tensor) -> list[int]:
+    """Return all dimensions but the second, which is that of the outputs."""
+    return [0, *range(2, gradient.ndim)]
+
+
+def sums(gradient: Tensor, signed: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum absolute values over the rows, which tells how much each output matters to a minibatch; and plain values.
+
+    Args:
+        gradient: ``[rows, width]``, or ``[batch, width, ...]`` of images.
+        signed: whether the plain sum is wanted.
+
+    Returns:
+        ``[width]`` each, in float32 for 16-bit gradients. The second is None unless it is wanted.
+    """
+    over = over_rows(gradient)
+    wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
+    if gradient.device.type != "cpu" or torch.compiler.is_compiling() or gradient.numel() <= BLOCK:
+        plain = gradient.sum(over, dtype=wide) if signed else None
+        return gradient.abs().sum(over, dtype=wide), plain
+    rows = max(1, BLOCK * len(gradient) // gradient.numel())
+    absolute = torch.empty_like(gradient[:rows])  # stays in the cache: a new tensor of full size costs more than sums
+    score = gradient.new_zeros(gradient.shape[1], dtype=wide)
+    total = torch.zeros_like(score) if signed else None
+    for part in gradient.split(rows):
+        score += torch.abs(part, out=absolute[: len(part)]).sum(over, dtype=wide)
+        if total is not None:
+            total += part.sum(over, dtype=wide)
+    return score, total
+
+
+def top(score: Tensor, k: int) -> Tensor:
+    """Return indices of the ``k`` largest, ascending. Of equal ones the first wins; NaN is larger than any number.
+
+    Args:
+        score: ``[width]``, or ``[several, width]``: ``k`` are chosen of each row.
+        k: from 1 to the width.
+
+    Returns:
+        int64, ``[k]`` or ``[several, k]``.
+    """
+    return score.sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values
+
+
+def kept_of_each(gradient: Tensor, k: int) -> Tensor:
+    """Set all but the ``k`` largest magnitudes of each row to zero. Of equal ones the first wins.
+
+    Args:
+        gradient: ``[rows, width]``, not changed.
+        k: from 1 to the width.
+    """
+    index = top(gradient.abs(), k)
+    return torch.zeros_like(gradient).scatter_(1, index, gradient.gather(1, index))
 
 
 @dataclass(eq=False)
 class Sparsity:
-    """How sparse the backward pass of one layer is; its attribute ``sparsity``.
-
-    It is no buffer of the module: ``state_dict`` has the keys it always had, and DistributedDataParallel, which
-    broadcasts buffers, leaves each rank's memory alone.
+    """How sparse the backward pass of one layer is: its attribute ``sparsity``.
 
     Args:
         name: of the layer, for messages.
-        width: outputs of which ``k`` are kept (of each gate, in a recurrent layer).
-        k: how many are kept now; ``width`` is the ordinary backward pass, which nothing of this touches.
+        width: outputs of which ``k`` are kept; in a recurrent layer, outputs of each gate.
+        k: how many are kept now. ``width`` is the ordinary backward pass, without any change.
         per_example: each example keeps its own ``k``; otherwise one choice holds for the minibatch.
         sparse_bias: only outputs that are kept have a gradient of their bias.
-        decay: what is left of the memory after a step, 0 to 1; 0: nothing is remembered.
-        group: process group whose ranks choose together; None: each rank chooses alone.
-        memory: what was dropped so far, per rank: float32, ``[width]``; None: nothing.
+        decay: share of the memory that is left after a step, 0 to 1. 0: nothing is remembered.
+        group: process group whose ranks choose together. None: each rank chooses alone.
+        memory: what was dropped so far, per rank: float32, ``[width]``. None: nothing.
         gradients: of the layer's weights, by their names.
         per_sequence: in a recurrent layer one choice holds for all time steps; otherwise each step has its own.
-        hits: how often each output was kept and not zero, int64 ``[width]``; None: nobody counts.
+        hits: how often each output was kept and not zero, int64 ``[width]``. None: nobody counts.
         seen: how often outputs were chosen since counting began.
     """
 
@@ -63,18 +152,19 @@ class Sparsity:
         self.k = count_of(amount, self.width, self.name)
 
     def choose(self, gradient: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keep the outputs that matter; what is dropped goes into the memory, if there is one.
+        """Choose the outputs that matter, and remember the others if there is a memory.
 
-        Where ranks choose together, and not all is kept, this is a collective call: one all-reduce of ``width`` floats.
+        If ranks choose together and something is dropped, this is a collective call: one all-reduce of ``width``
+        floats.
 
         Args:
             gradient: of the outputs, ``[rows, width]``, or ``[batch, width, ...]`` of images.
-            signed: whether the plain sums are wanted too, which take no further pass over the gradient.
+            signed: whether the plain sums are wanted too. They take no further pass over the gradient.
 
         Returns:
-            indices of the outputs that are kept, ascending; and that part of the gradient, ``[rows, k]`` or
-            ``[batch, k, ...]``. Where each example has a choice of its own, all outputs that any of them keeps, with
-            zeros. Last the sums of all of the gradient, ``[width]``, or None.
+            First the indices of the outputs that are kept, ascending. Then their part of the gradient, ``[rows, k]`` or
+            ``[batch, k, ...]``. With ``per_example`` both have all outputs that any example keeps, with zeros. Last the
+            sums of the whole gradient, ``[width]``, or None.
         """
         share = None
         if self.memory is not None:
@@ -82,7 +172,7 @@ class Sparsity:
             share = self.memory * (gradient.shape[1] / max(1, gradient.numel()))  # of each row
         if self.per_example:
             return *self._of_each(gradient, share), gradient.sum(0) if signed else None
-        score, plain = selection.sums(gradient, signed or bool(self.decay) or share is not None)
+        score, plain = sums(gradient, signed or bool(self.decay) or share is not None)
         if self.memory is not None:
             score = score + self.memory.abs()
         index = self.top(score)
@@ -99,25 +189,26 @@ class Sparsity:
         return index, kept, plain
 
     def top(self, score: Tensor) -> Tensor:
-        """The outputs that are kept of ``[width]`` or ``[gates, width]``, by this rank's scores or those of all."""
-        if self.group is not None and self.k < self.width:  # else there is no choice, nor others that make it
+        """Return the outputs that are kept of ``[width]`` or ``[gates, width]``, by scores of this rank or of all."""
+        if self.group is not None and self.k < self.width:  # else every rank keeps all
             torch.distributed.all_reduce(score, group=self.group)
-        return selection.top(score, self.k)
+        return top(score, self.k)
 
     def _of_each(self, gradient: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
         whole = gradient if share is None else gradient + share.to(gradient.dtype)
-        kept = selection.kept_of_each(whole, self.k)
+        kept = kept_of_each(whole, self.k)
+        index = torch.arange(kept.shape[1], device=kept.device)
         if self.hits is not None:
-            self._count((kept != 0).sum(0), torch.arange(kept.shape[1], device=kept.device), len(kept))
+            self._count((kept != 0).sum(0), index, len(kept))
         if self.decay or share is not None:
             self._remember((whole - kept).sum(0, dtype=torch.float32), len(gradient))
         if torch.compiler.is_compiling():  # a compiler wants shapes that do not depend on values
-            return torch.arange(kept.shape[1], device=kept.device), kept
-        index = selection.touched(kept)
+            return index, kept
+        index = (kept != 0).any(0).nonzero().flatten()
         return index, kept.index_select(1, index)
 
     def _remember(self, left: Tensor, rows: int) -> None:
-        """Keep what was dropped, unless it is not finite: that step is skipped, and would stay there for ever."""
+        """Remember what was dropped if it is finite. A step that is not is skipped, and would stay there for ever."""
         if not rows:
             return
         if self.k == self.width:  # all of it was added
@@ -127,54 +218,45 @@ class Sparsity:
         self.memory = torch.where(left.isfinite().all(), left * self.decay, old)
 
     def _count(self, times: Tensor, index: Tensor, choices: int) -> None:
-        """Note how many times outputs were kept and not zero."""
+        """Count how many times outputs were kept and not zero."""
         assert self.hits is not None
         self.hits = self.hits.to(times.device).index_add_(0, index, times)
         self.seen += choices
 
     def gradient(self, name: str) -> RowGradient:
-        """Where the gradients of the weight ``name`` are made."""
+        """Return what makes the gradients of the weight ``name``."""
         return self.gradients.setdefault(name, RowGradient())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: buffers are made again, and a process group belongs to its process."""
+        """Leave out buffers, and the process group, which belongs to its process."""
         return self.__dict__ | {"gradients": {}, "group": None}
 
 
-class SparseLayer(nn.Module):
-    """What every layer with a sparse backward pass is; the class that ``enable`` gives an ordinary layer.
+class SparseLayer(SwappedLayer):
+    """A layer with a sparse backward pass: what ``enable`` makes of an ordinary one.
 
-    A subclass derives from this one and then from the layer's own class, is registered in ``transform.LAYERS``, and has
-    a ``forward`` that obeys ``self.sparsity``. It adds no parameter, no buffer and no constructor: ``enable`` assigns
-    ``module.__class__``, and ``disable`` assigns the old one again.
+    A subclass is registered in ``transform.LAYERS``, and its ``forward`` obeys ``self.sparsity``.
     """
 
-    ordinary: ClassVar[type[nn.Module]]
-    """The class of which it is a sparse kind."""
+    attribute = "sparsity"
     weights: ClassVar[tuple[str, ...]] = ("weight",)
     """Names of the parameters whose gradients are sparse."""
-
     remembers: ClassVar[bool] = True
-    """Whether what is dropped may be kept for the next time."""
+    """Whether the layer can remember what it drops."""
 
     sparsity: Sparsity
 
     @classmethod
     def weights_of(cls, module: nn.Module) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are sparse, as this module has them."""
+        """Return the names of the parameters whose gradients are sparse, as this module has them."""
         return tuple(own for own in cls.weights if hasattr(module, own))
 
     @classmethod
     def width_of(cls, module: nn.Module) -> int:
-        """Outputs of which ``k`` are kept."""
+        """Return the number of outputs of which ``k`` are kept."""
         raise NotImplementedError
 
     @classmethod
     def refusal(cls, module: nn.Module, per_example: bool) -> str:
-        """Why this module cannot be made sparse; empty: it can."""
+        """Say why this module cannot be made sparse; empty if it can."""
         return ""
-
-
-def eagerly(function: Any) -> Any:
-    """A function that a compiler does not trace: it breaks the graph there."""
-    return torch.compiler.disable(function)

@@ -12,10 +12,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_compress.backward import disable, enable
-from lightning_compress.backward.cautions import FEW, warn_of_few
-from lightning_compress.backward.selection import Amount
-from lightning_compress.backward.sparsity import Sparsity
-from lightning_compress.backward.transform import LAYERS, amounts_of, check_settings, pattern_of
+from lightning_compress.backward.layer_swap import pattern_of
+from lightning_compress.backward.sparsity import Amount, Sparsity
+from lightning_compress.backward.transform import FEW, LAYERS, amounts_of, check_settings, warn_of_few
 
 __all__ = ["MeProp", "MePropMixin"]
 

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress.backward.selection import Amount, count_of
-from lightning_compress.backward.transform import amounts_of, pattern_of
+from lightning_compress.backward.layer_swap import pattern_of
+from lightning_compress.backward.sparsity import Amount, count_of
+from lightning_compress.backward.transform import amounts_of
 from lightning_compress.callbacks.meprop import Amounts, MePropMixin
 from lightning_compress.callbacks.wrapping import wraps_model
 from lightning_compress.contrib.pruning import check_optimizers, cut, followers

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_compress.backward import disable, enable
-from lightning_compress.backward.selection import top
+from lightning_compress.backward.sparsity import top
 from tests.backward.reference import MaskedLinear, mask_of, mask_of_each, whole
 
 

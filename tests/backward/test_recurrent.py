@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_compress import backward
-from lightning_compress.backward import selection
+from lightning_compress.backward import sparsity as sparsity_module
 from lightning_compress.backward.recurrent import scan
 from lightning_compress.backward.scan import plan_steps
 from lightning_compress.backward.sparsity import Sparsity
@@ -157,8 +157,8 @@ def test_equals_the_dense_backward_of_masked_gates(
     x, states, weights = problem(kind, lengths)
     sparsity = Sparsity("layer", HIDDEN, 3, sparse_bias=sparse_bias, **MODES[mode])
     chosen: list[Tensor] = []
-    true_top = selection.top
-    monkeypatch.setattr(selection, "top", lambda *given: chosen.append(true_top(*given)) or chosen[-1])
+    true_top = sparsity_module.top
+    monkeypatch.setattr(sparsity_module, "top", lambda *given: chosen.append(true_top(*given)) or chosen[-1])
     output, after = scan(kind, x, tuple(states), weights, plan_steps(lengths), sparsity)
     wanted = [x, *states, *weights[: 4 if sparse_bias else 2]]
     ours = torch.autograd.grad(loss_of(output, after), wanted)

@@ -11,9 +11,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_compress.backward.rows import Buffer
+from lightning_compress.backward.gradient_buffer import Buffer
+from lightning_compress.backward.layer_swap import shared_parameters
 from lightning_compress.backward.sufficient_factors.linear import FactoredLinear, Rows, Stash
-from lightning_compress.backward.transform import shared_parameters
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.planning.cost import Link, link_of
 

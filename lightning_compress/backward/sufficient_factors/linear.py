@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_compress.backward.autocast import autocast_dtype
+from lightning_compress.backward.layer_swap import autocast_dtype
 
 Rows = list[tuple[Tensor, Tensor]]
 """Pairs of inputs ``[k, N]`` and output gradients ``[k, M]``."""
