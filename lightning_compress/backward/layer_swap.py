@@ -90,7 +90,7 @@ def refuse_second_derivative(layer: str, method: str, fix: str) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{layer}: the backward pass of {method} has no derivative (create_graph=True, second derivatives). "
-            f"Leave this layer out: {fix}"
+            f"Leave this layer out ({fix})"
         )
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_compress.backward.sufficient_factors import Factors, FactorSettings, enable
-from lightning_compress.backward.sufficient_factors.layers import Sent
+from lightning_compress.backward.sufficient_factors.decision import Sent
 from lightning_compress.callbacks.wrapping import wraps_model
 from lightning_compress.planning.cost import Link
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_compress.backward import enable
-from lightning_compress.backward.sufficient_factors.linear import FactoredLinear, Stash
+from lightning_compress.backward.sufficient_factors.factored_layer import Layer
 
 pytestmark = pytest.mark.filterwarnings("ignore:meProp. layer would keep")
 
@@ -20,7 +20,7 @@ def dtypes(found):
 
 
 def factored(layer):
-    layer.__class__, layer.factors = FactoredLinear, Stash(layer.weight)
+    Layer("", layer).switch(on=True)
 
 
 def sparse(layer):

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import attach
 from lightning_compress.backward import sufficient_factors as sf
 from lightning_compress.backward.sufficient_factors import decision
-from lightning_compress.backward.sufficient_factors.layers import choose
-from lightning_compress.backward.sufficient_factors.linear import Stash
+from lightning_compress.backward.sufficient_factors.decision import choose
+from lightning_compress.backward.sufficient_factors.factored_layer import Layer
 from tests.helpers.sizes import by_turns
 
 LINK = {"latency_s": 1e-6, "bytes_per_s": 1e7}
@@ -357,13 +357,13 @@ class Odd(nn.Module):
     ("settings", "said"),
     [
         ({"layers": ["absent*"]}, "'absent\\*' matches no module.*: good"),
-        ({"layers": ["conv"]}, "'conv' is a Conv2d, and only nn.Linear"),
-        ({"layers": ["*"]}, "'tied' is tied"),
-        ({"layers": ["normed"]}, "'normed' is a ParametrizedLinear"),
+        ({"layers": ["conv"]}, "'conv': it is a Conv2d, and only nn.Linear"),
+        ({"layers": ["*"]}, "'tied': weight is tied"),
+        ({"layers": ["normed"]}, "'normed': it is a ParametrizedLinear"),
         ({"layers": ["attention.*"]}, "is a NonDynamicallyQuantizableLinear"),
-        ({"layers": ["frozen"]}, "'frozen' is frozen"),
-        ({"layers": ["hooked"]}, "'hooked' has hooks"),
-        ({"layers": ["quantised"]}, "'quantised' has a weight of torch.int8"),
+        ({"layers": ["frozen"]}, "'frozen': its weight is frozen"),
+        ({"layers": ["hooked"]}, "'hooked': its parameters have hooks"),
+        ({"layers": ["quantised"]}, "'quantised': weight is quantised or of a special kind .*torch.int8"),
         ({"exclude": ["absent"]}, "exclude=.*'absent' matches no module"),
         ({"layers": ["good"], "exclude": ["good"]}, "leaves nothing of layers"),
         ({"exclude": ["good"]}, "no linear layer has 65,536 weights"),
@@ -409,13 +409,13 @@ def test_one_rank_changes_nothing(pools):
 def test_on_cuda_the_stream_of_the_hook_waits_for_the_rows_of_backward(monkeypatch):
     """A parameter's hook runs on the stream on which its node was made, perhaps by DistributedDataParallel."""
     backward, hook, rows = Mock(), Mock(), Mock(is_cuda=True)
-    stash = Stash()
+    layer = Layer("", nn.Linear(3, 4))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: backward)
-    stash.put(rows, rows)
+    layer.put(rows, rows)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: hook)
-    assert stash.take(-1) == [(rows, rows)]  # no pass is under way
+    assert layer.take(-1) == [(rows, rows)]  # no pass is under way
     hook.wait_event.assert_called_once_with(backward.record_event.return_value)
-    stash.put(torch.zeros(2, 3), torch.zeros(2, 4))
-    assert len(stash.take(-1)) == 1
+    layer.put(torch.zeros(2, 3), torch.zeros(2, 4))
+    assert len(layer.take(-1)) == 1
     hook.wait_event.assert_called_once()
     hook.record_event.assert_not_called()

@@ -7,7 +7,7 @@ same rows in the same order. Xie et al. (Petuum), UAI 2016, arXiv:1512.06216; Zh
 arXiv:1706.03292; Chilimbi et al., "Project Adam", OSDI 2014.
 """
 
+from lightning_compress.backward.sufficient_factors.decision import FactorSettings
 from lightning_compress.backward.sufficient_factors.factors import Factors, enable
-from lightning_compress.backward.sufficient_factors.layers import FactorSettings
 
 __all__ = ["FactorSettings", "Factors", "enable"]

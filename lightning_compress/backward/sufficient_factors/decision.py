@@ -1,8 +1,9 @@
-"""How the gradients of layers travel, decided when the number of their rows is known: Poseidon's rule.
+"""Decide which layers travel as factors: those that the user names, where that is expected to take less time.
 
-A layer goes by factors where that sends less, and is expected to take less time. Zhang et al., "Poseidon: An Efficient
-Communication Architecture for Distributed Deep Learning on GPU Clusters", USENIX ATC 2017, arXiv:1706.03292, with a
-ring all-reduce in place of its parameter server.
+How many rows a layer has is known at its first backward. Then Poseidon's rule decides: a layer goes by factors if that
+sends less and is expected to be faster. Zhang et al., "Poseidon: An Efficient Communication Architecture for
+Distributed Deep Learning on GPU Clusters", USENIX ATC 2017, arXiv:1706.03292, with a ring all-reduce in place of its
+parameter server.
 """
 
 from __future__ import annotations
@@ -10,25 +11,142 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
-from lightning_compress.backward.sufficient_factors.layers import FactorSettings, Layer
+from lightning_compress.backward.layer_swap import pattern_of, shared_parameters, weight_problem
+from lightning_compress.backward.sufficient_factors.factored_layer import Layer, known_as
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds, all_reduce_rounds, least_ms
 from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.planning import link as links
-from lightning_compress.planning.cost import Link, wire_seconds
+from lightning_compress.planning.cost import Link, link_of, wire_seconds
 
+LEAST = 1 << 16
+"""Weights of a layer that is taken without being named: a smaller one is cheap in a bucket with others."""
 SHOWN = 3
 """Names in a line, at most."""
 REPEATS = 3
-"""Of a product, whose least time counts."""
+"""Of a product. The least time counts."""
+Sent = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class FactorSettings:
+    """Which layers travel as factors, and how.
+
+    Args:
+        layers: shell-style patterns of module names, such as ``["classifier.*"]``. None: every linear layer of 65,536
+            weights or more for which factors can pay at this number of ranks.
+        exclude: patterns of module names that are left out.
+        dtype: "float32": rows travel without loss, in the dtype in which backward has them. "bfloat16": they are
+            rounded, and take half as many bytes.
+        force: all these layers go by factors, without a measurement. Layers for which factors would send more are
+            refused.
+        link: the ranks' link, in place of a measurement: see ``Link``.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+
+    layers: Sequence[str] | str | None = None
+    exclude: Sequence[str] | str = ()
+    dtype: Sent = "float32"
+    force: bool = False
+    link: Link | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _patterns("layers", self.layers))
+        object.__setattr__(self, "exclude", _patterns("exclude", self.exclude))
+        if self.layers == ():
+            raise ValueError("layers=[] names no layer; name some, as in ['classifier.*'], or give None for all")
+        if self.dtype not in get_args(Sent):
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(repr, get_args(Sent)))}")
+        if not isinstance(self.force, bool):
+            raise ValueError(f"force={self.force!r} must be true or false")
+        if self.link is not None:
+            object.__setattr__(self, "link", link_of(self.link))
+
+
+def _patterns(name: str, given: object) -> tuple[str, ...]:
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, Sequence) or not all(isinstance(each, str) and each for each in given):
+        raise ValueError(f"{name}={given!r} must be a pattern of module names, or a list of them")
+    return tuple(given)
+
+
+def choose(module: nn.Module, settings: FactorSettings, ranks: int) -> list[Layer]:
+    """Return the layers that these settings name, in the module's order.
+
+    Args:
+        module: the model, before DistributedDataParallel wraps it.
+        settings: what the user chose.
+        ranks: that average.
+
+    Raises:
+        ValueError: a pattern matches no module or no layer that can travel as factors, or no layer is left.
+    """
+    shared = shared_parameters(module)
+    modules = {known_as(path): (path, each) for path, each in module.named_modules()}
+    problems = {name: _problem(each, shared) for name, (_, each) in modules.items()}
+    fit = {name: Layer(*modules[name]) for name, problem in problems.items() if not problem}
+    there = f"layers that can travel as factors: {', '.join(fit) or 'none'}"
+    for setting, patterns in (("exclude", settings.exclude), ("layers", settings.layers or ())):
+        for pattern in patterns:
+            matched = [name for name in modules if pattern_of(name, [pattern])]
+            if not matched:
+                raise ValueError(f"{setting}={[*patterns]}: {pattern!r} matches no module; {there}")
+            bad = [name for name in matched if "tied" in problems[name]] or matched
+            if setting == "layers" and ("tied" in problems[bad[0]] or not fit.keys() & matched):
+                raise ValueError(f"{setting}={[*patterns]}: {bad[0]!r}: {problems[bad[0]]}; {there}")
+    left = [layer for name, layer in fit.items() if pattern_of(name, settings.exclude) is None]
+    if settings.layers is None:
+        chosen = [layer for layer in left if _may_pay(layer, ranks)]
+        if not chosen:
+            raise ValueError(
+                f"sufficient factors: no linear layer has {LEAST:,} weights or more and pays at {ranks} ranks; linear "
+                f"layers are {', '.join(fit) or 'none'} (layers that configure_model makes come too late)"
+            )
+    else:
+        chosen = [layer for layer in left if pattern_of(layer.name, settings.layers) is not None]
+        if not chosen:
+            raise ValueError(f"exclude={[*settings.exclude]} leaves nothing of layers={[*settings.layers]}")
+    return chosen
+
+
+def _problem(module: nn.Module, shared: set[int]) -> str:
+    """Say why a module cannot travel as factors; empty if it can."""
+    if type(module) is not nn.Linear:  # others may use the weight elsewhere, as nn.MultiheadAttention does
+        return f"it is a {type(module).__name__}, and only nn.Linear itself can travel as factors"
+    if {*module._parameters} != {"weight", "bias"}:
+        return "its weight or bias is computed from others (weight_norm, spectral_norm, pruning)"
+    parameters = {name: each for name, each in module._parameters.items() if each is not None}
+    if problem := weight_problem(module, parameters, shared):
+        return problem
+    if not module.weight.requires_grad:
+        return "its weight is frozen (requires_grad=False)"
+    if len({each.dtype for each in parameters.values()}) > 1:
+        return f"its weight is {module.weight.dtype} and its bias {module.bias.dtype}"
+    for parameter in parameters.values():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if hooks or hasattr(parameter, "_in_backward_optimizers"):
+            return "its parameters have hooks on their gradients, which would not be called"
+        if getattr(parameter, "_ddp_ignored", False):
+            return "DistributedDataParallel ignores it already"
+    return ""
+
+
+def _may_pay(layer: Layer, ranks: int) -> bool:
+    """Tell whether one row a rank would send less than the matrix."""
+    return layer.weight.numel() >= LEAST and ranks * layer.width < 2 * layer.weight.numel()
 
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """A layer with ``rows`` on each of ``ranks``, the most that one has, in numbers of ``size`` bytes."""
+    """A layer, the most rows that a rank has of it, the number of ranks, and the bytes of a number of a row."""
 
     layer: Layer
     rows: int
@@ -37,16 +155,16 @@ class _Case:
 
     @property
     def sent(self) -> int:
-        """Bytes of a rank by factors: K (M + N) (P - 1) numbers."""
+        """Bytes that a rank sends by factors: K (M + N) (P - 1) numbers."""
         return self.rows * self.layer.width * self.size * (self.ranks - 1)
 
     @property
     def sends_less(self) -> bool:
-        """Whether factors do: K P < 2 M N / (M + N), where both travel as float32."""
+        """Whether factors send less than the matrix: K P < 2 M N / (M + N), if both travel as float32."""
         return self.rows * self.ranks * self.layer.width * self.size < 2 * self.layer.weight.nbytes
 
     def seconds(self, link: Link) -> list[float]:
-        """What a step is expected to take by factors, and the ordinary way; runs the products."""
+        """Return the expected time by factors and the ordinary way; runs the products."""
         gather = Cost(self.sent, 2 * all_gather_rounds(self.ranks))  # their number goes first
         reduce = Cost(self.layer.matrix_bytes(self.ranks), all_reduce_rounds(self.ranks))
         return [
@@ -62,17 +180,17 @@ def decide(
     sizes: Mapping[str, int],
     device: torch.device,
 ) -> str:
-    """Set each layer's ``way`` by its rows; a collective call, and all ranks decide alike.
+    """Set each layer's ``way`` by its rows, the same on all ranks. A collective call.
 
     Args:
         layers: whose ``counts`` are known.
         settings: what the user chose.
-        collective: the ranks; what goes over it is not counted.
+        collective: the ranks; does not count bytes.
         sizes: bytes of a number of a row, by the layer's name.
         device: where rows are.
 
     Returns:
-        What was decided, in a line.
+        one line that says what was decided.
 
     Raises:
         ValueError: factors are forced on a layer for which they send more than the matrix; on every rank.
@@ -97,7 +215,7 @@ def decide(
 def _expected(
     cases: Sequence[_Case], settings: FactorSettings, collective: Collective, device: torch.device
 ) -> list[list[float]]:
-    """Seconds by factors and the ordinary way: rank 0's figures, on every rank."""
+    """Return seconds by factors and the ordinary way: rank 0's figures, on every rank."""
     if not cases:
         return []
     link = settings.link
@@ -110,7 +228,7 @@ def _expected(
 
 
 def product_seconds(layer: Layer, rows: int) -> float:
-    """How long the gradient of so many rows takes to be formed."""
+    """Measure the time to form the gradient of this many rows."""
     outer, inner = layer.weight.shape
     out = layer.memory()
     inputs, gradients = out.new_ones(rows, inner), out.new_ones(rows, outer)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_compress.backward.sufficient_factors.decision import decide
-from lightning_compress.backward.sufficient_factors.exchange import Exchange, average_ordinary, flag_of
-from lightning_compress.backward.sufficient_factors.layers import FactorSettings, Layer, Way, choose
-from lightning_compress.backward.sufficient_factors.linear import Outermost, Rows
+from lightning_compress.backward.sufficient_factors.decision import FactorSettings, choose, decide
+from lightning_compress.backward.sufficient_factors.factored_layer import FactorPairs, Layer, Outermost, Way
+from lightning_compress.backward.sufficient_factors.row_exchange import RowExchange, average_ordinary, flag_of
 from lightning_compress.collectives import CountingCollective, TorchCollective, consensus
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.collectives.torch import backend_of
@@ -84,7 +83,7 @@ class Factors:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._module, [*self._before, *ours])
         setattr(self._module, checks.BESIDE, ours)
         for layer in self.layers:
-            layer.stash.under_way = self._outermost.task
+            layer.under_way = self._outermost.task
             layer.switch(on=True)
 
     def begin(
@@ -113,7 +112,7 @@ class Factors:
         self._transport = whole.apart()
         self._meter = Meter(self._device)
         self._collective = CountingCollective(self._transport, self._meter)
-        self._exchange = Exchange(self._collective, self._device, self._settings.dtype == "bfloat16")
+        self._exchange = RowExchange(self._collective, self._device, self._settings.dtype == "bfloat16")
         self._background = Background()
         self._sent_before = 0
         self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
@@ -146,7 +145,7 @@ class Factors:
         if layer.arrived:
             self._again(layer)
         layer.arrived = True
-        rows = layer.stash.take(torch._C._current_graph_task_id())
+        rows = layer.take(torch._C._current_graph_task_id())
         if layer.way == "ordinary":
             layer.local = True
             self._form_own(layer, rows)  # of a forward before that was decided
@@ -174,7 +173,7 @@ class Factors:
     def _clear(self) -> None:
         """A backward begins: the one before may have raised, and left rows that nobody took."""
         for layer in self.layers:
-            layer.stash.clear()
+            layer.drop_left()
 
     def _begin_pass(self, task: int) -> None:
         if self._task is not None:  # the one before raised, and what it sent may still be under way
@@ -205,7 +204,7 @@ class Factors:
             layer.marks[0].record()
         self._background.submit(partial(self._gather, layer, layer.rows), layer.done.set)
 
-    def _gather(self, layer: Layer, rows: Rows) -> None:
+    def _gather(self, layer: Layer, rows: FactorPairs) -> None:
         with errors.explained(f"gathering the factors of {layer.name}", self._transport.rank):
             if self._stream is None:
                 self._exchange_rows(layer, rows)
@@ -217,7 +216,7 @@ class Factors:
                 self._exchange_rows(layer, rows)
                 layer.marks[1].record(self._stream)
 
-    def _exchange_rows(self, layer: Layer, rows: Rows) -> None:
+    def _exchange_rows(self, layer: Layer, rows: FactorPairs) -> None:
         dtype = self._exchange.announce(layer, rows)
         if dtype is not None and layer.way == "factors":
             self._exchange.gather(layer, rows, dtype)
@@ -309,7 +308,7 @@ class Factors:
                 layer.rows = []
                 layer.switch(on=False)
 
-    def _form_own(self, layer: Layer, rows: Rows) -> None:
+    def _form_own(self, layer: Layer, rows: FactorPairs) -> None:
         """Leave this rank's own gradient in ``grad``, as autograd does."""
         layer.local = layer.local or bool(rows)
         for inputs, gradients in rows:

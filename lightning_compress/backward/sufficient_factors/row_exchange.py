@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_compress.backward.sufficient_factors.layers import Layer
-from lightning_compress.backward.sufficient_factors.linear import Rows
+from lightning_compress.backward.sufficient_factors.factored_layer import FactorPairs, Layer
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import reduce_now
@@ -18,7 +17,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """In which rows may travel, by their number."""
 
 
-class Exchange:
+class RowExchange:
     """Gathers rows, layer by layer; all ranks bring the layers in the same order.
 
     Args:
@@ -34,7 +33,7 @@ class Exchange:
         self._collective, self._device, self._rounded = collective, device, rounded
         self.sizes: dict[str, int] = {}
 
-    def announce(self, layer: Layer, rows: Rows) -> torch.dtype | None:
+    def announce(self, layer: Layer, rows: FactorPairs) -> torch.dtype | None:
         """Tell how many rows there are, and find out how many others have.
 
         Returns:
@@ -57,14 +56,14 @@ class Exchange:
         self.sizes[layer.name] = dtype.itemsize
         return dtype
 
-    def _dtype(self, rows: Rows) -> torch.dtype | None:
+    def _dtype(self, rows: FactorPairs) -> torch.dtype | None:
         """What holds all of them; None: there are none."""
         dtype: torch.dtype | None = None
         for each in (tensor for pair in rows for tensor in pair):
             dtype = each.dtype if dtype is None else torch.promote_types(dtype, each.dtype)
         return torch.bfloat16 if self._rounded and dtype in (torch.float32, torch.float64) else dtype
 
-    def gather(self, layer: Layer, rows: Rows, dtype: torch.dtype) -> None:
+    def gather(self, layer: Layer, rows: FactorPairs, dtype: torch.dtype) -> None:
         """Collect the rows of all ranks, in their order, in ``layer.gathered``.
 
         A message has the inputs, then the output gradients, each padded with zeros to the most rows of a rank.
