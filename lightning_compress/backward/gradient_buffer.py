@@ -102,16 +102,16 @@ class RowGradient:
         return self._free(weight).fill(index, rows)
 
     def _free(self, weight: Tensor) -> Buffer:
+        self._buffers = [each for each in self._buffers if _form(each.tensor) == _form(weight)]
         for buffer in self._buffers:
-            same = buffer.tensor.shape == weight.shape and buffer.tensor.stride() == weight.stride()
-            if same and buffer.tensor.dtype == weight.dtype and buffer.tensor.device == weight.device:
-                if buffer.is_free():
-                    return buffer
-            else:
-                self._buffers.remove(buffer)
-                return self._free(weight)
+            if buffer.is_free():
+                return buffer
         self._buffers = [*self._buffers, Buffer(weight)][-MOST_BUFFERS:]
         return self._buffers[-1]
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _accumulates(weight: Tensor, node: Any) -> bool:

@@ -116,13 +116,24 @@ def _kept_of_each_gate(gates: Tensor, count: int, k: int) -> Tensor:
 class _Recurrent(SparseLayer):
     """What layers and cells have in common."""
 
-    remembers: ClassVar[bool] = False
     kind: ClassVar[str]
 
     @classmethod
     def width_of(cls, module: nn.Module) -> int:
         """Return the outputs of each gate."""
         return cast(int, module.hidden_size)
+
+    @classmethod
+    def conflict(cls, sparsity: Sparsity) -> str:
+        """See ``SparseLayer``."""
+        if sparsity.decay:
+            kind = cls.ordinary.__name__
+            return f"memory={sparsity.decay!r} is for linear and convolutional layers; {kind} has none"
+        if sparsity.per_example and sparsity.per_sequence:
+            return "per_example and per_sequence exclude each other; choose one"
+        if sparsity.group is not None and not sparsity.per_sequence:
+            return "ranks may have other numbers of time steps, so they choose together only with per_sequence=True"
+        return ""
 
 
 class _Layers(_Recurrent):

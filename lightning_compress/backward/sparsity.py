@@ -115,11 +115,11 @@ class Sparsity:
         k: how many are kept now. ``width`` is the ordinary backward pass, without any change.
         per_example: each example keeps its own ``k``; otherwise one choice holds for the minibatch.
         sparse_bias: only outputs that are kept have a gradient of their bias.
+        per_sequence: in a recurrent layer one choice holds for all time steps; otherwise each step has its own.
         decay: share of the memory that is left after a step, 0 to 1. 0: nothing is remembered.
         group: process group whose ranks choose together. None: each rank chooses alone.
         memory: what was dropped so far, per rank: float32, ``[width]``. None: nothing.
         gradients: of the layer's weights, by their names.
-        per_sequence: in a recurrent layer one choice holds for all time steps; otherwise each step has its own.
         hits: how often each output was kept and not zero, int64 ``[width]``. None: nobody counts.
         seen: how often outputs were chosen since counting began.
     """
@@ -129,11 +129,11 @@ class Sparsity:
     k: int
     per_example: bool = False
     sparse_bias: bool = False
+    per_sequence: bool = False
     decay: float = 0.0
     group: Any = None
     memory: Tensor | None = None
     gradients: dict[str, RowGradient] = field(default_factory=dict)
-    per_sequence: bool = False
     hits: Tensor | None = None
     seen: int = 0
 
@@ -241,9 +241,6 @@ class SparseLayer(SwappedLayer):
     attribute = "sparsity"
     weights: ClassVar[tuple[str, ...]] = ("weight",)
     """Names of the parameters whose gradients are sparse."""
-    remembers: ClassVar[bool] = True
-    """Whether the layer can remember what it drops."""
-
     sparsity: Sparsity
 
     @classmethod
@@ -259,4 +256,9 @@ class SparseLayer(SwappedLayer):
     @classmethod
     def refusal(cls, module: nn.Module, per_example: bool) -> str:
         """Say why this module cannot be made sparse; empty if it can."""
+        return ""
+
+    @classmethod
+    def conflict(cls, sparsity: Sparsity) -> str:
+        """Say which settings a layer of this class cannot have; empty if it can have these."""
         return ""

@@ -83,35 +83,16 @@ def enable(
     for name, amount in _chosen(model, layers, amounts_of(k), skip, output, per_example).items():
         layer, kind = layers[name]
         width = kind.width_of(layer)
-        if refusal := _refused_together(name, kind, per_example, per_sequence, memory, group):
-            raise ValueError(f"{refusal}; or leave it out by skip=[{name!r}]")
         kept = count_of(amount, width, name)
-        done[name] = Sparsity(
-            name, width, kept, per_example, sparse_bias, float(memory), group, per_sequence=per_sequence
-        )
+        done[name] = Sparsity(name, width, kept, per_example, sparse_bias, per_sequence, float(memory), group)
+        if conflict := kind.conflict(done[name]):
+            raise ValueError(f"{name}: {conflict}; or leave it out by skip=[{name!r}]")
     for name, sparsity in done.items():
         swap(*layers[name], sparsity)
     _warn_of_norms(model, done)
     warn_of_few(model, {name: each.k / each.width for name, each in done.items()})
     log.debug("meProp: %s", ", ".join(f"{name} keeps {each.k} of {each.width}" for name, each in done.items()))
     return done
-
-
-def _refused_together(
-    name: str, kind: type[SparseLayer], per_example: bool, per_sequence: bool, memory: float, group: object
-) -> str:
-    """Say which settings a recurrent layer cannot have; empty if it can have these."""
-    if kind.remembers:
-        return ""
-    if memory:
-        return f"{name}: memory={memory!r} is for linear and convolutional layers; {kind.ordinary.__name__} has none"
-    if per_example and per_sequence:
-        return f"{name}: per_example and per_sequence exclude each other; choose one"
-    if group is not None and not per_sequence:
-        return (
-            f"{name}: ranks may have other numbers of time steps, so they choose together only with per_sequence=True"
-        )
-    return ""
 
 
 def disable(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Sparse backward passes in a Lightning training: meProp."""
+"""Make backward passes sparse in a Lightning training: meProp."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ __all__ = ["MeProp", "MePropMixin"]
 
 Amounts = Amount | Mapping[str, Amount]
 Memories = dict[str, dict[str, Tensor]]
-"""Of layers, by their names; each under a name of its own, "", as checkpoints always had it."""
-
-
+"""Of layers, by their names; each under the name "", as checkpoints have it."""
 MET = "lightning_compress.strategies.rendezvous"
-"""The module from which Lightning's handler is called where all ranks have met."""
+"""The module that calls Lightning's signal handler when all ranks have met."""
 
 
 class MePropMixin:
@@ -45,9 +43,13 @@ class MePropMixin:
     ) -> None:
         amounts_of(k)
         check_settings(skip, memory, per_example, share)
-        self.k, self.skip, self.output, self.share = k, tuple(skip), output, share
-        self.memory, self.per_example, self.sparse_bias = float(memory), per_example, sparse_bias
-        self.per_sequence = per_sequence
+        self.k, self.skip, self.share, self.memory = k, tuple(skip), share, float(memory)
+        self._options = {
+            "output": output,
+            "per_example": per_example,
+            "sparse_bias": sparse_bias,
+            "per_sequence": per_sequence,
+        }
         self.schedule = _milestones(schedule or {})
         self.layers: dict[str, Sparsity] = {}
         self._group: Any = None
@@ -60,22 +62,13 @@ class MePropMixin:
         """Change the model's layers.
 
         Raises:
-            ValueError: they cannot be changed so; on every rank.
+            ValueError: they cannot be changed; on every rank.
         """
         self._trainer, self._ranks, self._scale = trainer, trainer.world_size, None
         if (self.share or self.memory) and torch.distributed.is_initialized() and trainer.world_size > 1:
-            self._group = torch.distributed.new_group()  # DDP's own traffic is not in its way
-        self.layers = enable(
-            pl_module,
-            self.k,
-            skip=self.skip,
-            output=self.output,
-            per_example=self.per_example,
-            sparse_bias=self.sparse_bias,
-            memory=self.memory,
-            group=self._group if self.share else None,
-            per_sequence=self.per_sequence,
-        )
+            self._group = torch.distributed.new_group()  # apart from DDP's own traffic
+        group = self._group if self.share else None
+        self.layers = enable(pl_module, self.k, skip=self.skip, memory=self.memory, group=group, **self._options)
         self._try_schedule(pl_module)
         kept = ", ".join(f"{name} {each.k} of {each.width}" for name, each in self.layers.items())
         alike = [name for name, each in pl_module.named_modules() if isinstance(each, tuple(LAYERS))]
@@ -83,19 +76,19 @@ class MePropMixin:
         rank_zero_info(f"meProp: backward passes keep {kept}" + (f", and all of {whole}" if whole else ""))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on where a checkpoint ended."""
+        """Continue from a checkpoint."""
         if self._loaded is not None:
             self._restore(self._loaded["memory"], trainer)
             self._loaded = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keep as many outputs as the schedule says."""
-        for step, amounts in self.schedule:  # all that are due, since each may be of other layers
+        for step, amounts in self.schedule:  # all that are due, since each may name other layers
             if step <= trainer.global_step:
                 self._resize(amounts)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Multiply the memory as the loss is, whose gradients are added to it."""
+        """Multiply the memory as the loss, whose gradients are added to it."""
         scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
         if scale is None or not self.memory:
             return
@@ -106,21 +99,21 @@ class MePropMixin:
         self._scale = scale.clone()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         disable(pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         disable(pl_module)
         if self._group is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)
         self._group = self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Every rank's memory; a collective call, unless training is being aborted.
+        """Return every rank's memory. A collective call, unless training is being aborted.
 
-        A checkpoint has one state of a callback, that of rank 0, so that it gathers what the ranks have; each goes on
-        from its own. A save in a signal's handler, after an error, or when the fit is over, has rank 0's alone.
+        A checkpoint has only rank 0's state of a callback, so rank 0 gathers all memories, and each rank resumes from
+        its own. A save in a signal's handler, after an error or after the fit has only rank 0's.
         """
         if not self.memory or not self.layers:
             return {}
@@ -131,7 +124,7 @@ class MePropMixin:
         return {"memory": ranks}
 
     def _together(self) -> bool:
-        """Whether other ranks are here to talk with: not after an error, in a signal's handler, or after the fit."""
+        """Tell whether other ranks can be reached: not after an error, in a signal's handler, or after the fit."""
         return self._trainer is not None and self._ranks > 1 and not (self._trainer.interrupted or _in_handler())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -139,7 +132,7 @@ class MePropMixin:
         self._loaded = state_dict if "memory" in state_dict else None
 
     def _unscaled(self) -> Memories:
-        """Memory in units of the loss, on the CPU."""
+        """Return the memory in units of the loss, on the CPU."""
         factor = 1.0 if self._scale is None else 1 / self._scale.item()
         return {
             layer: {"": (sparsity.memory * factor).cpu()}
@@ -148,7 +141,7 @@ class MePropMixin:
         }
 
     def _restore(self, ranks: Sequence[Memories | None], trainer: Any) -> None:
-        """Take this rank's memory; at another number of ranks each takes the mean, whose sum is that of the mean."""
+        """Restore this rank's memory. At another number of ranks each rank takes the mean."""
         if any(each is None for each in ranks):
             rank_zero_warn("MeProp: the checkpoint was saved in a hurry and has no memory of ranks other than 0")
         same = len(ranks) == trainer.world_size
@@ -156,17 +149,16 @@ class MePropMixin:
         for layer, named in own.items() if self.memory else ():
             sparsity = self.layers.get(layer)
             if sparsity is None or named[""].numel() != sparsity.width:
-                rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory begins anew")
+                rank_zero_warn(f"MeProp: {layer} is another layer than in the checkpoint; its memory is reset to 0")
                 continue
             sparsity.memory = named[""].clone()
 
     def _try_schedule(self, model: Any) -> None:
-        """Find now what is wrong with a later ``k``, and warn of it as ``enable`` does of the first."""
+        """Check each later ``k``, and warn as ``enable`` does for the first."""
         first = {name: each.k for name, each in self.layers.items()}
         least = dict(first)
         for step, amounts in self.schedule:
-            patterns = amounts_of(amounts)
-            for pattern in patterns.keys() - {pattern_of(name, patterns) for name in self.layers}:
+            for pattern in amounts.keys() - {pattern_of(name, amounts) for name in self.layers}:
                 raise ValueError(
                     f"schedule: {pattern!r} of step {step} matches no layer whose backward pass is sparse, which are "
                     f"{', '.join(self.layers)}; k names these: give it k=1.0 there to begin with all of its outputs"
@@ -178,21 +170,19 @@ class MePropMixin:
         for name, sparsity in self.layers.items():
             sparsity.k = first[name]
 
-    def _resize(self, amounts: Amounts) -> None:
-        patterns = amounts_of(amounts)
+    def _resize(self, amounts: Mapping[str, Amount]) -> None:
         for name, sparsity in self.layers.items():
-            if (pattern := pattern_of(name, patterns)) is not None:
-                sparsity.resize(patterns[pattern])
+            if (pattern := pattern_of(name, amounts)) is not None:
+                sparsity.resize(amounts[pattern])
 
 
-def _milestones(schedule: Mapping[Any, Amounts]) -> list[tuple[int, Amounts]]:
+def _milestones(schedule: Mapping[Any, Amounts]) -> list[tuple[int, dict[str, Amount]]]:
     if not isinstance(schedule, Mapping):
         raise ValueError(f"schedule={schedule!r}: give {{step: k, ...}}, such as {{0: 1.0, 1000: 0.05}}")
-    for step, amounts in schedule.items():
+    for step in schedule:
         if not str(step).isdecimal():
             raise ValueError(f"schedule: {step!r} must be a whole number of optimizer steps, 0 or more")
-        amounts_of(amounts)
-    return sorted(((int(step), amounts) for step, amounts in schedule.items()), key=lambda each: each[0])
+    return sorted(((int(step), amounts_of(each)) for step, each in schedule.items()), key=lambda each: each[0])
 
 
 def _mean(ranks: Sequence[Memories]) -> Memories:
@@ -204,9 +194,9 @@ def _mean(ranks: Sequence[Memories]) -> Memories:
 
 
 def _in_handler() -> bool:
-    """Whether a signal's handler of Lightning's is saving, at which the ranks stand at different places.
+    """Tell whether Lightning's signal handler is saving while ranks are at different places.
 
-    Our strategies call it where all ranks have met.
+    Our strategies call the handler only when all ranks have met.
     """
     frame: Any = sys._getframe()
     found = False
@@ -221,31 +211,31 @@ def _in_handler() -> bool:
 class MeProp(MePropMixin, Callback):
     """Backward passes that follow only the largest output gradients: meProp (Sun et al., ICML 2017, arXiv:1706.06197).
 
-    In each linear, convolutional or recurrent layer but the output layer, the ``k`` outputs with the largest gradients
-    (sums of absolute values over the minibatch) take part in the backward pass; the others count as zero. That is two
-    small matrix products instead of two large ones, and a weight gradient of ``k`` rows. The forward pass, checkpoints
-    and optimizer are untouched; an optimizer with momentum or weight decay still changes all rows. Gradients may be
-    changed in place (clipping, ``on_after_backward``), but not through ``p.grad.data`` or ``p.grad.numpy()``, of which
-    PyTorch keeps no count: what is written so into other rows would be there again in the next step.
+    In each linear, convolutional or recurrent layer but the output layer, only the ``k`` outputs with the largest
+    gradients (sums of absolute values over the minibatch) take part in the backward pass. The others count as zero.
+    That is two small matrix products instead of two large ones, and a weight gradient of ``k`` rows. The forward pass,
+    checkpoints and the optimizer stay the same; an optimizer with momentum or weight decay still changes all rows.
+    Gradients may be changed in place (clipping, ``on_after_backward``), but not through ``p.grad.data`` or
+    ``p.grad.numpy()``: PyTorch does not count such changes, so the next step would still have them in other rows.
 
     Args:
-        k: outputs that are kept, a count (80) or a fraction (0.05), of every layer; or by shell-style patterns of layer
-            names, ``{"encoder.*": 0.05, "decoder.out": 40}``, the first that matches, and others are left alone.
+        k: outputs that are kept, a count (80) or a fraction (0.05), of every layer. Or by shell-style patterns of layer
+            names, ``{"encoder.*": 0.05, "decoder.out": 40}``: the first that matches decides, others are left alone.
         skip: patterns of layers that are left alone.
-        output: the output layer too: the last one in the order of ``model.modules()``.
+        output: change the output layer too: the last one in the order of ``model.modules()``.
         schedule: other values of ``k`` from these optimizer steps on: ``{0: 1.0, 1000: 0.05}`` trains 1000 steps with
             the ordinary backward pass first.
-        memory: what is dropped is multiplied by this, at most 1, and added to the next gradient (memorized sparse
-            backpropagation, Zhang et al., arXiv:1905.10194): one number an output and rank; 0 is meProp as it is. It is
-            saved with the checkpoint, by rank. Where a step is skipped because of its loss scale, a layer remembers
-            what it dropped there, unless that was not finite.
-        share: ranks add up their sums first, one all-reduce of as many floats as the layer has outputs, and keep the
+        memory: what is dropped is multiplied by this, 0 to 1, and added to the next gradient (memorized sparse
+            backpropagation, Zhang et al., arXiv:1905.10194): one number an output and rank. 0 is plain meProp. The
+            checkpoint has the memory of each rank. If a step is skipped because of its loss scale, a layer still
+            remembers what it dropped, unless that was not finite.
+        share: ranks first add up their sums, one all-reduce of as many floats as the layer has outputs, and keep the
             same outputs, so that the mean gradient has ``k`` rows as well. Every rank must run the same layers.
         per_example: each example keeps ``k`` outputs of its own: the paper's first variant, which saves little time.
             Convolutions are left alone then.
         sparse_bias: biases of dropped outputs get no gradient; in the paper's code all of them do.
-        per_sequence: recurrent layers choose once for all time steps, which is several times as fast; otherwise at each
-            step anew, as in the paper.
+        per_sequence: recurrent layers choose once for all time steps, which is several times as fast. Otherwise each
+            step chooses, as in the paper.
 
     Raises:
         ValueError: a value is not allowed; when training begins: a pattern, of the schedule too, matches no layer, or a

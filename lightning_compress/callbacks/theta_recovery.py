@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_compress.callbacks.wrapping import wraps_model
+from lightning_compress.callbacks import wraps_model
 from lightning_compress.settings.run_state import RunState
 
 Mode = Literal["min", "max"]

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress.backward.layer_swap import pattern_of
 from lightning_compress.backward.sparsity import Amount, count_of
 from lightning_compress.backward.transform import amounts_of
+from lightning_compress.callbacks import wraps_model
 from lightning_compress.callbacks.meprop import Amounts, MePropMixin
-from lightning_compress.callbacks.wrapping import wraps_model
 from lightning_compress.contrib.pruning import check_optimizers, cut, followers
 
 __all__ = ["MeSimp", "MeSimpMixin"]

@@ -23,6 +23,7 @@ from lightning_compress.collectives.counting import all_gather_rounds, all_reduc
 from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.planning import link as links
 from lightning_compress.planning.cost import Link, link_of, wire_seconds
+from lightning_compress.settings import validators
 
 LEAST = 1 << 16
 """Weights of a layer that is taken without being named: a smaller one is cheap in a bucket with others."""
@@ -63,10 +64,8 @@ class FactorSettings:
         object.__setattr__(self, "exclude", _patterns("exclude", self.exclude))
         if self.layers == ():
             raise ValueError("layers=[] names no layer; name some, as in ['classifier.*'], or give None for all")
-        if self.dtype not in get_args(Sent):
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(map(repr, get_args(Sent)))}")
-        if not isinstance(self.force, bool):
-            raise ValueError(f"force={self.force!r} must be true or false")
+        validators.one_of(*get_args(Sent))("dtype", self.dtype)
+        validators.truth("force", self.force)
         if self.link is not None:
             object.__setattr__(self, "link", link_of(self.link))
 

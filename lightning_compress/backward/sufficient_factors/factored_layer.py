@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import Event
 from typing import Any, Literal, cast
 
@@ -264,26 +265,18 @@ class Outermost:
 
     def __init__(self, begin: Callable[[], None], end: Callable[[int], None]) -> None:
         self._begin, self._end = begin, end
-        self._held: weakref.ref[_Held] | None = None
+        self._held: Callable[[], partial[None] | None] = lambda: None
 
     def task(self) -> int:
         """Return the number of the outermost backward that has called this before; of this backward if none has."""
-        held = None if self._held is None else self._held()
+        held = self._held()
         if held is None:  # the engine keeps what it will call for as long as that backward lives, and no longer
-            held = _Held(torch._C._current_graph_task_id(), self._ended)
+            held = partial(self._ended, torch._C._current_graph_task_id())
             torch.autograd.Variable._execution_engine.queue_callback(held)
             self._held = weakref.ref(held)
             self._begin()
-        return held.task
+        return int(held.args[0])
 
     def _ended(self, task: int) -> None:
-        self._held = None
+        self._held = lambda: None
         self._end(task)
-
-
-class _Held:
-    def __init__(self, task: int, ended: Callable[[int], None]) -> None:
-        self.task, self._ended = task, ended
-
-    def __call__(self) -> None:
-        self._ended(self.task)
