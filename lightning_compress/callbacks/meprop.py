@@ -26,7 +26,7 @@ MET = "lightning_compress.strategies.rendezvous"
 
 
 class MePropMixin:
-    """Turns a ``Callback`` into one that makes backward passes sparse; see ``MeProp``."""
+    """Makes a ``Callback`` make backward passes sparse; see ``MeProp``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Puts the traffic into the Trainer's loggers and its progress bar."""
+"""Log the traffic to the Trainer's loggers and its progress bar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 
 class MonitorMixin:
-    """Turns a ``Callback`` into a communication monitor; see ``CommunicationMonitor``."""
+    """Makes a ``Callback`` a communication monitor; see ``CommunicationMonitor``."""
 
     def __init__(self, prefix: str = "comm/", progress_bar: bool = True) -> None:
         self.prefix = prefix
@@ -17,7 +17,7 @@ class MonitorMixin:
         self._steps = self._due = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Warn where the strategy does not compress."""
+        """Warn if the strategy does not compress."""
         if stage == "fit" and not _tells(trainer):
             rank_zero_warn(
                 "CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), or "
@@ -26,14 +26,14 @@ class MonitorMixin:
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Have those steps measured that will be logged."""
+        """Let the strategy measure the steps that will be logged."""
         if _tells(trainer) and trainer.log_every_n_steps:  # without logs ThetaRecovery may still want some
             trainer.strategy.measure_every(trainer.log_every_n_steps)
         self._steps = 0
         self._due = trainer.fit_loop.epoch_loop._batches_that_stepped // max(1, trainer.log_every_n_steps)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log a step that ended in this batch, if it is due, in the row that Lightning's own figures of it have."""
+        """Log a step that ended in this batch, if it is due, in the row of Lightning's own figures of it."""
         if not _tells(trainer):
             return
         steps, every = trainer.strategy.compression.meter.steps, trainer.log_every_n_steps
@@ -58,17 +58,17 @@ class CommunicationMonitor(MonitorMixin, Callback):
 
     Per step ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio``, ``encode_ms``, ``exchange_ms``,
     ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus residual),
-    ``residual_norm`` (of LoCo's errors, too); in total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
-    ``nonfinite_steps``. The figures are rank 0's. Steps between are not timed. With another strategy it warns, and logs
-    nothing.
+    ``residual_norm`` (of LoCo's errors, too). In total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
+    ``nonfinite_steps``. The figures are rank 0's. Other steps are not timed. With a strategy that does not compress it
+    warns, and logs nothing.
 
-    With ``GossipStrategy`` there are also ``bytes_to_<rank>``, what this rank has sent to each neighbour;
-    ``bytes_of_<rank>``, what each rank had sent when all met last; ``rounds``; ``nonfinite_rounds``, in which a rank
-    went back to its last model; ``gamma`` or ``eta``, the step in use; ``consensus_distance``, the root mean
-    square distance of the ranks' models from their mean, over the mean's norm, when it was formed last; and with
-    Moniqua ``theta``, ``hash_failures`` (blocks that neighbours did not recover), ``hash_bytes`` and ``resent_bytes``.
+    ``GossipStrategy`` adds ``bytes_to_<rank>``, what this rank has sent to each neighbour; ``bytes_of_<rank>``, what
+    each rank had sent when all ranks last met; ``rounds``; ``nonfinite_rounds``, in which a rank went back to its last
+    model; ``gamma`` or ``eta``, the step in use; ``consensus_distance``, the root mean square distance of the ranks'
+    models from their last mean, over the mean's norm. Moniqua adds ``theta``, ``hash_failures`` (blocks that neighbours
+    did not recover), ``hash_bytes`` and ``resent_bytes``.
 
     Args:
         prefix: of the metrics' names.
-        progress_bar: show the ratio there.
+        progress_bar: show the ratio in the progress bar.
     """

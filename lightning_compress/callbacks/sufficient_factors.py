@@ -15,7 +15,7 @@ from lightning_compress.planning.cost import Link
 
 
 class SufficientFactorsMixin:
-    """Turns a ``Callback`` into one that sends factors; see ``SufficientFactors``."""
+    """Makes a ``Callback`` send factors; see ``SufficientFactors``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Compresses less when training suffers from compression."""
+"""Compress less when training suffers from compression."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_compress.callbacks import wraps_model
 from lightning_compress.settings.run_state import RunState
+from lightning_compress.settings.validators import must
 
 Mode = Literal["min", "max"]
 
@@ -28,7 +29,7 @@ class Stall:
     waited: int = 0
 
     def passed(self, value: float) -> bool:
-        """Look at the next value; begins to count anew when it says yes."""
+        """Tell whether the metric has stalled, given its next value. Then the count of checks starts again at 0."""
         sign = -1 if self.mode == "min" else 1
         gain = sign * (value - self.best)
         if self.target is not None and sign * (value - self.target) >= 0:
@@ -45,13 +46,13 @@ class Stall:
 
 
 def looser(settings: RunState, name: str, values: Sequence[float] = ()) -> float | None:
-    """The next value of a setting that compresses less; None where there is none.
+    """Return the next value of a setting that compresses less; None if there is none.
 
     Args:
         settings: what runs.
-        name: ``theta``, a share that is dropped: what is left doubles, down to 0. A density doubles, at most to 1.
-            Whole numbers (bits, rank) double, or go to 8, 16 or 32, as the compressor allows.
-        values: used one after the other instead, from strong to weak.
+        name: of the setting. ``theta`` is a share that is dropped: what is left doubles, until it is 0. A density
+            doubles, at most to 1. Whole numbers (bits, rank) double, or go to 8, 16 or 32, as the compressor allows.
+        values: to use one after the other instead, from strong to weak.
     """
     now = getattr(settings.compressor, name)
     if values:
@@ -73,7 +74,7 @@ def looser(settings: RunState, name: str, values: Sequence[float] = ()) -> float
 
 
 class RecoveryMixin:
-    """Turns a ``Callback`` into one that compresses less when training suffers; see ``ThetaRecovery``."""
+    """Makes a ``Callback`` compress less when training suffers; see ``ThetaRecovery``."""
 
     def __init__(
         self,
@@ -88,14 +89,10 @@ class RecoveryMixin:
     ) -> None:
         if bound is None and monitor is None:
             raise ValueError("ThetaRecovery needs something to go by: bound (of the relative error), monitor, or both")
-        if bound is not None and not bound > 0:
-            raise ValueError(f"ThetaRecovery(bound={bound!r}): must be above 0, or None")
-        if mode not in get_args(Mode):
-            raise ValueError(f"ThetaRecovery(mode={mode!r}): must be min (a loss) or max (an accuracy)")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"ThetaRecovery(patience={patience!r}): must be a whole number of checks, 1 or more")
-        if not min_delta >= 0:
-            raise ValueError(f"ThetaRecovery(min_delta={min_delta!r}): must be 0 or more")
+        must(lambda given: given is None or given > 0, "above 0, or None")("ThetaRecovery: bound", bound)
+        must(lambda given: given in get_args(Mode), "min (a loss) or max (an accuracy)")("ThetaRecovery: mode", mode)
+        must(lambda given: type(given) is int and given > 0, "1 check or more")("ThetaRecovery: patience", patience)
+        must(lambda given: given >= 0, "0 or more")("ThetaRecovery: min_delta", min_delta)
         self.setting, self.values, self.bound, self.monitor = setting, tuple(values), bound, monitor
         self.stall = Stall(mode, min_delta, patience, target)
         self.history: list[tuple[int, float]] = []
@@ -103,10 +100,10 @@ class RecoveryMixin:
         self._of_epochs = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a strategy or a compressor that has no such setting, where training is to come.
+        """Check before training that strategy and compressor have the setting.
 
         Raises:
-            ValueError: it has not, or one of ``values`` is not allowed.
+            ValueError: they have not, or one of ``values`` is not allowed.
         """
         if stage != "fit":
             return
@@ -117,14 +114,14 @@ class RecoveryMixin:
             settings.retuned(None, {self.setting: value})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on where a checkpoint ended, if the strategy's own state, which has all that was retuned, is not there."""
+        """Continue from a checkpoint, unless the strategy has restored its own state, which has what was retuned."""
         self._sampled, self._of_epochs = 0, False
         compression = trainer.strategy.compression
         if self.history and not compression.step:
             compression.retune(**{self.setting: self.history[-1][1]})
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compare the error of a step that was sampled with its bound."""
+        """Compare the error of a sampled step with its bound."""
         meter = trainer.strategy.compression.meter
         if self.bound is None or meter.sampled == self._sampled:
             return
@@ -133,14 +130,14 @@ class RecoveryMixin:
         self._loosen(trainer, f"relative error {error:.3g} is above {self.bound}" if error > self.bound else "")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the metric; one of the training is not there before its first epoch ends, and is looked at then."""
+        """Check the metric. A training metric is missing until the first epoch ends, and is checked there."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._of_epochs = self._of_epochs or self.monitor not in trainer.callback_metrics
             if not self._of_epochs:
                 self._check_metric(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the metric where there is no validation, or none that has it."""
+        """Check the metric if no validation does."""
         if self._of_epochs or not trainer.enable_validation:
             self._check_metric(trainer)
 
@@ -171,7 +168,7 @@ class RecoveryMixin:
             logger.log_metrics({f"recovery/{self.setting}": following}, trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
+        """Return what a resumed run continues from."""
         return {"history": self.history, "best": self.stall.best, "waited": self.stall.waited}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -181,24 +178,24 @@ class RecoveryMixin:
 
 
 class ThetaRecovery(RecoveryMixin, Callback):
-    """Compresses less, step by step and if it must to nothing, when training suffers from compression.
+    """Compresses less, step by step and at last not at all, when training suffers from compression.
 
-    After the recovery of Wang et al., HPDC 2020, arXiv:1811.08596: train with a large theta, and lower it when
-    accuracy falls behind; it comes back to that of a lossless run. Rank 0 decides, and all ranks follow from the next
-    step on. Where a ``schedule`` changes the same setting, its next change overrides this one.
+    After the recovery of Wang et al., HPDC 2020, arXiv:1811.08596: train with a large theta, and lower it when the
+    accuracy falls behind. The accuracy then returns to that of a lossless run. Rank 0 decides, and all ranks follow
+    from the next step on. If a ``schedule`` changes the same setting, its next change overrides this one.
 
     Args:
-        setting: what is loosened: ``theta`` is lowered (what is left of the spectrum doubles, until theta is 0),
-            ``density``, ``bits`` or ``rank`` are doubled (as long as the compressor allows).
+        setting: what is loosened. ``theta`` is lowered: what is left of the spectrum doubles, until theta is 0.
+            ``density``, ``bits`` or ``rank`` are doubled, as long as the compressor allows.
         values: used one after the other instead, e.g. ``[0.9, 0.5, 0.0]``.
         bound: of the relative error of a sampled step (norm of what was not sent over that of gradient plus
-            residual); steps are sampled as ``CommunicationMonitor`` logs, or each 50th.
-        monitor: name of a logged metric, looked at after each validation, or each epoch where there is none.
+            residual). Steps are sampled as ``CommunicationMonitor`` logs, or else every 50th step.
+        monitor: name of a logged metric. It is checked after each validation, or each epoch if there is none.
         mode: ``min`` for a loss, ``max`` for an accuracy.
-        patience: loosen after so many checks in a row that brought no improvement on the best value.
-        min_delta: what counts as an improvement is larger than this.
-        target: a metric this good is not behind: what a run without compression reaches, where that is known. Without
-            it, a run that has converged is taken for one that stands still.
+        patience: loosen after this many checks in a row without improvement on the best value.
+        min_delta: an improvement is larger than this.
+        target: a metric this good is not behind: what a run without compression reaches, if that is known. Without it,
+            a run that has converged counts as one that stalls.
 
     Raises:
         ValueError: a value is not allowed, or there is neither ``bound`` nor ``monitor``.
