@@ -117,11 +117,7 @@ class _Recurrent(SparseLayer):
     """What layers and cells have in common."""
 
     kind: ClassVar[str]
-
-    @classmethod
-    def width_of(cls, module: nn.Module) -> int:
-        """Return the outputs of each gate."""
-        return cast(int, module.hidden_size)
+    width = "hidden_size"
 
     @classmethod
     def conflict(cls, sparsity: Sparsity) -> str:
@@ -138,11 +134,6 @@ class _Recurrent(SparseLayer):
 
 class _Layers(_Recurrent):
     """Several layers, in one or two directions."""
-
-    @classmethod
-    def weights_of(cls, module: nn.Module) -> tuple[str, ...]:
-        """See ``SparseLayer``."""
-        return tuple(name for names in cast(nn.RNNBase, module)._all_weights for name in names if "weight" in name)
 
     @classmethod
     def refusal(cls, module: nn.Module, per_example: bool) -> str:
@@ -250,8 +241,6 @@ class SparseGRU(_Layers, nn.GRU):
 
 class _Cell(_Recurrent):
     """One time step."""
-
-    weights = ("weight_ih", "weight_hh")
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """Compute the ordinary cell."""

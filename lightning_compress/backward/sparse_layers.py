@@ -5,7 +5,7 @@ Linear layers: meProp (Sun et al., ICML 2017); convolutions, by output channels:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -127,12 +127,7 @@ def _gradients(
 class SparseLinear(SparseLayer, nn.Linear):
     """``nn.Linear`` with a sparse backward pass."""
 
-    ordinary = nn.Linear
-
-    @classmethod
-    def width_of(cls, module: nn.Module) -> int:
-        """Return its outputs."""
-        return cast(nn.Linear, module).out_features
+    ordinary, width = nn.Linear, "out_features"
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``nn.Linear``.
@@ -149,12 +144,7 @@ class SparseLinear(SparseLayer, nn.Linear):
 class _SparseConv(SparseLayer):
     """What convolutions of one and two dimensions have in common."""
 
-    dimensions: ClassVar[int]
-
-    @classmethod
-    def width_of(cls, module: nn.Module) -> int:
-        """Return its output channels."""
-        return cast(_ConvNd, module).out_channels
+    width = "out_channels"
 
     @classmethod
     def refusal(cls, module: nn.Module, per_example: bool) -> str:
@@ -173,8 +163,8 @@ class _SparseConv(SparseLayer):
         if layer.padding_mode != "zeros" or isinstance(padding, str):
             mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
             x = functional.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-            padding = (0,) * self.dimensions
-        single = x.ndim == self.dimensions + 1
+            padding = (0,) * len(layer.stride)
+        single = x.ndim < weight.ndim
         window = layer.stride, padding, layer.dilation
         y = apply(x[None] if single else x, weight, bias, window, self.sparsity)
         return y[0] if single else y
@@ -183,10 +173,10 @@ class _SparseConv(SparseLayer):
 class SparseConv1d(_SparseConv, nn.Conv1d):
     """``nn.Conv1d`` with a sparse backward pass, by output channels."""
 
-    ordinary, dimensions = nn.Conv1d, 1
+    ordinary = nn.Conv1d
 
 
 class SparseConv2d(_SparseConv, nn.Conv2d):
     """``nn.Conv2d`` with a sparse backward pass, by output channels."""
 
-    ordinary, dimensions = nn.Conv2d, 2
+    ordinary = nn.Conv2d

@@ -239,19 +239,9 @@ class SparseLayer(SwappedLayer):
     """
 
     attribute = "sparsity"
-    weights: ClassVar[tuple[str, ...]] = ("weight",)
-    """Names of the parameters whose gradients are sparse."""
+    width: ClassVar[str]
+    """The attribute of the ordinary layer that has the number of outputs of which ``k`` are kept."""
     sparsity: Sparsity
-
-    @classmethod
-    def weights_of(cls, module: nn.Module) -> tuple[str, ...]:
-        """Return the names of the parameters whose gradients are sparse, as this module has them."""
-        return tuple(own for own in cls.weights if hasattr(module, own))
-
-    @classmethod
-    def width_of(cls, module: nn.Module) -> int:
-        """Return the number of outputs of which ``k`` are kept."""
-        raise NotImplementedError
 
     @classmethod
     def refusal(cls, module: nn.Module, per_example: bool) -> str:

@@ -82,7 +82,7 @@ def enable(
     done = {}
     for name, amount in _chosen(model, layers, amounts_of(k), skip, output, per_example).items():
         layer, kind = layers[name]
-        width = kind.width_of(layer)
+        width = getattr(layer, kind.width)
         kept = count_of(amount, width, name)
         done[name] = Sparsity(name, width, kept, per_example, sparse_bias, per_sequence, float(memory), group)
         if conflict := kind.conflict(done[name]):
@@ -100,11 +100,6 @@ def disable(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, SparseLayer):
             restore(layer)
-
-
-def enabled(model: nn.Module) -> dict[str, Sparsity]:
-    """Return the layers of a model that have a sparse backward pass, by name."""
-    return {name: layer.sparsity for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
 
 
 def check_settings(skip: object, memory: object, per_example: bool, together: bool) -> None:
@@ -136,8 +131,6 @@ def amounts_of(k: object) -> dict[str, Amount]:
 
 def _kind(module: nn.Module) -> type[SparseLayer] | None:
     """Return the sparse class of a layer; None: there is none."""
-    if isinstance(module, SparseLayer):
-        return LAYERS[type(module).ordinary]
     return next((kind for ordinary, kind in LAYERS.items() if isinstance(module, ordinary)), None)
 
 
@@ -166,7 +159,7 @@ def _chosen(
         if matched is None or pattern_of(name, skip) or (name == last and not output and matched != name):
             continue
         above = everything[name.rpartition(".")[0]]
-        problem = weight_problem(layer, kind.weights_of(layer), shared)
+        problem = weight_problem(layer, [each for each in layer._parameters if each.startswith("weight")], shared)
         refusal = _own_forward(layer, kind, above) or kind.refusal(layer, per_example)
         if problem or (refusal and matched == name):
             raise ValueError(f"{name}: {problem or refusal}; leave it out by skip=[{name!r}]")

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_compress.backward.sparsity import SparseLayer
+
 
 def mask_of(gradient, k):
     """1 for the k columns with the largest sums of absolute values; of equal ones the first."""
@@ -20,6 +22,11 @@ def mask_of_each(gradient, k):
     for row, values in enumerate(gradient.abs().tolist()):
         mask[row, sorted(range(len(values)), key=lambda column: (-values[column], column))[:k]] = 1
     return mask
+
+
+def enabled(model):
+    """The layers of a model that have a sparse backward pass, by name."""
+    return {name: layer.sparsity for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
 
 
 class Keep(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from lightning_compress.backward import enable
-from lightning_compress.backward.transform import enabled
+from tests.backward.reference import enabled
 
 
 class Own(nn.Linear):

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_compress import CompressedDDPStrategy, MeProp
-from lightning_compress.backward.transform import enabled
+from tests.backward.reference import enabled
 from tests.helpers.training import Net, digits, loader, parameters
 
 

@@ -207,19 +207,14 @@ class Factors:
     def _gather(self, layer: Layer, rows: FactorPairs) -> None:
         with errors.explained(f"gathering the factors of {layer.name}", self._transport.rank):
             if self._stream is None:
-                self._exchange_rows(layer, rows)
+                self._exchange.run(layer, rows)
                 return
             self._stream.wait_event(layer.marks[0])
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 for each in (tensor for pair in rows for tensor in pair):
                     each.record_stream(self._stream)
-                self._exchange_rows(layer, rows)
+                self._exchange.run(layer, rows)
                 layer.marks[1].record(self._stream)
-
-    def _exchange_rows(self, layer: Layer, rows: FactorPairs) -> None:
-        dtype = self._exchange.announce(layer, rows)
-        if dtype is not None and layer.way == "factors":
-            self._exchange.gather(layer, rows, dtype)
 
     def _finish(self, task: int) -> None:
         """The end of backward: what is left is sent, and averaged when the other ends of this backward are through."""

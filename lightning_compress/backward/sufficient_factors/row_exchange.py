@@ -1,4 +1,4 @@
-"""What the ranks tell each other about layers in one backward pass: rows, or gradients the ordinary way."""
+"""Exchange what the ranks have of layers in one backward pass: rows, or gradients the ordinary way."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import reduce_now
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""In which rows may travel, by their number."""
+"""In which rows may travel. A message has the index."""
 
 
 class RowExchange:
-    """Gathers rows, layer by layer; all ranks bring the layers in the same order.
+    """Gathers rows, layer by layer. All ranks bring the layers in the same order.
 
     Args:
         collective: the ranks, over a transport of its own.
@@ -26,18 +26,15 @@ class RowExchange:
         rounded: rows travel as bfloat16.
 
     Attributes:
-        sizes: bytes of a number of each layer's rows, by its name, once that is known.
+        sizes: bytes of a number of each layer's rows, by its name, once they are known.
     """
 
     def __init__(self, collective: Collective, device: torch.device, rounded: bool) -> None:
         self._collective, self._device, self._rounded = collective, device, rounded
         self.sizes: dict[str, int] = {}
 
-    def announce(self, layer: Layer, rows: FactorPairs) -> torch.dtype | None:
-        """Tell how many rows there are, and find out how many others have.
-
-        Returns:
-            in what they travel; None where no rank has any.
+    def run(self, layer: Layer, rows: FactorPairs) -> None:
+        """Set ``layer.counts``, and ``layer.gathered`` if the layer goes by factors and a rank has rows.
 
         Raises:
             ValueError: ranks have rows of different dtypes; on every rank.
@@ -50,28 +47,29 @@ class RowExchange:
         if len(kinds) > 1:
             found = ", ".join(str(DTYPES[kind]) for kind in kinds)
             raise ValueError(f"the rows of {layer.name} are {found} on different ranks; give all the same precision")
-        if not kinds:
-            return None
-        dtype = DTYPES[kinds[0]]
-        self.sizes[layer.name] = dtype.itemsize
-        return dtype
+        if kinds:
+            dtype = DTYPES[kinds[0]]
+            self.sizes[layer.name] = dtype.itemsize
+            if layer.way == "factors":
+                layer.gathered = self._gather(layer.counts, rows, dtype, layer.weight)
 
     def _dtype(self, rows: FactorPairs) -> torch.dtype | None:
-        """What holds all of them; None: there are none."""
+        """Return the dtype that holds all rows; None: there are none."""
         dtype: torch.dtype | None = None
         for each in (tensor for pair in rows for tensor in pair):
             dtype = each.dtype if dtype is None else torch.promote_types(dtype, each.dtype)
         return torch.bfloat16 if self._rounded and dtype in (torch.float32, torch.float64) else dtype
 
-    def gather(self, layer: Layer, rows: FactorPairs, dtype: torch.dtype) -> None:
-        """Collect the rows of all ranks, in their order, in ``layer.gathered``.
+    def _gather(
+        self, counts: list[int], rows: FactorPairs, dtype: torch.dtype, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows of all ranks, in their order.
 
         A message has the inputs, then the output gradients, each padded with zeros to the most rows of a rank.
         """
-        assert layer.counts is not None
-        outer, inner = layer.weight.shape
-        border = max(layer.counts) * inner
-        sent = torch.empty(border + max(layer.counts) * outer, dtype=dtype, device=self._device)
+        outer, inner = weight.shape
+        border = max(counts) * inner
+        sent = torch.empty(border + max(counts) * outer, dtype=dtype, device=self._device)
         for place, part in enumerate((sent[:border], sent[border:])):
             filled = 0
             for pair in rows:
@@ -79,14 +77,14 @@ class RowExchange:
                 part[filled : filled + numbers].view(pair[place].shape).copy_(pair[place])
                 filled += numbers
             part[filled:].zero_()
-        messages = list(zip(consensus.gathered(sent, self._collective), layer.counts, strict=True))
+        messages = list(zip(consensus.gathered(sent, self._collective), counts, strict=True))
         inputs = [message[: count * inner].view(count, inner) for message, count in messages]
         gradients = [message[border : border + count * outer].view(count, outer) for message, count in messages]
-        layer.gathered = torch.cat(inputs), torch.cat(gradients)
+        return torch.cat(inputs), torch.cat(gradients)
 
 
 def flag_of(layer: Layer) -> Tensor:
-    """float32 scalar: 0.0, or NaN if a rank's rows are not finite."""
+    """Return a float32 scalar: 0.0, or NaN if a rank's rows are not finite."""
     assert layer.gathered is not None
     largest = [each.abs().amax().to(torch.float32) for each in layer.gathered]
     return torch.stack(largest).sum() * 0.0
@@ -99,18 +97,18 @@ def average_ordinary(
     collective: Collective,
     device: torch.device,
 ) -> list[Layer]:
-    """Average gradients of layers that do not travel as factors, at the end of backward, as other parameters'.
+    """Average gradients of layers that do not travel as factors, at the end of backward.
 
     Args:
         layers: the same on all ranks.
         ddp: says whether some of them may be unused.
-        compression: of the other parameters, which averages these too, each layer as a group; or None, or one that is
-            off: then float32 is summed here.
+        compression: of the other parameters. It averages these too, each layer as a group. If it is None or off,
+            float32 is summed here.
         collective: the ranks.
         device: where gradients are.
 
     Returns:
-        Those that were averaged here.
+        the layers that were averaged here.
     """
     if layers and (ddp.find_unused_parameters or ddp.static_graph):
         local = [layer.local and any(each.grad is not None for each in layer.parameters) for layer in layers]
