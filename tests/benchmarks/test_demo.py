@@ -22,8 +22,9 @@ from benchmarks._demo.table import Row, conclusion, table
 from benchmarks._network import lab
 from lightning_compress import attach
 from recipes.task import Task
-from tests.benchmarks.test_network import namespaces, root
+from tests.benchmarks.test_network import namespaces
 from tests.config.composing import composed
+from tests.helpers.labs import ROOT
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 LOWER = ("WER", "CER")
@@ -189,7 +190,7 @@ TINY = Entry(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("paced", [True, pytest.param(False, marks=root)])
+@pytest.mark.parametrize("paced", [True, pytest.param(False, marks=ROOT)])
 def test_the_whole_of_it(paced, capfd):
     dense, onebit = demo.run([TINY], paced=paced)
     said = capfd.readouterr().out
