@@ -6,6 +6,7 @@ PYTHON ?= python3
 DATA ?= data
 BIN := .venv/bin
 WORKERS := 4
+unexport PYTHONDONTWRITEBYTECODE  # or each worker compiles all tests again
 
 .PHONY: install demo results test thorough lowest lint types unit clean
 

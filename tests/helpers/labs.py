@@ -14,16 +14,12 @@ def only_lab():
     return FileLock(Path(tempfile.gettempdir()) / "lightning_compress_lab.lock")
 
 
-ABLE = os.geteuid() == 0 and shutil.which("tc") and shutil.which("unshare")
-ROOT = (
-    pytest.mark.usefixtures("only_lab"),
-    pytest.mark.skipif(not ABLE, reason="needs root, iproute2 and unshare for network namespaces"),
+able = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("tc") or not shutil.which("unshare"),
+    reason="needs root, iproute2 and unshare for network namespaces",
 )
-"""Marks of tests that make network namespaces."""
 
 
 def root(test):
-    """Give a test these marks."""
-    for mark in ROOT:
-        test = mark(test)
-    return test
+    """Mark a test that makes network namespaces."""
+    return able(pytest.mark.usefixtures("only_lab")(test))
