@@ -5,6 +5,8 @@
 PYTHON ?= python3
 DATA ?= data
 BIN := .venv/bin
+WORKERS := 4
+unexport PYTHONDONTWRITEBYTECODE  # or each worker compiles all tests again
 
 .PHONY: install demo results test thorough lowest lint types unit clean
 
@@ -29,14 +31,14 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest -m "not thorough and not alone" --numprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest -m "alone and not thorough"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+	test $$(id -u) = 0 || $(BIN)/python -m pytest tests/collectives/test_wire.py  # root counts in a namespace, beside all else
 
-test: lint types unit
+test: install
+	$(MAKE) --no-print-directory --jobs lint types unit
 
 thorough: test
-	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest -m "alone and thorough"
+	$(BIN)/python -m pytest -m thorough --numprocesses $(WORKERS) --dist worksteal
 
 lowest:
 	test -x .venv_lowest/bin/python || $(PYTHON) -m venv .venv_lowest

@@ -8,7 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # else a Trainer of one process sets its ow
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as torch.compile does
 
-from tests.helpers import link
+from tests.helpers import labs, link
 from tests.helpers.data import public_data
 from tests.helpers.processes import Pools
 
@@ -40,6 +40,13 @@ def pools():
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def only_lab():
+    """See ``tests.helpers.labs``."""
+    with labs.only_lab():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from benchmarks._network.lab import Lab
 from benchmarks._network.launch import _first_failed
+from tests.helpers.labs import root
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/two-machines.md").read_text()
@@ -23,10 +24,6 @@ ERROR = next(text for text in SAID if "connectFullMesh" in text)
 DEBIAN = next(text for text in SAID if text.startswith("127.0.0.1 localhost\n"))
 VARIABLES = dict(re.findall(r"^\| `(SLURM_\w+)` \|.*\| (\S+) \|$", PAGE, flags=re.MULTILINE))
 NODES = ("node1", "node2")
-root = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("tc") or not shutil.which("unshare"),
-    reason="needs root, iproute2 and unshare for network namespaces",
-)
 
 
 def launches():

@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ from benchmarks._demo.table import Row, conclusion, table
 from benchmarks._network import lab
 from lightning_compress import attach
 from recipes.task import Task
-from tests.benchmarks.test_network import namespaces, root
+from tests.benchmarks.test_network import namespaces
 from tests.config.composing import composed
+from tests.helpers.labs import able, only_lab
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 LOWER = ("WER", "CER")
@@ -189,9 +191,10 @@ TINY = Entry(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("paced", [True, pytest.param(False, marks=root)])
+@pytest.mark.parametrize("paced", [True, pytest.param(False, marks=able)])
 def test_the_whole_of_it(paced, capfd):
-    dense, onebit = demo.run([TINY], paced=paced)
+    with nullcontext() if paced else only_lab():
+        dense, onebit = demo.run([TINY], paced=paced)
     said = capfd.readouterr().out
     assert said.count("python -m recipes.train recipe=resnet") == 2  # rank 0 speaks for all
     assert dense.ratio == 1 < 10 < onebit.ratio

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 
 import pytest
@@ -13,10 +12,7 @@ from benchmarks._network import lab, methods, plot, relay
 from benchmarks._network.launch import run_ranks
 from lightning_compress.core.layout import Layout
 from lightning_compress.settings.run_state import RunState
-
-root = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2 for network namespaces"
-)
+from tests.helpers.labs import root
 
 
 def namespaces(pid=None):

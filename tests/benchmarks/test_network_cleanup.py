@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks._network import lab
-from tests.benchmarks.test_network import namespaces, root
+from tests.benchmarks.test_network import namespaces
+from tests.helpers.labs import root
 
 PATIENCE = 150
 """Seconds, against hangs: processes that import torch beside other tests take long."""

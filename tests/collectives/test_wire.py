@@ -1,9 +1,6 @@
 """Bytes reported are bytes sent: the loopback interface's own counters say so."""
 
-import ctypes
 import os
-import shutil
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import ring
 from lightning_compress.reducers import PowerSGD
 from tests.cases import CASES
+from tests.helpers.loopback import separate
 from tests.helpers.processes import Pools
 from tests.test_laws import PATTERNS, can_travel, group_plan
 
@@ -30,38 +28,22 @@ NAMES = ("none", "bf16", "topk", "onebit", "threshold", "randomk", "terngrad_sha
 # Where a message of the case's own is so small that the transport's headers would count.
 LARGER = {"powersgd": PowerSGD(rank=128)}
 
-pytestmark = pytest.mark.alone
-
-CLONE_NEWNET = 0x40000000
-
 
 @contextmanager
-def _loopback_of_its_own():
-    """Processes started inside have a loopback interface to themselves, where the user may make one (root, Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() != 0 or not hasattr(libc, "unshare") or not shutil.which("ip"):
-        yield
-        return
-    with open("/proc/self/ns/net") as ours:
-        if libc.unshare(CLONE_NEWNET) != 0:
-            yield
-            return
-        try:
-            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-            yield
-        finally:
-            libc.setns(ours.fileno(), CLONE_NEWNET)
+def pools_alone():
+    """Pools whose interface nobody else uses."""
+    with separate() as network:
+        if network is None and "PYTEST_XDIST_WORKER" in os.environ:
+            pytest.skip("other tests use the loopback interface: run pytest tests/collectives/test_wire.py by itself")
+        pools = Pools(network)
+        yield pools
+        pools.close()
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Pools whose interface nobody else uses."""
-    with _loopback_of_its_own():
-        pools = Pools()
-        for size in (2, 3):
-            pools[size].run(_loopback_bytes)
-    yield pools
-    pools.close()
+    with pools_alone() as pools:
+        yield pools
 
 
 def _loopback_bytes():
@@ -142,9 +124,6 @@ def test_gossip_sends_its_bits_to_two_neighbours(alone, bits):
 @pytest.mark.skipif(not COUNTERS.exists(), reason="needs Linux's interface counters")
 @pytest.mark.parametrize("size", [4, 8])
 def test_gossip_on_larger_rings(size):
-    with _loopback_of_its_own():
-        pools = Pools()
-        pools[size].run(_loopback_bytes)
-    for bits in (1, 2, 4, 8):
-        _check_gossip(pools[size], bits)
-    pools.close()
+    with pools_alone() as pools:
+        for bits in (1, 2, 4, 8):
+            _check_gossip(pools[size], bits)

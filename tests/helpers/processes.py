@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks._faults.ranks import PRELOAD, forking
 from benchmarks._gpu.nccl import share_a_gpu
+from tests.helpers.loopback import enter
 
 PRELOADED = (*PRELOAD, "tests.helpers.training", "sklearn.datasets")
 
@@ -21,7 +22,9 @@ class RankError(AssertionError):
     """A rank raised; carries its traceback."""
 
 
-def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
+def _serve(rank: int, size: int, store: str, pipe, backend: str, network: str | None) -> None:
+    if network is not None:
+        enter(network)
     if backend == "nccl":
         share_a_gpu(rank)
     import torch
@@ -49,9 +52,9 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str) -> None:
 
 
 class Pool:
-    """``size`` processes in one group, of Gloo or, all on one GPU, of NCCL."""
+    """``size`` processes in one group, of Gloo or, all on one GPU, of NCCL; in the network namespace of a file."""
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, backend: str = "gloo", network: str | None = None) -> None:
         spawning = multiprocessing.get_context("spawn")  # CUDA takes no fork
         context = forking(PRELOADED) if backend == "gloo" else spawning
         self.size = size
@@ -61,7 +64,7 @@ class Pool:
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, theirs, backend), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, theirs, backend, network), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -105,14 +108,15 @@ class Pool:
 
 
 class Pools:
-    """A pool per world size, made when first asked for."""
+    """A pool per world size, made when first asked for; in the network namespace of a file, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: str | None = None) -> None:
+        self._network = network
         self._pools: dict[int, Pool] = {}
 
     def __getitem__(self, size: int) -> Pool:
         if size not in self._pools:
-            self._pools[size] = Pool(size)
+            self._pools[size] = Pool(size, network=self._network)
         return self._pools[size]
 
     def close(self) -> None:

@@ -1,0 +1,72 @@
+"""Scripts and modules run as ``python`` would run them, in a fork of a process that has imported everything."""
+
+import ctypes
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from benchmarks._faults.ranks import forking
+from tests.helpers.processes import PRELOADED
+
+HERE = ("benchmarks", "recipes", "tests")
+"""Packages that a script is to find by its own path."""
+
+
+def run(*words, cwd, env, timeout=120):
+    """What ``subprocess.run([sys.executable, *words], capture_output=True, text=True)`` would return.
+
+    Args:
+        *words: ``-m module``, ``-c code`` or a script, and its arguments.
+        cwd: of the process.
+        env: all of its environment; its PYTHONPATH counts.
+        timeout: seconds after which it is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: it was.
+    """
+    words = [str(word) for word in words]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = forking(PRELOADED).Process(target=_begin, args=(words, str(cwd), dict(env), list(map(str, files))))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, *(file.read_bytes() for file in files))
+        return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+
+
+def _begin(words, cwd, env, files):
+    for number, name in enumerate(files, 1):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for name in [name for name in sys.modules if name.split(".")[0] in HERE]:
+        del sys.modules[name]
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    kind = words.pop(0) if words[0] in ("-m", "-c") else ""
+    first = str(Path(words[0]).resolve().parent) if not kind else cwd
+    sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *installed]
+    sys.argv = words if not kind else ["-c", *words[1:]]
+    code = 0
+    try:
+        if kind == "-m":
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.pythonapi.Py_Exit(code)  # as a script ends: multiprocessing would leave out what libraries do then
