@@ -14,7 +14,6 @@ from lightning_compress.codecs import (
     Dense,
     EFSign,
     OneBit,
-    RandomK,
     RangeFloat,
     Rotated,
     Rows,
@@ -28,10 +27,6 @@ from tests.case import Case
 from tests.contrib.cases import CONTRIB
 from tests.reference import codecs as reference
 from tests.reference import sparse as sparse_reference
-
-
-def _randomk_bytes(codec: RandomK, layout: Layout) -> int:
-    return sum(4 * max(1, math.ceil(codec.density * segment.numel)) for segment in layout.segments if segment.numel)
 
 
 def _columns(codec: OneBit, segment: Segment) -> int:
@@ -172,14 +167,6 @@ CASES = [
         loses="element",
         reference=_sparseloco,
         also=(SparseLoCo(), SparseLoCo(4, 64), SparseLoCo(64, 64)),
-    ),
-    Case("randomk", RandomK(density=0.05), _randomk_bytes, lossless=RandomK(density=1.0)),
-    Case(
-        "randomk_rescaled",
-        RandomK(0.05, rescale=True),
-        _randomk_bytes,
-        loses="added",
-        lossless=RandomK(1.0, rescale=True),
     ),
     Case(
         "onebit",

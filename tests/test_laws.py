@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, RandomK, Rotated
+from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, Rotated
 from lightning_compress.collectives import LocalCollective, TorchCollective, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.contrib.codecs.natural import Natural
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.exchanges import EXCHANGES, AllGather, Hierarchical, Pattern
 from lightning_compress.planning import link as probe

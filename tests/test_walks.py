@@ -142,7 +142,6 @@ USED = {
     "SparseLoCo": 3,
     "DGC": 3,
     "FP16": 3,
-    "RandomK": 3,
     "Rows": 6,
 }
 """Methods that something else chooses, contains or advises, and the files that name them."""

@@ -16,7 +16,6 @@ from lightning_compress.codecs.sign.onebit import OneBit as OneBit
 from lightning_compress.codecs.sign.efsign import EFSign as EFSign
 from lightning_compress.codecs.quantize.qsgd import QSGD as QSGD
 from lightning_compress.codecs.quantize.rotated import Rotated as Rotated
-from lightning_compress.codecs.sparse.randomk import RandomK as RandomK
 from lightning_compress.codecs.quantize.range_float import RangeFloat as RangeFloat
 from lightning_compress.codecs.spectral.fft import FFT as FFT
 from lightning_compress.codecs.sparse.rows import Rows as Rows

@@ -34,8 +34,8 @@ Piece = tuple[int, int, int]
 class AllReduce(Exchange):
     """One all-reduce per dtype in the message; a rank sends ``2 (W - 1) / W`` messages.
 
-    Only for methods whose messages may be summed: none, fp16, bf16, randomk. What the transport's own additions round
-    off is no rank's residual: for a cast only the local half of the conservation law holds.
+    Only for methods whose messages may be summed (``Codec.sum_dtype``): none, fp16, bf16. Rounding errors of the
+    transport's own additions are in no rank's residual, so a cast keeps only the local half of the conservation law.
     """
 
     def check(self, codec: Codec) -> None:

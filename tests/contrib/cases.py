@@ -7,6 +7,7 @@ from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.contrib.codecs.dct import DCT
 from lightning_compress.contrib.codecs.natural import Natural
 from lightning_compress.contrib.codecs.qsgd_elias import QSGDElias
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.contrib.codecs.threshold import Threshold
 from lightning_compress.contrib.codecs.wangni import Wangni
@@ -28,6 +29,10 @@ def _natural_bytes(codec: Natural, layout: Layout) -> int:
 def _terngrad_bytes(codec: TernGrad, layout: Layout) -> int:
     scales = 4 * sum(segment.numel > 0 for segment in layout.segments)
     return -(-scales // 16) * 16 + -(-layout.numel // {"2bit": 4, "base3": 5}[codec.packing])
+
+
+def _randomk_bytes(codec: RandomK, layout: Layout) -> int:
+    return sum(4 * max(1, math.ceil(codec.density * segment.numel)) for segment in layout.segments if segment.numel)
 
 
 def _atomo_bytes(codec: ATOMO, layout: Layout) -> int:
@@ -75,6 +80,14 @@ CONTRIB = [
         DCT(theta=0.5, block=64),
         sparse_sizes.spectrum,
         loses="block",
+    ),
+    Case("randomk", RandomK(density=0.05), _randomk_bytes, lossless=RandomK(density=1.0)),
+    Case(
+        "randomk_rescaled",
+        RandomK(0.05, rescale=True),
+        _randomk_bytes,
+        loses="added",
+        lossless=RandomK(1.0, rescale=True),
     ),
     Case("atomo", ATOMO(rank=2), _atomo_bytes, lossless=ATOMO(rank=10**6)),
     Case("adam_mask", AdamMask(0.05), lossless=AdamMask(1.0), variable=True),  # the first step is dense

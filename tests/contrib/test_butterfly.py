@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.codecs import RandomK, TopK
+from lightning_compress.codecs import TopK
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.exchanges.butterfly import PACKET, Butterfly, chosen, factorings
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges.message import Section

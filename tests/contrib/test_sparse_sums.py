@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 
-from lightning_compress.codecs import RandomK, TopK
+from lightning_compress.codecs import TopK
 from lightning_compress.collectives import run_threads
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.exchanges import Butterfly, OkTopK, RecursiveDoubling, RunLength
 from tests.exchanges.test_exchanges import LAYOUT, _over_sockets, check, mean, partly
 from tests.fuzz.exchanging import Liar

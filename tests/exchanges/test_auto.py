@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
-from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, RandomK, TopK
+from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, TopK
 from lightning_compress.collectives import CountingCollective, LocalCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import Hierarchical, nodes
 from lightning_compress.exchanges.exchange import plan_of

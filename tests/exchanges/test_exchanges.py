@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, Rotated, TopK
+from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, AllReduce, Hierarchical, SplitGather, TwoShot, composite
 from lightning_compress.exchanges.exchange import plan_of

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_compress.codecs import RandomK
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges.message import MessagePlan, Section
 from tests.cases import unbiased_cases

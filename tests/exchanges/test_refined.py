@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from lightning_compress.codecs import FFT, QSGD, OneBit, RandomK, RangeFloat, Rotated
+from lightning_compress.codecs import FFT, QSGD, OneBit, RangeFloat, Rotated
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.core.layout import Layout

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import torch
 
-from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, RandomK, TopK
+from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, TopK
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES, Hierarchical, composite
 from lightning_compress.exchanges.message import Section

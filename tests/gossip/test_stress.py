@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_compress.codecs import CODECS, QSGD, Dense, EFSign, RandomK, Rotated, TopK
+from lightning_compress.codecs import CODECS, QSGD, Dense, EFSign, Rotated, TopK
 from lightning_compress.collectives import run_threads
 from lightning_compress.contrib.codecs.natural import Natural
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.contrib.codecs.threshold import Threshold
 from lightning_compress.contrib.codecs.wangni import Wangni

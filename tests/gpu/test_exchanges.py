@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, RandomK, Rotated, TopK
+from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import TorchCollective, run_threads
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.exchanges import AllGather, AllReduce, Hierarchical, SplitGather, TwoShot
 from tests.contrib.test_sparse_sums import SPARSE
 from tests.exchanges.test_exchanges import check, mean

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs import Codec, Dense, RandomK
+from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.codec import aligned
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import (
@@ -171,7 +171,7 @@ def check_selective(name: str, codec: Codec) -> None:
     Raises:
         ValueError: it does.
     """
-    if not codec.sparse and not isinstance(codec, Dense | RandomK):
+    if not codec.sparse and codec.sum_dtype != torch.float32 and not isinstance(codec, Dense):
         raise ValueError(
             f"exchange={name!r} sends sums as they are, which pays where few elements are sent; "
             f"{codec} sends all of them: use exchange='auto' or 'two_shot'"

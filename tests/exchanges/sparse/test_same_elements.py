@@ -5,10 +5,11 @@ from functools import cache
 import pytest
 import torch
 
-from lightning_compress.codecs import Codec, RandomK, TopK
+from lightning_compress.codecs import Codec, TopK
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.atomo import ATOMO
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.exchanges.exchange import plan_of

@@ -1,4 +1,4 @@
-"""Random-k sparsification: elements that all ranks draw alike, so that messages are values alone and may be summed."""
+"""Random-k sparsification: all ranks draw the same elements, so messages hold only values and may be summed."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from lightning_compress.core.random import PER_WORD, PLACE_BITS, RandomBits, dra
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """Send ``k = max(1, ceil(density * numel))`` elements of each parameter, drawn anew in every step.
+    """Send ``k = max(1, ceil(density * numel))`` random elements of each parameter, other ones in each step.
 
-    All ranks draw the same ones, from the key that they share. A parameter is cut into k stretches of nearly equal
-    length, one element is drawn in each, and all of them are moved on by a common random number, around the end: k
-    different elements, and each element is drawn with probability ``k / numel`` exactly.
+    All ranks draw the same elements, from a key that they share. A parameter is cut into k stretches of nearly equal
+    length, and one element is drawn from each. Then all k positions are shifted by one common random number, modulo
+    ``numel``. So the k elements differ, and each element is drawn with probability ``k / numel`` exactly.
 
-    A message is their values as float32, and no places: ``32 * density`` bits per element, and messages may be summed.
-    What is not sent stays in the vector. As it is, the method is biased and needs error feedback; the expected squared
-    error is ``1 - k / numel`` of the squared norm. Rescaled by ``numel / k`` it is right on average and needs none;
-    its expected squared error is ``numel / k - 1`` times the squared norm. No state.
+    A message holds the values as float32 and no positions: ``32 * density`` bits per element. Messages may be summed.
+    What is not sent stays in the vector. Without ``rescale``, the method is biased and needs error feedback; its
+    expected squared error is ``1 - k / numel`` of the squared norm. With ``rescale``, it is unbiased and needs no error
+    feedback; its expected squared error is ``numel / k - 1`` times the squared norm. No state.
 
     Args:
-        density: share that is sent, in (0, 1]: 1 sends everything and changes nothing; near 0 sends one element of each
-            parameter (or of the part of it that is in the vector).
-        rescale: send ``numel / k`` times the elements drawn; the vector keeps what that takes off them. No
-            ``two_shot`` then, which encodes twice.
+        density: share of the elements that is sent, in (0, 1]. 1 sends everything and changes nothing. Near 0, one
+            element of each parameter (or of the part of it that is in the vector) is sent.
+        rescale: send ``numel / k`` times the drawn elements. The vector keeps the difference. Not with ``two_shot``,
+            which encodes twice.
 
     Raises:
-        ValueError: density is no such number, or (from ``plan``) a parameter has 2^31 elements or more.
+        ValueError: ``density`` or ``rescale`` is invalid, or (from ``plan``) a parameter has 2^31 elements or more.
 
     Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv 1809.07599 (with error feedback).
     Wangni, Wang, Liu, Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS
@@ -56,17 +56,17 @@ class RandomK(Codec):
 
     @property
     def contractive(self) -> bool:  # type: ignore[override]
-        """Unless it is rescaled."""
+        """True unless ``rescale`` is set."""
         return not self.rescale
 
     @property
     def repeatable(self) -> bool:  # type: ignore[override]
-        """Unless it is rescaled, which would happen again."""
+        """True unless ``rescale`` is set: a second encoding would rescale again."""
         return not self.rescale
 
     @property
     def safe_with_adam(self) -> bool:
-        """Only where most of the gradient is sent at once."""
+        """True if most of the gradient is sent at once."""
         return self.density > 0.5
 
     @property
@@ -75,7 +75,7 @@ class RandomK(Codec):
         return self.density
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
+        """See ``Codec.plan``; up to ``summands`` messages may be summed as float32."""
         return _RandomKPlan(layout, device, self, LARGEST / summands)
 
 
@@ -83,12 +83,14 @@ class _RandomKPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, codec: RandomK, limit: float) -> None:
         super().__init__(layout)
         self._limit = limit
-        self._parts: list[tuple[slice, int, int]] = []  # where in the message; where and how long in the vector
+        self._parts: list[tuple[slice, int, int]] = []  # slots in the message; offset and length in the vector
         starts, lengths, count = [], [], 0
         for segment in layout.segments:
             if segment.numel >= 2**PLACE_BITS:
-                most = f"2^{PLACE_BITS} - 1 is the most"
-                raise ValueError(f"RandomK: {segment.name} has {segment.numel} elements; {most}")
+                raise ValueError(
+                    f"RandomK: {segment.name} has {segment.numel} elements, but 2^{PLACE_BITS} - 1 is the most; "
+                    "give it to another compressor by rules, such as 'rotated'"
+                )
             if segment.numel:
                 k = max(1, math.ceil(codec.density * segment.numel))
                 edges = torch.arange(k + 1).mul_(segment.numel).div_(k, rounding_mode="floor")
@@ -106,7 +108,7 @@ class _RandomKPlan(Plan):
         self.share(0)
 
     def share(self, key: int) -> None:
-        """Draw places; see the base class. Before it is called they are those of key 0."""
+        """Draw the positions of this step; see ``Plan.share``. Until the first call, the key is 0."""
         places = draw_places(self._random, key, self._starts, self._lengths, self._places)
         for number, (slots, offset, numel) in enumerate(self._parts):
             places[slots].add_(mix(key, number) % numel).remainder_(numel).add_(offset)

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from lightning_compress.codecs import RandomK
 from lightning_compress.codecs.codec import Plan
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES, TwoShot
 from lightning_compress.exchanges.exchange import plan_of
