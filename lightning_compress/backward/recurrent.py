@@ -76,20 +76,20 @@ class _Scan(torch.autograd.Function):
         scanned = Scan(cell, ctx.steps, x, w_ih.to(x.dtype), w_hh.to(x.dtype), saved, gradients, sparsity.sparse_bias)
         needs = ctx.needs_input_grad[4:]
         if sparsity.per_example:
-            made = scanned.run(lambda gates: (None, _kept_of_each_gate(gates, cell.gates, sparsity.k)))
+            dx, weights, biases = scanned.run(lambda gates: (None, _kept_of_each_gate(gates, cell.gates, sparsity.k)))
         elif sparsity.per_sequence:
-            made = scanned.run_fixed(_top(scanned.local_scores(), sparsity), needs[0])
+            dx, weights, biases = scanned.run_fixed(_top(scanned.local_scores(), sparsity), needs[0])
         else:
 
             def chosen(gates: Tensor) -> tuple[Tensor, Tensor]:
                 index = _top(sums(gates, signed=False)[0].view(cell.gates, -1), sparsity)
                 return index, gates.index_select(1, index)
 
-            made = scanned.run(chosen)
-        found: list[Tensor | None] = [made.dx, None, None, *made.biases]
+            dx, weights, biases = scanned.run(chosen)
+        found: list[Tensor | None] = [dx, None, None, *biases]
         for number, (name, weight) in enumerate((("ih", w_ih), ("hh", w_hh)), start=1):
             if needs[number]:
-                index, rows = made.weights[number - 1]
+                index, rows = weights[number - 1]
                 if index is not None:  # layers and directions of one module have weights of their own
                     maker = sparsity.gradient(f"{name} {id(weight)}")
                     rows = maker.make(weight, index, rows, ctx.next_functions[number][0])

@@ -18,6 +18,9 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """``w_ih``, ``w_hh``, ``b_ih`` and ``b_hh``."""
 Passed = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
 """Outputs, hidden states after the last step, and what the backward pass needs: first ``h`` before each step."""
+Found = tuple[Tensor | None, list[tuple[Tensor | None, Tensor]], list[Tensor]]
+"""Gradients of the input (None if it is not needed); of ``w_ih`` and ``w_hh``: an index of rows and their gradient, or
+None and the whole gradient; of ``b_ih`` and ``b_hh``."""
 Multipliers = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """What gradients are multiplied by. A source's, in the gates' gradients for ``w_ih`` and for ``w_hh``,
 ``[rows, gates, hidden]``; ``dh`` in ``dc``, of an LSTM; ``dc`` of an LSTM or ``dh`` of a GRU, in the step before."""
@@ -130,21 +133,6 @@ class Cell(NamedTuple):
 CELLS = {"lstm": Cell((0, 0, 0, 1), _lstm, _lstm_multipliers), "gru": Cell((0, 0, 0), _gru, _gru_multipliers)}
 
 
-class Found(NamedTuple):
-    """Gradients of one direction of one layer.
-
-    Attributes:
-        dx: of the input; None if it is not needed.
-        weights: of ``w_ih`` and ``w_hh``: the index of rows that have a gradient, and their gradient; or None, and the
-            whole gradient.
-        biases: of ``b_ih`` and ``b_hh``.
-    """
-
-    dx: Tensor | None
-    weights: list[tuple[Tensor | None, Tensor]]
-    biases: list[Tensor]
-
-
 class Scan:
     """The backward pass through time of one direction of one layer.
 
@@ -220,7 +208,7 @@ class Scan:
                 torch.cat([(parts[source] * factors[:, gate]).sum(0) for gate, source in enumerate(cell.sources)])
                 for factors in (self._outer, self._inner)
             ]
-        return Found(dx, [(index, each) for each in weights], biases)
+        return dx, [(index, each) for each in weights], biases
 
     def run(self, choose: Choice) -> Found:
         """Go through all steps, and choose at each."""
@@ -247,7 +235,7 @@ class Scan:
             for bias, part, all_of_it in zip(biases, (kept, inner), (full, whole), strict=True):
                 _add(bias, *((index, part.sum(0)) if self._sparse_bias else (None, all_of_it.sum(0))))
             self._end(flowing, inner, w_hh, span)
-        return Found(dx, [(None, each) for each in weights], biases)
+        return dx, [(None, each) for each in weights], biases
 
     def _begin(self, span: slice, count: int) -> Tensor:
         """Replace ``dc`` and ``dh`` of the next step by those of this step."""

@@ -1,4 +1,4 @@
-"""Sufficient factors of one model, backward by backward."""
+"""Average the chosen layers of one model by their sufficient factors, in each backward."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 class Factors:
     """The layers of one model whose gradients travel as factors; made by ``enable``.
 
-    In each synchronising backward, every layer's rows are gathered in the same order on all ranks, each as soon as
-    backward is through with it (on CUDA at its end), over a process group of their own, in a thread beside backward.
-    Then the means are formed, in the order of the ranks. Rows of backwards that do not synchronise are kept until then.
+    In each synchronising backward, all ranks gather the rows of every layer in the same order. A layer is gathered as
+    soon as backward has passed it (on CUDA at the end of backward), over its own process group, in a thread beside
+    backward. Then the means are formed, in the order of the ranks. Rows of backwards that do not synchronise are kept.
 
     Args:
         module: the model.
-        layers: that were chosen.
+        layers: the chosen ones.
         settings: what the user chose.
-        ranks: that average.
+        ranks: how many average.
 
     Attributes:
         layers: in the order in which they are sent.
         sent: bytes that this rank sent for them in the last backward that synchronised.
-        summary: how each layer travels, in a line, once that was decided.
+        summary: one line that says how each layer travels, once that is decided.
     """
 
     def __init__(self, module: nn.Module, layers: list[Layer], settings: FactorSettings, ranks: int) -> None:
@@ -63,7 +63,7 @@ class Factors:
         self._leave()
 
     def _leave(self) -> None:
-        """Have DistributedDataParallel ignore the parameters; it must keep one."""
+        """Make DistributedDataParallel ignore the parameters, but for one, which it needs."""
         names = {path for layer in self.layers for path in layer.paths}
         theirs = [
             parameter
@@ -75,8 +75,7 @@ class Factors:
             if not biased:
                 raise ValueError(
                     "sufficient factors would take every trained parameter, and DistributedDataParallel refuses a "
-                    "model of which it averages nothing; exclude one layer: "
-                    + ", ".join(each.name for each in self.layers)
+                    "model without any for itself. Exclude one layer: " + ", ".join(each.name for each in self.layers)
                 )
             min(biased, key=lambda each: each.module.out_features).bias = None
         ours = [path for layer in self.layers for path in layer.paths]
@@ -93,17 +92,17 @@ class Factors:
         say: Callable[[str], object] = announce,
         at_forward: bool = True,
     ) -> None:
-        """Average from now on; a collective call. Rank 0's weights are copied to all, as those of the others were.
+        """Average from now on. A collective call: all ranks get rank 0's weights, as DistributedDataParallel does it.
 
         Args:
             ddp: the wrapped model.
-            compression: of its other parameters, of ``attach``, which counts our bytes too; or None.
+            compression: of its other parameters, from ``attach``. It counts our bytes too. None: stock DDP.
             say: shows a line, on rank 0.
-            at_forward: whether a backward synchronises is said by ``no_sync`` around its forward, as in a bare training
-                loop; otherwise by the one around the backward.
+            at_forward: ``no_sync`` around the forward decides whether its backward synchronises, as in a bare training
+                loop; otherwise the one around the backward does.
 
         Raises:
-            ValueError: it is not the model that was enabled.
+            ValueError: ``ddp`` does not wrap the enabled model.
         """
         if not isinstance(ddp, DistributedDataParallel) or ddp.module is not self._module:
             raise ValueError("sufficient factors: begin() takes the DistributedDataParallel of the enabled model")
@@ -123,12 +122,12 @@ class Factors:
         self._watch()
 
     def _watch(self) -> None:
-        """See when backward is through with a parameter: after the node that would accumulate its gradient."""
+        """Call ``_arrive`` when backward has passed a parameter: after the node that would accumulate its gradient."""
         ours = {id(layer.weight): layer for layer in self.layers}
         for parameter in self._module.parameters():
             if parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes.append(node)  # or torch makes another one
+                self._nodes.append(node)  # otherwise torch makes another one
                 self._handles.append(node.register_hook(partial(self._arrive, ours.get(id(parameter)))))
 
     def _expect(self, ddp: DistributedDataParallel, _: object) -> None:
@@ -136,42 +135,38 @@ class Factors:
             self._expected = bool(ddp.require_backward_grad_sync)
 
     def _arrive(self, layer: Layer | None, _: object, given: tuple[Tensor | None, ...]) -> None:
-        """Backward is through with a parameter, of this layer or of none of ours."""
+        """Take the rows of a layer that backward has passed; ``layer`` is None for other parameters."""
         task = self._outermost.task()
         if task != self._task:
             self._begin_pass(task)
         if layer is None:
             return
-        if layer.arrived:
-            self._again(layer)
+        if layer.arrived:  # several checkpoints use it, or one and something outside
+            layer.returns = True
+            if layer in self.layers[: self._next]:
+                self._problem = ValueError(
+                    f"{layer.name} is used by several reentrant checkpoints, or by one and outside of it, which was "
+                    f"not so at first; use checkpoint(..., use_reentrant=False), or exclude={[layer.name]!r}"
+                )
         layer.arrived = True
         rows = layer.take(torch._C._current_graph_task_id())
         if layer.way == "ordinary":
             layer.local = True
-            self._form_own(layer, rows)  # of a forward before that was decided
+            self._form_own(layer, rows)  # of a forward before the decision
             return
         if given[0] is not None:
             self._problem = ValueError(
-                f"the weight of {layer.name} is used outside of its layer's forward, where it leaves a gradient that "
-                "is no product of rows; exclude that layer"
+                f"the weight of {layer.name} is used outside of its layer's forward, where its gradient is not a "
+                f"product of rows. Exclude the layer (exclude={[layer.name]!r})"
             )
-        # what is kept, until a backward synchronises, must be no view of memory that may change by then
+        # rows that wait for a backward that synchronises must not be views of memory that may change
         layer.rows += rows if self._syncs else [(inputs.clone(), gradients.clone()) for inputs, gradients in rows]
         self._arrivals.append(layer.name)
         if self._syncs and self._ordered and self._seen and self._stream is None:  # NCCL: buckets and rows in one order
             self._send_arrived()
 
-    def _again(self, layer: Layer) -> None:
-        """Backward comes to a layer once more, because several checkpoints use it, or one and something outside."""
-        layer.returns = True
-        if layer in self.layers[: self._next]:
-            self._problem = ValueError(
-                f"{layer.name} is used by several reentrant checkpoints, or by one and outside of it, which was not so "
-                f"at first; use checkpoint(..., use_reentrant=False), or exclude={[layer.name]!r}"
-            )
-
     def _clear(self) -> None:
-        """A backward begins: the one before may have raised, and left rows that nobody took."""
+        """Drop rows that nobody took, because a backward raised."""
         for layer in self.layers:
             layer.drop_left()
 
@@ -188,7 +183,7 @@ class Factors:
             layer.arrived, layer.counts, layer.gathered = False, None, None
 
     def _send_arrived(self, all_of_them: bool = False) -> None:
-        """Gather what is next in the order, as far as it has come for good."""
+        """Gather the next layers in the order, as far as backward has passed them for the last time."""
         while self._next < len(self.layers):
             layer = self.layers[self._next]
             if not all_of_them and (layer.returns or not layer.arrived):
@@ -217,7 +212,7 @@ class Factors:
                 layer.marks[1].record(self._stream)
 
     def _finish(self, task: int) -> None:
-        """The end of backward: what is left is sent, and averaged when the other ends of this backward are through."""
+        """Send what is left at the end of backward, and average after its other callbacks."""
         self._clear()
         if task != self._task:  # it came to no parameter
             return
@@ -225,7 +220,7 @@ class Factors:
             self._keep()
             return
         self._send_arrived(all_of_them=True)
-        # averages by DistributedDataParallel, or by the compression's thread, come first: Gloo goes by order
+        # averages by DistributedDataParallel, or by the compression's thread, come first: Gloo needs one order
         torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     @torch.no_grad()
@@ -267,7 +262,7 @@ class Factors:
             raise self._problem
 
     def _wait(self, layer: Layer) -> None:
-        """Until the layer's exchange of this backward is over.
+        """Wait for the layer's exchange of this backward.
 
         Raises:
             ExchangeError: it failed, or one before it.
@@ -282,7 +277,7 @@ class Factors:
                 each.record_stream(current)
 
     def _decide(self, new: list[Layer]) -> None:
-        """Choose how these layers travel, whose rows are known for the first time; on all ranks alike."""
+        """Decide how layers travel whose rows are known for the first time, the same on all ranks."""
         quiet = self._collective.uncounted
         said = decide(new, self._settings, quiet, self._exchange.sizes, self._device)
         self.summary = f"{self.summary}; {said}" if self.summary else said
@@ -310,13 +305,13 @@ class Factors:
             layer.add(inputs, gradients, 1)
 
     def forget(self) -> None:
-        """Drop what a backward that raised has left, and the rows of those before it that did not synchronise."""
+        """Drop what is left of a backward that raised, and rows of backwards before it that did not synchronise."""
         self._task = None
         for layer in self.layers:
             layer.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """How each layer travels, and in which order: primitives, the same on all ranks."""
+        """Return how each layer travels, and in which order: primitives, the same on all ranks."""
         return {
             "ranks": self._ranks,
             "ways": {layer.name: layer.way for layer in self.layers if layer.way},
@@ -324,7 +319,7 @@ class Factors:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as a ``state_dict`` says, if it is of as many ranks; layers that it does not know are decided anew."""
+        """Restore a ``state_dict`` of the same number of ranks. Layers that it does not know are decided again."""
         ways = state.get("ways")
         if state.get("ranks") != self._ranks or not isinstance(ways, Mapping):
             return
@@ -338,7 +333,7 @@ class Factors:
                 layer.switch(on=way == "factors")
 
     def close(self) -> None:
-        """Leave the model as it was, when it will not be trained any more."""
+        """Restore the model after training."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -362,26 +357,26 @@ def enable(
 ) -> Factors | None:
     """Take the weights of linear layers out of DistributedDataParallel, to average them by their factors.
 
-    A collective call, before the model is wrapped; then ``begin`` with the wrapped one.
+    A collective call. Call it before the model is wrapped, and then ``begin`` with the wrapped model.
 
     Args:
         module: the model.
-        settings: which layers, and how; None: the defaults.
-        collective: the ranks that average; None: those of the default process group.
+        settings: which layers, and how. None: the defaults.
+        collective: the ranks that average. None: those of the default process group.
 
     Returns:
-        the handle; None on one rank, where nothing is changed.
+        the handle. None on one rank, where nothing is changed.
 
     Raises:
-        ValueError: a layer cannot travel as factors, so many ranks never pay, or ranks chose differently; on every
-            rank, and nothing was changed.
+        ValueError: a layer cannot travel as factors, factors never pay at this number of ranks, or ranks chose
+            differently. On every rank, before anything is changed.
     """
     settings = settings or FactorSettings()
     collective = collective or TorchCollective()
     problem, layers = None, []
     try:
         layers = choose(module, settings, collective.size)
-    except ValueError as error:  # the other ranks wait for word
+    except ValueError as error:  # the other ranks wait for this one
         problem = error
     told = [(each.names, tuple(each.weight.shape), str(each.weight.dtype)) for each in layers]
     device = next(module.parameters()).device  # of one that is still to move, perhaps none on which the ranks talk
