@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from recipes import predict
 from recipes.config import whole_paths
 from tests.config.composing import composed
+from tests.helpers import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 README, BACKWARD = (ROOT / "README.md").read_text(), (ROOT / "docs/backward.md").read_text()
@@ -69,7 +70,8 @@ def tried(tmp_path_factory):
     """What each Python block printed where it failed, none where it ran; each in a process forked from one."""
     folder = tmp_path_factory.mktemp("blocks")
     (folder / "blocks.json").write_text(json.dumps(PYTHON))
-    run([sys.executable, "-c", EVERY_BLOCK], folder)
+    done = forked.run("-c", EVERY_BLOCK, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
     return json.loads((folder / "failed.json").read_text())
 
 

@@ -4,6 +4,7 @@ import ast
 import sys
 import threading
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -110,17 +111,22 @@ def test_a_gradient(compressor, exchange, ranks, files, most):
     assert len(found) <= most
 
 
-def naming(words):
-    """Files of the package, without contrib and kernels, in which one of the words is a name or a text."""
-    found = set()
+@cache
+def names():
+    """By file of the package, without contrib and kernels: names in it, and texts."""
+    found = {}
     for path in Path(PACKAGE).rglob("*.py"):
         if "contrib" in path.parts or path.stem.endswith(("_numba", "_triton")):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            own = (getattr(node, each, None) for each in ("id", "attr", "arg", "name", "value"))
-            if not words.isdisjoint(each for each in own if isinstance(each, str)):
-                found.add(str(path.relative_to(PACKAGE)))
-    return sorted(found)
+        nodes = ast.walk(ast.parse(path.read_text()))
+        own = (getattr(node, each, None) for node in nodes for each in ("id", "attr", "arg", "name", "value"))
+        found[str(path.relative_to(PACKAGE))] = {each for each in own if isinstance(each, str)}
+    return found
+
+
+def naming(words):
+    """Files in which one of the words is a name or a text."""
+    return sorted(path for path, found in names().items() if not words.isdisjoint(found))
 
 
 SHARED = {"compressor", "exchange", "rules", "schedule", "error_feedback", "seed"}

@@ -12,7 +12,13 @@ from benchmarks._network import lab, methods, plot, relay
 from benchmarks._network.launch import run_ranks
 from lightning_compress.core.layout import Layout
 from lightning_compress.settings.run_state import RunState
-from tests.helpers.labs import root
+from tests.helpers.labs import forked_ranks, root
+
+
+@pytest.fixture(autouse=True)
+def _forks():
+    with forked_ranks():
+        yield
 
 
 def namespaces(pid=None):

@@ -12,14 +12,14 @@ from benchmarks._network import cells, models, rank, trace
 from benchmarks._network.methods import optimizer
 from lightning_compress.collectives import TorchCollective
 from tests.benchmarks.test_network import namespaces
-from tests.helpers.labs import only_lab, root
+from tests.helpers.labs import forked_ranks, only_lab, root
 
 METHODS = ["no communication", "DDP", "bf16", "onebit", "powersgd 1"]
 
 
 @pytest.fixture(scope="module")
 def recorded():
-    with only_lab():
+    with only_lab(), forked_ranks():
         return cells.record(2, None, "resnet20", METHODS, 2, 1, one_by_one=True, warm=2)
 
 

@@ -22,7 +22,7 @@ from tests.helpers.processes import Pools
 from tests.test_laws import PATTERNS, can_travel, group_plan
 
 COUNTERS = Path("/proc/net/dev")
-REPEATS = 5
+REPEATS = 2
 # Every collective, in every dtype, of fixed and variable length; what a codec writes is counted elsewhere.
 NAMES = ("none", "bf16", "topk", "onebit", "threshold", "randomk", "terngrad_shared", "signsgd", "powersgd", "sketch")
 # Where a message of the case's own is so small that the transport's headers would count.

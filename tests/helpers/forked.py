@@ -10,29 +10,47 @@ import traceback
 from pathlib import Path
 
 from benchmarks._faults.ranks import forking
+from tests.helpers import loopback
 from tests.helpers.processes import PRELOADED
 
+CLONE_NEWNS, MS_SLAVE, MS_REC, MNT_DETACH = 0x20000, 1 << 19, 0x4000, 2
+"""Of Linux."""
 HERE = ("benchmarks", "recipes", "tests")
 """Packages that a script is to find by its own path."""
+
+
+def start(words, *, cwd, env, stdout, stderr, network=None):
+    """What ``subprocess.Popen([sys.executable, *words])`` would start, as a process of multiprocessing.
+
+    Args:
+        words: ``-m module``, ``-c code`` or a script, and its arguments.
+        cwd: of the process.
+        env: all of its environment; its PYTHONPATH counts.
+        stdout: name of the file that it writes to.
+        stderr: likewise.
+        network: the name of a network namespace that it is in, with a /sys that shows it, as after ``ip netns exec``.
+    """
+    told = ([str(word) for word in words], str(cwd), dict(env), (str(stdout), str(stderr)), network)
+    process = forking(PRELOADED).Process(target=_begin, args=told)
+    process.start()
+    return process
 
 
 def run(*words, cwd, env, timeout=120):
     """What ``subprocess.run([sys.executable, *words], capture_output=True, text=True)`` would return.
 
     Args:
-        *words: ``-m module``, ``-c code`` or a script, and its arguments.
-        cwd: of the process.
-        env: all of its environment; its PYTHONPATH counts.
+        *words: likewise.
+        cwd: likewise.
+        env: likewise.
         timeout: seconds after which it is killed.
 
     Raises:
         subprocess.TimeoutExpired: it was.
     """
-    words = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = forking(PRELOADED).Process(target=_begin, args=(words, str(cwd), dict(env), list(map(str, files))))
-        process.start()
+        process = start(words, cwd=cwd, env=env, stdout=files[0], stderr=files[1])
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -41,9 +59,12 @@ def run(*words, cwd, env, timeout=120):
         return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
 
 
-def _begin(words, cwd, env, files):
+def _begin(words, cwd, env, files, network):
     for number, name in enumerate(files, 1):
         os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    if network is not None:
+        loopback.enter(f"/run/netns/{network}")
+        _mount_sys()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -51,14 +72,15 @@ def _begin(words, cwd, env, files):
         del sys.modules[name]
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     kind = words.pop(0) if words[0] in ("-m", "-c") else ""
-    first = str(Path(words[0]).resolve().parent) if not kind else cwd
+    first = cwd if kind else str(Path(words[0]).resolve().parent)
     sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *installed]
-    sys.argv = words if not kind else ["-c", *words[1:]]
+    sys.argv = list(words)
     code = 0
     try:
         if kind == "-m":
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         elif kind == "-c":
+            sys.argv[0] = "-c"
             exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
             runpy.run_path(words[0], run_name="__main__")
@@ -70,3 +92,15 @@ def _begin(words, cwd, env, files):
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.pythonapi.Py_Exit(code)  # as a script ends: multiprocessing would leave out what libraries do then
+
+
+def _mount_sys():
+    """Have /sys show the network of this process, to it alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = [
+        libc.unshare(CLONE_NEWNS),
+        libc.mount(b"", b"/", b"none", MS_SLAVE | MS_REC, None),
+        libc.umount2(b"/sys", MNT_DETACH),
+        libc.mount(b"network", b"/sys", b"sysfs", 0, None),
+    ]
+    assert not any(done), os.strerror(ctypes.get_errno())

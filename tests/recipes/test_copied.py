@@ -2,16 +2,17 @@
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from tests.config.composing import ROOT
+from tests.helpers import forked
 
 SCRIPT = """
 import sys
-sys.modules.update(dict.fromkeys(("hydra", "omegaconf", "wandb", "recipes")))  # importing one of them fails
+others = ("hydra", "omegaconf", "wandb", "recipes")
+known = [name for name in sys.modules if name.split(".")[0] in others]
+sys.modules.update(dict.fromkeys([*others, *known]))  # importing one of them fails
 import lightning.pytorch as pl
 from lightning_compress import CompressedDDPStrategy
 from mine.{data} import {Data}
@@ -42,7 +43,5 @@ def test_a_copied_folder_trains(tmp_path, recipe, data, small, module):
     names = {"data": f"{recipe}.{where}", "Data": kind, "module": f"{recipe}.{what}", "Module": model, "small": small}
     (tmp_path / "train.py").write_text(SCRIPT.format(**names))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = forked.run("train.py", cwd=tmp_path, env=environment)
     assert "`Trainer.fit` stopped: `max_steps=3` reached." in done.stderr, done.stderr[-3000:]
