@@ -26,7 +26,6 @@ from lightning_compress.contrib.codecs.natural import Natural
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, Pattern
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 
@@ -59,7 +58,7 @@ def variance(codec: Codec, exchange: Pattern, ranks: int, common: float, steps: 
     shared = common**0.5 * _normal(1000)
 
     def program(collective: Collective) -> tuple[float, str]:
-        plan = plan_of(exchange, [Section(codec, LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
+        plan = exchange.plan([Section(codec, LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
         parts = [shared + (1 - common) ** 0.5 * _normal(rank) for rank in range(ranks)]
         exact, square = torch.stack(parts).double().mean(0), torch.stack(parts).double().square().sum() / ranks
         out, total = torch.empty(LAYOUT.numel), 0.0

@@ -14,6 +14,7 @@ from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.contrib.codecs.natural import Natural
 from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.codecs.terngrad import TernGrad
+from lightning_compress.contrib.exchanges.chain import Chain
 from lightning_compress.exchanges import EXCHANGES, AllGather, Hierarchical, Pattern
 from lightning_compress.planning import link as probe
 from lightning_compress.planning.choose import Auto
@@ -37,7 +38,7 @@ SIZES = [1, 2, 3, 4, 5]
 CORE = tuple(EXCHANGES)
 """Exchanges that are tried with every method, whenever; others, as other methods are, once each, but thoroughly."""
 PATTERNS = {name: kind() for name, kind in EXCHANGES.complete().items()}
-PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Hierarchical("binomial", 2, "chain")}
+PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Chain("binomial", 2)}
 
 
 def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):

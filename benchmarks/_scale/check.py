@@ -23,7 +23,6 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllReduce
 from lightning_compress.exchanges.composite import encoded
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import THROUGH
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds
@@ -83,7 +82,7 @@ def predict(
             continue
         chosen = encoded(settings.rules.sections(part)[1])
         sections = [replace(each, fed_back=settings.feeds_back(each.method)) for each in chosen]
-        plan = plan_of(settings.exchange, sections, World(collective, cpu, Meter(cpu)))
+        plan = settings.exchange.plan(sections, World(collective, cpu, Meter(cpu)))
         given = str(choice["compressor"])
         work = [(each.layout.numel, speeds["none" if isinstance(each.codec, Dense) else given]) for each in sections]
         device_s = device_seconds(plan.cost, work, copy_s) + (0 if plan.in_place else THROUGH * copy_s * numel)

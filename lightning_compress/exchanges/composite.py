@@ -14,8 +14,8 @@ from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import Declared, State, States
-from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, of_vectors, plan_of, scatter
-from lightning_compress.exchanges.message import Section, settle
+from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, of_vectors, scatter
+from lightning_compress.exchanges.message import Section, zero_nonfinite
 from lightning_compress.reducers import Reducer, ReducerPlan
 
 EXCHANGE = "exchange"
@@ -58,7 +58,7 @@ def plan_group(sections: Sequence[Section], exchange: Pattern, world: World, sta
     """Make ready for vectors that consist of these sections; ``states`` has what ``declared`` names."""
     messages = encoded(sections)
     if len(messages) == len(sections):
-        return plan_of(exchange, messages, world, states_of(EXCHANGE, states))
+        return exchange.plan(messages, world, states_of(EXCHANGE, states))
     carries = all(isinstance(section.codec, Dense) for section in messages)
     carried = 1 + sum(section.layout.numel for section in messages) if carries else 0
     plans: list[tuple[slice, ReducerPlan]] = []
@@ -68,7 +68,7 @@ def plan_group(sections: Sequence[Section], exchange: Pattern, world: World, sta
             plans.append((section.span, section.method.plan(section.layout, 0 if plans else carried, world, own)))
     if carries:
         return _ReducersPlan(plans, [section.span for section in messages], carried, world)
-    both = plan_of(exchange, messages, world), _ReducersPlan(plans, [], 0, world)
+    both = exchange.plan(messages, world), _ReducersPlan(plans, [], 0, world)
     return CompositePlan(both, (1.0, 1.0), "exchange and reducer", one_key=True)
 
 
@@ -149,7 +149,7 @@ class _ReducersPlan(ExchangePlan):
         if len(carried):
             torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, whatever a rank sent
             means = carried[1:].mul_(self._weight)
-            settle(means, flag)  # sums may overflow, on all ranks alike
+            zero_nonfinite(means, flag)  # sums may overflow, on all ranks alike
             scatter(means, self._dense, out)
         for span, _ in self._plans:
-            settle(out[span], flag)
+            zero_nonfinite(out[span], flag)

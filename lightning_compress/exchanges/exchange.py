@@ -1,7 +1,7 @@
-"""The specification that every exchange keeps.
+"""The interface of every exchange.
 
-An exchange leaves the mean over the ranks in ``out``, bit-identical on all of them, and in ``vector`` what was not
-sent, such that ``W * mean + sum over ranks of vector_after == sum over ranks of vector_before``.
+An exchange leaves the mean over the ranks in ``out``, bit-identical on all of them. In ``vector`` it leaves what this
+rank did not send, such that ``W * mean + sum over ranks of vector_after == sum over ranks of vector_before``.
 """
 
 from __future__ import annotations
@@ -31,45 +31,53 @@ from lightning_compress.kernels import Summands
 P = TypeVar("P", bound="ExchangePlan")
 Mean = Callable[..., None]
 META = torch.device("meta")
-"""Where a plan has no memory: for its cost only, never run."""
+"""The device of plans without memory. They are made to read their cost and never run."""
 Sums = Literal["refined", "same"] | Codec | str | Mapping[str, object]
-"""How an exchange encodes sums: as the section says (``Section.codec_of_sums``), as it encodes what a rank sends, or by
-this codec."""
+"""How an exchange encodes sums: "refined" by ``Section.codec_of_sums``, "same" as it encodes a rank's own values, or by
+the given codec."""
 
 
 def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec:
-    """What the user gave; a codec by name, by mapping, or as it is.
+    """Return the argument ``sums`` of an exchange, with a codec's name or mapping replaced by the codec.
+
+    Args:
+        exchange: the class's name, for messages.
+        sums: the user's value.
 
     Raises:
-        ValueError: it is nothing of the kind, or a codec that drops most of a sum, or is ``correlated``.
+        ValueError: it is none of these, or a codec that drops most of a sum, cannot encode twice, or is ``correlated``.
     """
     if sums == "refined" or sums == "same":
         return sums
     if not isinstance(sums, str | Mapping | Codec) or (isinstance(sums, str) and not CODECS.find(sums)):
         raise ValueError(
-            f"{exchange}(sums={sums!r}): it must be 'refined' (sums of unbiased methods take more bits, so that their "
-            "noise averages out), 'same' (fewer bytes, and more noise), or a codec, such as {'name': 'rotated', "
-            "'bits': 4}"
+            f"{exchange}(sums={sums!r}): use 'refined' (sums of unbiased methods get more bits, so that their noise "
+            "averages out), 'same' (fewer bytes, more noise), or a codec such as {'name': 'rotated', 'bits': 4}"
         )
     codec = build(f"{exchange}(sums=...)", sums, CODECS, (Codec,))
     assert isinstance(codec, Codec)
     if codec.sparse or codec.sent_share < 1 or not codec.repeatable:
-        raise ValueError(f"{exchange}(sums={codec}): sums are encoded once more, in full; use rotated or qsgd")
+        raise ValueError(f"{exchange}(sums={codec}): this codec cannot encode whole sums; use rotated or qsgd")
     if codec.correlated:
         raise ValueError(
-            f"{exchange}(sums={codec}): a sum is encoded by one rank, with whose errors no others cancel; leave "
-            "correlated=True out there, and give it to the compressor"
+            f"{exchange}(sums={codec}): one rank encodes each sum, so errors of others cannot cancel its own; set "
+            "correlated=True on the compressor instead"
         )
     return codec
 
 
 def of_sums(sections: Sequence[Section], ranks: int, sums: object) -> list[Section]:
-    """The sections by the codecs that encode sums of so many ranks; ``sums`` is what ``read_sums`` made.
+    """Return the sections with the codecs that encode sums of ``ranks`` ranks.
+
+    Args:
+        sections: what a rank sends.
+        ranks: how many ranks a sum is over.
+        sums: as ``read_sums`` returned it.
 
     Raises:
-        ValueError: a biased codec is to encode sums of a section that keeps nothing of what is not sent.
+        ValueError: a biased codec would encode sums of a section without error feedback.
     """
-    return [_of_sum(each, ranks, sums) for each in sections]
+    return [_of_sum(section, ranks, sums) for section in sections]
 
 
 def _of_sum(section: Section, ranks: int, sums: object) -> Section:
@@ -79,46 +87,54 @@ def _of_sum(section: Section, ranks: int, sums: object) -> Section:
         return section
     if sums.contractive and not sums.safe_with_adam and not section.fed_back:
         raise ValueError(
-            f"sums={sums}: what it leaves of a sum would be lost, as {section.method} goes without error feedback; use "
-            "rotated or qsgd for sums, or error_feedback=True"
+            f"sums={sums}: its errors would be lost, because {section.method} runs without error feedback; use rotated "
+            "or qsgd for sums, or error_feedback=True"
         )
     return replace(section, method=sums)
 
 
 @contextmanager
 def as_one(out: Out, like: Tensor) -> Iterator[Tensor]:
-    """One vector for a mean that goes to several tensors, to which it is copied in the end; or ``out`` itself."""
+    """Yield ``out`` if it is one tensor; else a scratch vector, which is copied to the tensors of ``out`` on exit.
+
+    Args:
+        out: float32, where the mean goes.
+        like: the vector whose length and device the scratch vector takes.
+    """
     if isinstance(out, Tensor):
         yield out
         return
-    one = scratch("one mean", len(like), torch.float32, like.device)
-    yield one
-    torch._foreach_copy_(list(out), list(one.split([each.numel() for each in out])))
+    mean = scratch("one mean", len(like), torch.float32, like.device)
+    yield mean
+    torch._foreach_copy_(list(out), list(mean.split([piece.numel() for piece in out])))
 
 
 def of_vectors(mean: Callable[[P, Tensor, Tensor, int, Tensor], None]) -> Mean:
-    """An ``ExchangePlan.mean`` by one that takes one vector, not summands, and leaves one, not pieces."""
+    """Turn a ``mean`` of one vector into one vector into an ``ExchangePlan.mean``.
+
+    It adds ``summands`` up into ``vector`` first, and copies the mean to the tensors of ``out`` last.
+    """
 
     @wraps(mean)
-    def made(self: P, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
+    def whole_mean(self: P, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         if summands is not None:
             torch.add(*summands, out=vector)
-        with as_one(out, vector) as one:
-            mean(self, vector, one, key, flag)
+        with as_one(out, vector) as whole:
+            mean(self, vector, whole, key, flag)
 
-    return made
+    return whole_mean
 
 
 class ExchangePlan(ABC):
-    """An exchange made ready for the vectors of one group; holds the message buffers, from the first ``mean`` on.
+    """An exchange prepared for the vectors of one group. It allocates its message buffers in the first ``mean``.
 
     Attributes:
-        cost: what ``mean`` takes.
-        description: which exchange this is, for the log.
-        sum_ranks: sums are encoded by ``Codec.refined`` of so many.
-        dense_spans: slices of the vector that are sent as they are.
-        in_pieces: ``mean`` needs no vector for means that go to several tensors.
-        in_place: nothing is encoded, and ``mean`` may be given the gradients, a list, as ``vector`` and ``out``.
+        cost: what one ``mean`` costs this rank.
+        description: the name of the exchange in the log.
+        sum_ranks: the number of ranks of the sums it encodes, for ``Codec.refined``.
+        dense_spans: slices of the vector that travel as float32.
+        in_place: nothing is encoded, so that ``mean`` accepts the list of gradients as both ``vector`` and ``out``.
+        in_pieces: ``mean`` writes into several tensors without an intermediate vector.
     """
 
     cost: Cost
@@ -130,11 +146,11 @@ class ExchangePlan(ABC):
 
     @property
     def compared(self) -> Cost:
-        """The cost by which ways are compared, the same on all ranks: that of the rank of which it takes most."""
+        """The cost by which exchanges are compared: the most expensive rank's, so that it is equal on all ranks."""
         return self.cost
 
     def is_dense(self, span: slice) -> bool:
-        """Whether this slice of the vector is sent as it is."""
+        """Return whether this slice of the vector travels as float32."""
         return any(dense.start <= span.start and span.stop <= dense.stop for dense in self.dense_spans)
 
     @abstractmethod
@@ -142,165 +158,168 @@ class ExchangePlan(ABC):
         """Average over the ranks.
 
         Args:
-            vector: float32 ``[numel]``, finite; holds afterwards what was not sent. Where ``in_place``, it may be the
-                list that ``out`` is, of float32 within the limits of what these are cast to.
-            out: float32 ``[numel]``, or a tensor for each segment that is not empty, in order; gets the mean.
-            key: the step's and the group's key, equal on all ranks.
-            flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
-            summands: gradient and residual, whose sum the vector becomes first; ``out`` may be the gradient.
+            vector: float32 ``[numel]``, finite. Afterwards it holds what was not sent. Where ``in_place``, it may be
+                the same list as ``out``, of float32 tensors within the range of the dtype they are cast to.
+            out: float32 ``[numel]``, or one tensor per non-empty segment, in order. It receives the mean.
+            key: the random key of the step and the group, equal on all ranks.
+            flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.
+            summands: gradient and residual. If given, their sum is first written to ``vector``; ``out`` may be the
+                gradient.
         """
 
 
 class Keeper(ABC):
-    """What an exchange keeps from step to step; written in every step, dense ones included.
+    """The state that an exchange keeps between steps. Every step writes it, dense steps too.
 
     Attributes:
-        optimizes: it does a part of the optimizer's work, and ``out`` is another thing than the mean.
+        replaces_optimizer: it does a part of the optimizer's work, so that ``out`` is not the mean.
         counts_steps: see ``Correction.counts_steps``.
     """
 
-    optimizes: ClassVar[bool] = False
+    replaces_optimizer: ClassVar[bool] = False
     counts_steps: ClassVar[bool] = False
 
     @abstractmethod
     def state(self, layout: Layout) -> Mapping[str, Declared]:
-        """What is kept of vectors of this layout, by a name of it."""
+        """Return the states kept for vectors of this layout, by name."""
 
     def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:
-        """Make ready for steps in which everything is sent as it is, between the same owners."""
+        """Return a plan for steps in which everything travels as float32, with the same owners of shards."""
         dense = [replace(each, method=Dense(), unit=each.codec.block) for each in sections]
         plan = exchange.plan(dense, world, states)
         plan.dense_spans = [each.span for each in sections]
         return plan
 
     def adopted(self, sections: Sequence[Section], world: World, states: States) -> None:  # noqa: B027
-        """State was taken over from groups that were laid out otherwise; called on all ranks."""
+        """Adjust states that were copied from groups with another layout. Called on all ranks."""
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
-        """See that the optimizer does not do the same work again; see ``Correction.take_over``."""
+        """Check that the optimizer does not do the same work again; see ``Correction.take_over``."""
         return None
 
 
-class Pattern(ABC):  # noqa: B024  # two kinds of it have methods to fill in
-    """What ``exchange=`` takes: an exchange, or a planner that chooses one; a frozen dataclass of its settings.
+class Pattern(ABC):
+    """What ``exchange=`` accepts: an exchange, or a planner that chooses one per group. A frozen dataclass of settings.
 
     Attributes:
-        hands_over: what a rank sent may end in the residual of another one.
-        talks: it asks for nodes, whose gradients it adds up: planning is a collective call, which is impossible on
-            ``META``.
-        keeper: of what is kept from step to step; None: nothing is.
+        moves_residual: a part of what one rank sent may end up in another rank's residual.
+        plans_collectively: it looks for nodes and sums within them. Planning is then a collective call, and impossible
+            on ``META``.
+        keeper: describes the state kept between steps; None if there is none.
     """
 
-    hands_over: ClassVar[bool] = False
-    talks: ClassVar[bool] = False
+    moves_residual: ClassVar[bool] = False
+    plans_collectively: ClassVar[bool] = False
 
     @property
     def keeper(self) -> Keeper | None:
-        """See above."""
+        """See the class."""
         return None
 
-    def check(self, codec: Codec) -> None:  # noqa: B027  # most take any method
-        """Refuse a method whose messages cannot travel in this pattern.
-
-        Raises:
-            ValueError: they cannot; the message says in which they can.
-        """
-
-
-class Exchange(Pattern):
-    """A pattern in which messages travel."""
-
-    @abstractmethod
-    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
-        """Make ready for vectors that consist of these sections, whose codecs passed ``check``.
-
-        Args:
-            sections: what the vectors consist of.
-            world: the ranks.
-            states: what the ``keeper`` declared.
-        """
-
-
-class Planner(Pattern):
-    """Chooses the exchange of each group."""
+    def check(self, codec: Codec) -> None:  # noqa: B027  # most accept every codec
+        """Raise ValueError if the codec's messages cannot travel in this pattern; the message names one that can."""
 
     @abstractmethod
     def choose(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> Exchange:
-        """The exchange for vectors that consist of these sections; a collective call.
+        """Return the exchange for vectors that consist of these sections. Collective for a planner.
 
         Args:
             sections: what the vectors consist of.
             world: the ranks that exchange them.
-            deciding: all ranks that have to decide alike; None: those.
+            deciding: the ranks that must choose alike; None: those of ``world``.
         """
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """Return a plan for vectors that consist of these sections, whose codecs passed ``check``.
+
+        Args:
+            sections: what the vectors consist of.
+            world: the ranks.
+            states: the states that ``keeper`` declared.
+        """
+        return self.choose(sections, world).plan(sections, world, states)
+
+
+class Exchange(Pattern):
+    """A pattern in which messages travel; it implements ``plan``."""
+
+    @abstractmethod
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Pattern.plan``."""
+
+    def choose(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> Exchange:
+        """Return itself."""
+        return self
+
+
+class Planner(Pattern):
+    """Chooses the exchange of each group; it implements ``choose``."""
 
     @abstractmethod
     def measured(self) -> dict[str, Any]:
-        """What was measured, as primitives, with which a resumed run goes on."""
+        """Return the measurements as primitives, from which a resumed run continues."""
 
     @abstractmethod
-    def given(self, measured: Mapping[str, Any]) -> Planner:
-        """The same that has measured this already.
+    def with_measurements(self, measured: Mapping[str, Any]) -> Planner:
+        """Return the same planner with these measurements.
 
         Raises:
-            ValueError: it is not what ``measured`` gave.
+            ValueError: they are not what ``measured`` returned.
         """
 
     @abstractmethod
-    def limited(self, fixed: bool, flat: bool) -> Planner:
-        """The same that measures nothing, so that equal runs choose alike; or that never adds up within a node."""
+    def limited(self, fixed: bool, without_nodes: bool) -> Planner:
+        """Return the same planner with less freedom.
 
-
-def exchange_of(
-    pattern: Pattern, sections: Sequence[Section], world: World, deciding: Collective | None = None
-) -> Exchange:
-    """The pattern itself, or what it chooses; see ``Planner.choose``."""
-    if isinstance(pattern, Planner):
-        return pattern.choose(sections, world, deciding)
-    assert isinstance(pattern, Exchange)
-    return pattern
-
-
-def plan_of(pattern: Pattern, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
-    """The plan of the pattern, or of what it chooses; see ``Exchange.plan``."""
-    return exchange_of(pattern, sections, world).plan(sections, world, states)
+        Args:
+            fixed: measure nothing, so that equal runs choose alike.
+            without_nodes: never sum within a node.
+        """
 
 
 def agree_length(plan: MessagePlan, used: int, collective: Collective, device: torch.device) -> int:
-    """Bytes of a message to send: the most that any rank used; lengths travel first where they vary.
+    """Return the bytes of a message to send: the most that any rank used. Communicates only if lengths vary.
 
     Raises:
-        ValueError: a rank says what no message takes; on every rank.
+        ValueError: a rank reports an impossible length; raised on every rank.
     """
     return longest(used, plan.size, collective, device) if plan.variable else plan.size
 
 
 def longest(used: int, most: int, collective: Collective, device: torch.device) -> int:
-    """The most bytes that any rank uses; a multiple of the alignment, at most ``most``.
+    """Return the most bytes that any rank uses, a multiple of the alignment. Collective.
+
+    Args:
+        used: bytes of this rank's message.
+        most: the largest valid length, in bytes.
+        collective: the ranks.
+        device: where the length is reduced.
 
     Raises:
-        ValueError: a rank says what no message takes; on every rank.
+        ValueError: a rank reports an impossible length; raised on every rank.
     """
-    found = torch.tensor([used], dtype=torch.int64, device=device)
-    collective.all_reduce_max(found)
-    width = int(found)
+    length = torch.tensor([used], dtype=torch.int64, device=device)
+    collective.all_reduce_max(length)
+    width = int(length)
     if width > most or width % ALIGNMENT:
-        raise ValueError(f"a rank says that its message takes {width} bytes; {most} is the most there can be")
+        raise ValueError(
+            f"a rank reports a message of {width} bytes; the maximum is {most}, in multiples of {ALIGNMENT}"
+        )
     return width
 
 
 def length_bytes(plan: MessagePlan, ranks: int) -> int:
-    """Bytes that one of ``ranks`` sends in ``agree_length``."""
+    """Return the bytes that each of ``ranks`` ranks sends in ``agree_length``."""
     return all_reduce_bytes(LENGTH, ranks) if plan.variable else 0
 
 
 def length_rounds(plan: MessagePlan, ranks: int) -> int:
-    """Messages that wait for one another in ``agree_length``."""
+    """Return the sequential rounds of ``agree_length``."""
     return all_reduce_rounds(ranks) if plan.variable else 0
 
 
 def rows(buffer: Tensor, count: int, width: int) -> Tensor:
-    """The first bytes of a contiguous buffer as ``[count, width]``."""
+    """View the first ``count * width`` bytes of a contiguous buffer as ``[count, width]``."""
     return buffer.view(-1)[: count * width].view(count, width)
 
 
@@ -313,7 +332,7 @@ def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:
 
 
 def scatter(row: Tensor, spans: Sequence[slice], out: Tensor) -> None:
-    """Copy what stands side by side in ``row`` to slices of ``out``."""
+    """Copy consecutive values of ``row`` to slices of ``out``; undoes ``gather``."""
     start = 0
     for span in spans:
         out[span] = row[start : start + span.stop - span.start]
@@ -322,20 +341,19 @@ def scatter(row: Tensor, spans: Sequence[slice], out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one exchange of a vector takes of a rank; nothing by default, and ``+`` is one exchange after the other.
+    """What one exchange of a vector costs a rank. The default is no cost; ``a + b`` is one exchange after the other.
 
     Attributes:
-        bytes_sent: what it hands to the transport, by the method's formula; what that is expected to be where messages
-            vary in length.
-        rounds: messages that wait for one another: how often a step pays the latency of the link.
-        encodes: how many times over a rank encodes the vector.
-        decodes: how many times over it decodes it.
-        sum_encodes: of ``encodes``, those of sums.
-        sum_decodes: of ``decodes``, those of sums.
-        copies: how many times over it copies float32 or adds it up beside that.
-        calls: how often it calls the codec to encode or to decode.
-        inner_bytes: of ``bytes_sent``, those that stay within a node.
-        inner_rounds: of ``rounds``, those within a node.
+        bytes_sent: bytes that it hands to the transport, by the method's formula; the expected number if lengths vary.
+        rounds: messages that wait for each other, so how often a step pays the link's latency.
+        encodes: encoded elements, in multiples of the vector.
+        decodes: decoded elements, in multiples of the vector.
+        sum_encodes: the part of ``encodes`` that encodes sums.
+        sum_decodes: the part of ``decodes`` that decodes sums.
+        copies: float32 elements copied or added besides, in multiples of the vector.
+        calls: calls of the codec, to encode or to decode.
+        inner_bytes: the part of ``bytes_sent`` that stays within a node.
+        inner_rounds: the part of ``rounds`` within a node.
     """
 
     bytes_sent: int = 0
@@ -353,6 +371,6 @@ class Cost:
         return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Cost)))
 
     def scaled(self, share: float) -> Cost:
-        """The same of a part of the vector, by its share: what is times over the vector; bytes and counts stay."""
+        """Return the cost for a share of the vector: multiples of the vector are scaled; bytes and counts are not."""
         times = ("encodes", "decodes", "sum_encodes", "sum_decodes", "copies")
         return replace(self, **{name: share * getattr(self, name) for name in times})

@@ -1,35 +1,35 @@
-"""Sum within a node as it is, exchange between nodes compressed.
+"""Sum dense gradients within a node, exchange compressed messages between nodes.
 
-Links within a node are ten to a hundred times as fast as those between nodes: what crosses them needs no compression,
-and what has been summed before it leaves a node leaves it once. Each rank takes one part of the node's sum to the ranks
-of the same index in the other nodes, so that all of a node's ranks encode, and share its network card.
+Links within a node are 10 to 100 times faster than links between nodes. So gradients need no compression within a node,
+and each node's sum leaves it once. Each rank takes one part of the sum to the ranks with the same index in the other
+nodes: all ranks of a node encode, and share its network card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
-from lightning_compress.core.registry import Names, build, lookup
+from lightning_compress.core.registry import Names, build
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Pattern, Planner, plan_of
+from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Pattern, Planner
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import Between, nodes_of
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
 GROUP = "lightning_compress.exchanges"
-"""The group of entry points by which packages offer exchanges."""
+"""The entry-point group through which packages offer exchanges."""
 GONE = {
-    "gtopk": "use 'ok_topk', by which the largest elements of the sum alone arrive as well, in bytes that do not grow "
-    "with the ranks; or 'split_gather', as 'auto' does, by which all that the ranks selected arrives"
+    "gtopk": "use 'ok_topk', which also sends only the largest elements of the sum, in bytes that do not grow with the "
+    "ranks; or 'split_gather', as 'auto' does, which sends all elements that any rank selected"
 }
-"""What is no exchange any more, and what to use."""
+"""Removed exchanges, with what to use instead."""
 PLAIN: Names[Pattern] = Names(
     {
         "all_reduce": AllReduce,
@@ -41,65 +41,60 @@ PLAIN: Names[Pattern] = Names(
     GROUP,
     GONE,
 )
-"""What goes between nodes; ``planning`` adds what chooses among them."""
-
-Inner = Literal["reduce_scatter", "chain"]
-"""How a node adds up."""
+"""Exchanges that can run between nodes. ``planning`` adds the planner that chooses among them."""
 
 
 def read_outer(name: str, given: object, node_size: object) -> Pattern:
-    """An exchange between nodes as users write it, and of how many ranks a node is.
+    """Return the exchange between nodes, built from what the user wrote.
+
+    Args:
+        name: the class's name, for messages.
+        given: a name, mapping or object.
+        node_size: ranks per node; only checked.
 
     Raises:
-        ValueError: the exchange is unknown, knows nodes itself or keeps state; or node_size is below 1.
+        ValueError: the exchange is unknown, uses nodes itself or keeps state; or node_size is below 1.
     """
     outer = build("exchange", given, PLAIN, (Pattern,))
     assert isinstance(outer, Pattern)
-    if outer.talks or outer.keeper:
+    if outer.plans_collectively or outer.keeper:
         raise ValueError(
-            f"{name}(outer={outer}): between nodes goes an exchange that has no nodes of its own and keeps nothing "
-            "from step to step, such as 'auto' or 'two_shot' without adagrad"
+            f"{name}(outer={outer}): the exchange between nodes must not use nodes itself or keep state between "
+            "steps; use 'auto', or 'two_shot' without adagrad"
         )
     if node_size is not None and (isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1):
-        raise ValueError(f"{name}(node_size={node_size!r}): it must be a number of ranks, or null")
+        raise ValueError(f"{name}(node_size={node_size!r}): it must be a number of ranks, 1 or more, or null")
     return outer
 
 
 @dataclass(frozen=True)
 class Hierarchical(Exchange):
-    """Dense reduce-scatter within a node, a compressed exchange of the parts between nodes, all-gather within a node.
+    """Dense reduce-scatter within a node, compressed exchange of the parts between nodes, all-gather within a node.
 
-    Between nodes, a rank sends what the outer exchange sends of ``1 / node_size`` of the vector: together the ranks of
-    a node send as much as one rank of a world that has nodes for ranks. Within a node it sends two times
-    ``(node_size - 1) / node_size`` vectors of float32. What an encoding leaves stays with the rank that encoded: the
-    residual of each parameter is one rank's of the node.
+    Between nodes, a rank sends what the outer exchange sends for ``1 / node_size`` of the vector. Together, the ranks
+    of a node send as much as one rank would in a world of one rank per node. Within a node, a rank sends ``2 (node_size
+    - 1) / node_size`` vectors of float32. The residual stays with the rank that encoded, so each parameter's residual
+    is on one rank of the node.
 
     Args:
         outer: the exchange between nodes, by name, mapping or object.
-        node_size: ranks of a node, which are neighbours in the order of ranks; None: those with the same host name.
-        inner: "reduce_scatter": each rank leads a part of the vector; "chain": the first rank of a node leads, as by
-            the exchange of that name.
+        node_size: ranks per node, consecutive in rank order; None: ranks with the same host name form a node.
 
     Raises:
-        ValueError: the outer exchange is unknown or no fit, node_size is below 1, or inner is unknown.
+        ValueError: the outer exchange is unknown or unsuitable, or node_size is below 1.
     """
 
     outer: Pattern | dict[str, object] | str = "auto"
     node_size: int | None = None
-    inner: Inner = "reduce_scatter"
 
-    talks: ClassVar[bool] = True
+    plans_collectively: ClassVar[bool] = True
+    gone: ClassVar[Mapping[str, str]] = {
+        "inner": "leave it out for 'reduce_scatter'; for 'chain' use exchange={'name': 'chain', 'outer': 'binomial'}"
+    }
 
     def __post_init__(self) -> None:
         outer = read_outer("Hierarchical", self.outer, self.node_size)
         object.__setattr__(self, "outer", outer)  # frozen; equal settings are equal, however they were given
-        if self.inner not in get_args(Inner):
-            raise ValueError(f"Hierarchical(inner={self.inner!r}): it must be one of {', '.join(get_args(Inner))}")
-        self._chain()
-
-    def _chain(self) -> Exchange | None:
-        """What plans in place of this one, with the same settings."""
-        return lookup(self.inner, Pattern)(self.outer, self.node_size) if self.inner == "chain" else None
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
@@ -114,19 +109,17 @@ class Hierarchical(Exchange):
         """See ``Exchange.plan``.
 
         Raises:
-            ValueError: nodes are of several sizes, or of one that is no fit; on every rank.
+            ValueError: nodes differ in size, or the size does not suit; raised on every rank.
         """
-        if chain := self._chain():
-            return chain.plan(sections, world)
         collective, device, _ = world
         nodes = nodes_of(collective.uncounted, self.node_size, device)
         if len(nodes) == 1 or len(nodes) == collective.size:
-            return plan_of(self._outer, sections, world)
+            return self._outer.plan(sections, world)
         return Between(self._outer, nodes).plan(sections, world)
 
 
 def replanned(pattern: Pattern, change: Callable[[Planner], Planner]) -> Pattern:
-    """The same, where another planner chooses the exchange, or that between nodes."""
+    """Return the pattern with its planner, or its outer exchange's planner, replaced by ``change(planner)``."""
     if isinstance(pattern, Planner):
         return change(pattern)
     outer = getattr(pattern, "outer", None)
@@ -134,6 +127,6 @@ def replanned(pattern: Pattern, change: Callable[[Planner], Planner]) -> Pattern
 
 
 def measured_by(pattern: Pattern) -> dict[str, Any]:
-    """What the exchange was chosen by, or that between nodes, as primitives."""
+    """Return what the pattern's planner, or its outer exchange's planner, measured, as primitives."""
     planner = getattr(pattern, "outer", pattern)
     return planner.measured() if isinstance(planner, Planner) else {}

@@ -1,10 +1,10 @@
-"""One message per group: a header, then a section for every codec that the rules chose.
+"""One message per group: a header, then one section per codec.
 
     | header: flag, lengths | padding to 16 bytes | section | padding to 16 bytes | section | ...
 
-The flag is 0.0, or NaN on a rank whose gradient is not finite; it is summed as the first section is. It is infinite on
-a rank that could not read what it was sent. The lengths of the sections, int64, are there if one of them varies; then
-sections stand where the one before ends.
+The flag is 0.0, or NaN on a rank with a non-finite gradient; it is summed with the first section's dtype. It is
+infinite on a rank that could not read a message it received. If the length of any section varies, the header holds the
+lengths of all sections as int64, and each section begins where the previous one ends.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels import Summands
 
 Out = Tensor | Sequence[Tensor]
-"""Where a mean goes: float32 ``[numel]``, or in pieces, a tensor for each segment that is not empty."""
+"""Where a mean goes: float32 ``[numel]``, or one tensor per non-empty segment."""
 LENGTHS, LENGTH = 8, 8
-"""Where the lengths of the sections begin in a message, and the bytes of one."""
+"""The offset of the section lengths in a message, and the bytes of each length."""
 
 PRECISE = Rotated(bits=4)
-"""Encodes sums of what coarse biased methods sent, where no residual brings back what encoding leaves: its noise is a
-tenth of that of signs, and right on average."""
+"""Encodes sums of coarse biased methods where no residual corrects the error. It is unbiased, with a tenth of the noise
+of signs."""
 _SAMPLE = Layout.of([("matrix", (256, 256))])
 
 
@@ -42,11 +42,14 @@ class Section:
     """The part of a vector, from ``start`` on, that one method compresses.
 
     Attributes:
-        fed_back: what encoding leaves in the part is kept, as the local residual.
-        number: index of the method among those of the rules, which names what a reducer keeps.
-        precise: sums of it are encoded by ``PRECISE``, where that has more bits: its own method, which is biased, would
-            need a residual.
-        unit: shards are cut at multiples of so many elements; None: the codec's own.
+        method: codec or reducer.
+        layout: the segments of this part.
+        start: its first element in the vector.
+        fed_back: what encoding leaves in this part is kept as the local residual.
+        number: index of the method in the rules; it names the reducer's state.
+        precise: encode sums with ``PRECISE`` if that has more bits, because the section's own method is biased and
+            would need a residual.
+        unit: cut shards at multiples of this many elements; None: at the codec's blocks.
     """
 
     method: Method
@@ -59,12 +62,12 @@ class Section:
 
     @property
     def codec(self) -> Codec:
-        """The method, of a section that is part of a message."""
+        """The method, for a section whose method is a codec."""
         assert isinstance(self.method, Codec)
         return self.method
 
     def codec_of_sums(self, ranks: int) -> Codec:
-        """By which the sum of what so many ranks sent is encoded."""
+        """Return the codec that encodes sums of ``ranks`` ranks' values."""
         if self.precise and ranks > 1 and _bits(self.codec) < _bits(PRECISE):
             return PRECISE
         return self.codec.refined(ranks)
@@ -76,11 +79,11 @@ class Section:
 
     @property
     def span(self) -> slice:
-        """Its elements of the vector."""
+        """The section's slice of the vector."""
         return slice(self.start, self.stop)
 
     def shard(self, index: int, count: int) -> Section:
-        """One of ``count`` parts of nearly equal size, cut on the codec's block boundaries."""
+        """Return one of ``count`` parts of nearly equal size, cut at the codec's block boundaries."""
         unit = self.unit or self.codec.block
         blocks = -(-self.layout.numel // unit)
         first, last = (min(blocks * position // count * unit, self.layout.numel) for position in (index, index + 1))
@@ -89,18 +92,18 @@ class Section:
 
 @cache
 def _bits(codec: Codec) -> float:
-    """Of a message, per element."""
+    """Return bits per element of a large message."""
     return 8 * codec.plan(_SAMPLE, torch.device("meta")).message_size / _SAMPLE.numel
 
 
 def codecs_of(sections: Sequence[Section]) -> list[Codec]:
-    """All that may encode something of these sections, but for ``Codec.refined``."""
+    """Return every codec that may encode these sections or their sums, before ``Codec.refined``."""
     return [section.codec for section in sections] + [PRECISE] * any(section.precise for section in sections)
 
 
 @dataclass(frozen=True)
 class SumRun:
-    """Bytes ``[start, stop)`` of a message, which may be summed element by element as ``dtype``."""
+    """Bytes ``[start, stop)`` of a message that may be summed element by element as ``dtype``."""
 
     dtype: torch.dtype
     start: int
@@ -108,21 +111,21 @@ class SumRun:
 
 
 class MessagePlan:
-    """Encodes sections of a vector into one message, and back.
+    """Encodes sections of a vector into one message, and decodes messages.
 
     Args:
-        sections: those of codecs; they need not cover the vector.
+        sections: sections whose methods are codecs. They may leave parts of the vector out.
         device: where vectors and messages are.
-        meter: gets the time of encoding and decoding.
+        meter: records encoding and decoding time.
         summands: how many messages are summed in the message's own dtype.
 
     Attributes:
-        size: bytes of a message, or the most that one may take.
-        expected_size: bytes that it usually takes.
-        variable: messages differ in length.
+        size: bytes of a message; the maximum if lengths vary.
+        expected_size: expected bytes of a message.
+        variable: messages vary in length.
         correlated: ``correlate`` has an effect.
-        in_pieces: a section at least is decoded into several tensors as fast as into one.
-        sum_runs: what to sum, and how; None if some section cannot be summed.
+        in_pieces: at least one section decodes into several tensors as fast as into one.
+        sum_runs: which bytes to sum, and in which dtype; None if a section cannot be summed.
     """
 
     def __init__(self, sections: Sequence[Section], device: torch.device, meter: Meter, summands: int = 1) -> None:
@@ -162,26 +165,34 @@ class MessagePlan:
 
     @property
     def spans(self) -> list[slice]:
-        """Its sections' elements of the vector."""
+        """The sections' slices of the vector."""
         return [span for span, _ in self._parts]
 
     def share(self, key: int) -> None:
-        """Draw what all ranks must have in common; before ``encode`` and ``decode``, with the same key on all ranks."""
+        """Draw the random values that all ranks share.
+
+        Call it before ``encode`` and ``decode``, with the same key on all ranks.
+        """
         for number, plan in self._sharing:
-            plan.share(_own(key, number))
+            plan.share(_section_key(key, number))
 
     def correlate(self, key: int, place: int, places: int) -> None:
-        """Have errors cancel those of other ranks' messages for the same mean; see ``Plan.correlate``.
+        """Make this rank's rounding errors cancel those of other ranks; see ``Plan.correlate``.
 
-        For codecs that do so, before ``encode``. Never where sums of messages are encoded: these were rounded by the
-        same random bits, and a number that depends on them is not rounded right on average.
+        Call it before ``encode``. It changes only codecs with ``correlated=True``. Do not use it where sums of messages
+        are encoded again: the sums were rounded with the same random bits, so rounding them would be biased.
+
+        Args:
+            key: the random key, equal on all ranks.
+            place: this rank's position among ``places`` ranks.
+            places: how many ranks take part in the mean.
         """
         for number, ((_, plan), correlated) in enumerate(zip(self._parts, self._correlated, strict=True)):
             if correlated:
-                plan.correlate(_own(key, number), place, places)
+                plan.correlate(_section_key(key, number), place, places)
 
     def agree(self, key: int, rank: int, size: int) -> None:
-        """``share``, and ``correlate`` over all ranks, in an order that is drawn."""
+        """Call ``share``, and ``correlate`` over all ranks in a random order."""
         self.share(key)
         if self.correlated:
             self.correlate(key, permutation(key, size)[rank], size)
@@ -189,71 +200,80 @@ class MessagePlan:
     def encode(
         self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True, summands: Summands = None
     ) -> int:
-        """Move the sections into ``message``, uint8 ``[size]``, whose padding the caller made zero once.
+        """Encode the sections of ``vector`` into ``message``. ``vector`` keeps what was not encoded.
 
         Args:
             vector: float32, the whole group's; finite.
-            message: uint8 ``[size]``.
-            key: where randomness comes from; each section has a stream of its own.
+            message: uint8 ``[size]``, whose padding the caller set to zero once.
+            key: the random key; each section draws from its own stream.
             flag: float32 scalar, 0.0 or NaN.
-            keep: the exchange uses what encoding leaves, also of sections that are not fed back.
-            summands: gradient and residual, each as long as the vector, whose sum the vector becomes first.
+            keep: the caller needs what encoding leaves even in sections without error feedback.
+            summands: gradient and residual, each as long as the vector. If given, their sum is first written to
+                ``vector``.
 
         Returns:
-            bytes of the message that are to be sent.
+            Bytes of the message to send.
         """
         keeps = [keep or fed_back or summands is not None for fed_back in self._fed_back]
-        given = vector.clone() if self._meter.sampling and not all(keeps) else None
+        original = vector.clone() if self._meter.sampling and not all(keeps) else None
         starts, end = [], self._header
         with self._meter.encode:
             message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
             for number, (span, plan) in enumerate(self._parts):
-                part, own = message[end : end + plan.message_size], _own(key, number)
+                part, section_key = message[end : end + plan.message_size], _section_key(key, number)
                 added = summands and (summands[0][span], summands[1][span])
                 if isinstance(plan, FusedPlan):
-                    plan.encode(vector[span], part, own, keeps[number], added)
+                    plan.encode(vector[span], part, section_key, keeps[number], added)
                 else:
-                    plan.encode(vector[span] if added is None else torch.add(*added, out=vector[span]), part, own)
+                    plan.encode(
+                        vector[span] if added is None else torch.add(*added, out=vector[span]), part, section_key
+                    )
                 starts.append(end)
                 if self.variable:
                     used = plan.used
                     end += aligned(used)
-                    message[starts[-1] + used : end] = 0  # what an earlier, longer message left there
+                    message[starts[-1] + used : end] = 0  # clear the rest of an earlier, longer message
                 else:
                     end = self._ends[number]
             if self.variable:
                 lengths = torch.tensor([plan.used for _, plan in self._parts], dtype=torch.int64)
                 message[LENGTHS : LENGTHS + LENGTH * len(lengths)].view(torch.int64).copy_(lengths)
-        if given is not None:
-            self._subtract_sent(given, vector, message, starts, keeps)
+        if original is not None:
+            self._subtract_sent(original, vector, message, starts, keeps)
         return end
 
     def _subtract_sent(
-        self, given: Tensor, vector: Tensor, message: Tensor, starts: list[int], keeps: list[bool]
+        self, original: Tensor, vector: Tensor, message: Tensor, starts: list[int], keeps: list[bool]
     ) -> None:
-        """Leave in sections that were only sent what encoding would have left: it is measured in this step."""
+        """Compute the encoding error of sections whose codec did not leave it, because this step measures it."""
         for (span, plan), start, kept in zip(self._parts, starts, keeps, strict=True):
             if not kept:
-                vector[span] = given[span]
+                vector[span] = original[span]
                 plan.decode(message[None, start : start + plan.used], vector[span], -1.0, accumulate=True)
 
     def decode(self, messages: Tensor, out: Out, weight: float, accumulate: bool) -> None:
-        """Write ``weight`` times the sum of ``messages``, uint8 ``[M, size]``, into the sections of ``out``.
+        """Write ``weight`` times the sum of ``messages`` to the sections of ``out``, or add it if ``accumulate``.
 
-        Messages of variable length need be no longer than the longest of them.
+        Args:
+            messages: uint8 ``[M, size]``. If lengths vary, as wide as the longest of them is enough.
+            out: where the mean goes.
+            weight: the factor.
+            accumulate: add to ``out``.
 
         Raises:
-            ValueError: messages are too short, lengths in one are not its own, or see ``Plan.decode``.
+            ValueError: messages are truncated or their lengths are invalid; see also ``Plan.decode``.
         """
         if messages.shape[1] < self._header or messages.shape[1] % ALIGNMENT:
-            raise ValueError(f"messages of {messages.shape[1]} bytes are truncated; their header has {self._header}")
+            raise ValueError(
+                f"messages of {messages.shape[1]} bytes are truncated; their header alone has {self._header}"
+            )
         with self._meter.decode:
             rows = self._starts_of(messages) if self.variable else [[self._header, *self._ends]]
             for number, (span, plan) in enumerate(self._parts):
                 starts = [row[number] for row in rows]
                 pieces = None if isinstance(out, Tensor) else list(out[self._pieces[number]])
                 part = out[span] if isinstance(out, Tensor) else self._room(number, pieces)
-                if len(set(starts)) <= 1:  # as always where no earlier section varies
+                if len(set(starts)) <= 1:  # always so if no earlier section varies
                     start = starts[0] if starts else 0
                     plan.decode(messages[:, start : start + plan.message_size], part, weight, accumulate)
                 else:
@@ -264,62 +284,65 @@ class MessagePlan:
                     torch._foreach_copy_(pieces, list(part.split([each.numel() for each in pieces])))
 
     def _room(self, number: int, pieces: list[Tensor] | None) -> Tensor:
-        """Where a section is decoded whose means go to several tensors: these, or one vector."""
+        """Return where to decode a section whose mean goes to several tensors: these tensors, or one scratch vector."""
         plan = self._parts[number][1]
         if plan.in_pieces and not self.variable:
             return cast(Tensor, pieces)
         return scratch("section mean", plan.layout.numel, torch.float32, self._device)
 
     def _starts_of(self, messages: Tensor) -> list[list[int]]:
-        """Where each section of each message begins, whose lengths vary, and the last one ends."""
+        """Return, for each message of variable length, where its sections begin and where the last one ends."""
         words = messages[:, LENGTHS : LENGTHS + LENGTH * len(self._parts)].contiguous().view(torch.int64)
         ends = []
         for row in words.view(len(messages), len(self._parts)).tolist():
             end = [self._header]
             for length, (_, plan) in zip(row, self._parts, strict=True):
                 if not 0 <= length <= plan.message_size or end[-1] + length > messages.shape[1]:
-                    raise ValueError(f"a message says that a section takes {length} bytes; it is damaged")
+                    raise ValueError(f"a message is damaged: it claims a section of {length} bytes")
                 end.append(end[-1] + aligned(length))
             ends.append(end)
         return ends
 
     def flags(self, messages: Tensor) -> Tensor:
-        """Sum of the flags of ``messages``, uint8 ``[M, size]``: a float32 scalar, 0.0 or NaN whatever the bytes."""
+        """Return the sum of the flags of ``messages``, uint8 ``[M, size]``: scalar, 0.0 or NaN for any bytes."""
         return self._flags(messages).sum() * 0.0
 
-    def refuses(self, message: Tensor) -> bool:
-        """Whether ``message``, uint8 ``[size]``, is of a rank that could not read its own; waits for the device."""
+    def reports_error(self, message: Tensor) -> bool:
+        """Return whether ``message``, uint8 ``[size]``, comes from a rank that could not read what it received.
+
+        Waits for the device.
+        """
         return bool(self._flags(message[None]).isinf())
 
     def _flags(self, messages: Tensor) -> Tensor:
         return messages[:, :ALIGNMENT].contiguous().view(self._flag_dtype)[:, 0].float()
 
-    def settle(self, vector: Tensor, flag: Tensor) -> None:
-        """Settle each section of a vector of sums, see the function."""
+    def zero_nonfinite(self, vector: Tensor, flag: Tensor) -> None:
+        """Apply ``zero_nonfinite`` to each section of a vector of sums."""
         for span, _ in self._parts:
-            settle(vector[span], flag)
+            zero_nonfinite(vector[span], flag)
 
 
-def settle(vector: Tensor, flag: Tensor) -> None:
-    """Make a sum that is not finite, which cannot be encoded, zeros and a NaN in the flag.
+def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:
+    """Replace a sum that is not finite by zeros, because it cannot be encoded, and set the flag to NaN.
 
     Args:
-        vector: float32.
-        flag: float32 scalar.
+        vector: float32 sums; changed in place.
+        flag: float32 scalar; changed in place.
     """
     if len(vector):
         lowest, highest = torch.aminmax(vector)
-        sound = lowest * 0.0 + highest * 0.0
-        flag.add_(sound)
-        if vector.device.type != "cpu":  # which is not waited for
-            vector.masked_fill_(sound.isnan(), 0.0)
-        elif sound.isnan():
+        finite = lowest * 0.0 + highest * 0.0  # 0.0 or NaN
+        flag.add_(finite)
+        if vector.device.type != "cpu":  # do not wait for the device
+            vector.masked_fill_(finite.isnan(), 0.0)
+        elif finite.isnan():
             vector.zero_()
 
 
-def _own(key: int, number: int) -> int:
-    """A section's key: were it equal for all, sections would round alike, element by element.
+def _section_key(key: int, number: int) -> int:
+    """Return a section's own key, so that sections do not round alike.
 
-    Below 0, since exchanges mix in ranks and parts, which are not.
+    It mixes in negative numbers, because exchanges mix in ranks and parts, which are 0 or more.
     """
     return mix(key, -number) if number else key

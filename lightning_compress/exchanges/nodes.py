@@ -21,12 +21,11 @@ from lightning_compress.exchanges.exchange import (
     Exchange,
     ExchangePlan,
     Pattern,
-    exchange_of,
     gather,
     of_vectors,
     scatter,
 )
-from lightning_compress.exchanges.message import Section, settle
+from lightning_compress.exchanges.message import Section, zero_nonfinite
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Between(Exchange):
         parts = [[section.shard(index, inside.size) for section in sections] for index in range(inside.size)]
         own, apart = parts[inside.rank], world.among(between)
         widest = max(parts, key=_numel)
-        outer = exchange_of(self.outer, side_by_side(own), apart, collective)
+        outer = self.outer.choose(side_by_side(own), apart, collective)
         plan = outer.plan(side_by_side(own), apart)
         most = plan if own is widest else outer.plan(side_by_side(widest), apart._replace(device=META))
         return _PartsPlan(parts, plan, most.cost, inside, device)
@@ -168,7 +167,7 @@ class _PartsPlan(ExchangePlan):
         flag.copy_(total[-1])
         numel = self._numels[rank]
         own, mean = total[:numel], self._mean[:numel]
-        settle(own, flag)
+        zero_nonfinite(own, flag)
         self._outer.mean(own, mean, mix(key, rank), flag)
         scatter(own, self._spans[rank], vector)
         torch.mul(mean, 1 / size, out=mean)

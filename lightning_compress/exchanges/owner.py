@@ -35,7 +35,7 @@ class OwnerAdaGrad(Keeper):
 
     eps: float
 
-    optimizes: ClassVar[bool] = True
+    replaces_optimizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)) or not 0 < self.eps < math.inf:

@@ -1,7 +1,7 @@
-"""How ranks end alike where one of them is sent a message that it cannot read.
+"""How all ranks raise together when one of them receives a message that it cannot read.
 
-That rank still sends what the others wait for, and makes the flag in front of it infinite, or a word of the next table
-negative. Once all ranks were told, all raise: that rank its own error, the others that there is one.
+That rank still sends what the others wait for, with an infinite flag, or with a negative word in the next table. Once
+all ranks have seen it, all raise: that rank its own error, the others a message that names the rank.
 """
 
 from __future__ import annotations
@@ -14,63 +14,52 @@ import torch
 from torch import Tensor
 
 FLAG = 16
-"""Bytes in front of a body: the flag, float32, and padding."""
-UNREADABLE = "was sent a message that it cannot read, and says why"
+"""Bytes before a message's body: the flag, float32, and padding."""
+UNREADABLE = "received a message that it cannot read; see its own error"
 
 
-class Refusal:
-    """What this rank could not read in one step, until all ranks were told."""
+class DeferredError:
+    """The first error of this rank in a step, raised only after all ranks know of it; false while there is none."""
 
     def __init__(self) -> None:
-        self._problem: ValueError | None = None
+        self._error: ValueError | None = None
 
     def __bool__(self) -> bool:
-        return self._problem is not None
+        return self._error is not None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the first ValueError of what is done inside: other ranks wait for a message of this one."""
+    def deferred(self) -> Iterator[None]:
+        """Keep the first ValueError raised inside, because other ranks wait for this rank's next message."""
         try:
             yield
         except ValueError as error:
-            self._problem = self._problem or error
+            self._error = self._error or error
 
     def mark(self, flag: Tensor) -> None:
-        """Make the flag of the next message infinite, if there is something to tell."""
+        """Make the flag of the next message infinite if there is an error."""
         if self:
             flag.fill_(torch.inf)
 
-    def check(self, told: Iterable[bool]) -> None:
-        """Stop where a rank refused.
+    def check(self, failed: Iterable[bool]) -> None:
+        """Raise ValueError if any rank failed.
 
         Args:
-            told: whether a rank refused, of each rank, as all ranks were told.
-
-        Raises:
-            ValueError: one did; on every rank.
+            failed: for each rank, whether it reported an error; equal on all ranks.
         """
-        for rank, refused in enumerate(told):
-            if refused:
-                self.stop(f"rank {rank} {UNREADABLE}")
+        for rank, has_failed in enumerate(failed):
+            if has_failed:
+                self.raise_or(f"rank {rank} {UNREADABLE}")
 
-    def stop(self, told: str) -> NoReturn:
-        """Raise this rank's own error, or what it was told.
+    def raise_or(self, message: str) -> NoReturn:
+        """Raise this rank's own error, or ValueError with ``message`` if it has none."""
+        raise self._error or ValueError(message)
 
-        Raises:
-            ValueError: always.
-        """
-        raise self._problem or ValueError(told)
-
-    def close(self) -> None:
-        """All ranks were told, whatever this one has heard of it.
-
-        Raises:
-            ValueError: this rank refused.
-        """
-        if self:
-            self.stop("")
+    def raise_own(self) -> None:
+        """Raise this rank's error, if there is one. Call it once all ranks were sent the mark."""
+        if self._error:
+            raise self._error
 
 
 def flags_of(messages: Tensor) -> Tensor:
-    """The flags in front of bodies, uint8 ``[M, FLAG + size]``: float32 ``[M]``."""
+    """Return the flags of messages, uint8 ``[M, FLAG + size]``, as float32 ``[M]``."""
     return messages[:, :4].contiguous().view(torch.float32)[:, 0]

@@ -34,7 +34,7 @@ from lightning_compress.exchanges.exchange import (
 )
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
-from lightning_compress.exchanges.remote_error import Refusal
+from lightning_compress.exchanges.remote_error import DeferredError
 from lightning_compress.kernels import Summands
 
 
@@ -73,7 +73,7 @@ class TwoShot(Exchange):
         ValueError: adagrad is no such number, or sums is none of these.
     """
 
-    hands_over: ClassVar[bool] = True
+    moves_residual: ClassVar[bool] = True
     adagrad: float | None = None
     sums: Sums = "refined"
 
@@ -160,14 +160,14 @@ class _Plan(ExchangePlan):
         width = self._width(self._widest, used)
         received = rows(self._receive.all, size, width)
         self._collective.all_to_all(self._send.all[:, :width].contiguous(), received)
-        refusal = Refusal()
+        error = DeferredError()
         for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             if len(others):
-                with refusal.kept():
+                with error.deferred():
                     own.decode(others, vector, 1.0, accumulate=True)
                 flag.add_(own.flags(others))
-        own.settle(vector, flag)
-        refusal.mark(flag)
+        own.zero_nonfinite(vector, flag)
+        error.mark(flag)
         if self._step:
             self._step.before(vector)
         total = self._sums[rank]
@@ -178,14 +178,14 @@ class _Plan(ExchangePlan):
             self._step.after(vector)
         received = rows(self._receive.all, size, width)
         self._collective.all_gather(self._sum.all[0, :width], received)
-        refusal.close()
+        error.raise_own()
         for peer, shard in enumerate(self._sums):
             message = received[peer : peer + 1, : shard.size]
             shard.decode(message, out, 1.0 if self._step else 1 / size, accumulate=False)
             flag.add_(shard.flags(message))
         # a device whose messages are never refused is not asked
         if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
-            refusal.check(shard.refuses(received[peer]) for peer, shard in enumerate(self._sums))
+            error.check(shard.reports_error(received[peer]) for peer, shard in enumerate(self._sums))
 
     def _width(self, widest: MessagePlan, used: int) -> int:
         """Bytes of each rank's row."""

@@ -96,22 +96,22 @@ class Auto(Planner):
         """What was said once."""
         return set()
 
-    def limited(self, fixed: bool, flat: bool) -> Auto:
+    def limited(self, fixed: bool, without_nodes: bool) -> Auto:
         """See ``Planner.limited``."""
-        if not fixed and not flat:
+        if not fixed and not without_nodes:
             return self
         link = self.link or cost.UNKNOWN if fixed else self.link
-        return replace(self, link=link, node_size=1 if flat else self.node_size)
+        return replace(self, link=link, node_size=1 if without_nodes else self.node_size)
 
     def measured(self) -> dict[str, Any]:
         """See ``Planner.measured``."""
         return self._measured.as_primitives()
 
-    def given(self, measured: Mapping[str, Any]) -> Auto:
-        """See ``Planner.given``."""
-        made = replace(self)
-        made.__dict__["_measured"] = Measured.of(measured) if measured else Measured()
-        return made
+    def with_measurements(self, measured: Mapping[str, Any]) -> Auto:
+        """See ``Planner.with_measurements``."""
+        planner = replace(self)
+        planner.__dict__["_measured"] = Measured.of(measured) if measured else Measured()
+        return planner
 
     def measure(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> None:
         """Measure what the choice depends on, unless that was done; a collective call over ``deciding``."""
@@ -128,9 +128,16 @@ class Auto(Planner):
         Raises:
             ValueError: the ranks are more than ``node_size``, and no multiple of it.
         """
+        return self._choice(sections, world, deciding).exchange
+
+    def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
+        """See ``Pattern.plan``: the plan by which the choice was made."""
+        return self._choice(sections, world).plan
+
+    def _choice(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> _Offer:
         collective = world.collective
         if collective.size == 1:
-            return Float32()
+            return _Offer(Float32(), Float32().plan(sections, world), 0.0)
         if self.node_size and collective.size > self.node_size and collective.size % self.node_size:
             raise ValueError(
                 f"Auto(node_size={self.node_size}): it must divide the {collective.size} ranks; set it to the ranks of "
@@ -140,7 +147,7 @@ class Auto(Planner):
         choice = self._best(sections, world)
         if collective.rank == 0 and world.device != META:
             self._say(choice, sections)
-        return choice.exchange
+        return choice
 
     def seconds(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> float:
         """What one exchange of such vectors is predicted to take, without the memory for it; a collective call.
@@ -153,7 +160,7 @@ class Auto(Planner):
             way: the pattern; None: the best.
         """
         self.measure(sections, world)
-        dry = world if way is not None and way.talks else world._replace(device=META)
+        dry = world if way is not None and way.plans_collectively else world._replace(device=META)
         offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
         spared = all_reduce_rounds(world.collective.size) - offer.plan.compared.rounds
         link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]

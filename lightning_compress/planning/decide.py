@@ -68,7 +68,7 @@ def _earlier(settings: RunState, kept: object, cluster: Cluster, world: World) -
             codec, measured = build_compressor(kept["compressor"]), kept["measured"]
             chosen = Chosen(codec, cluster, "as before") if isinstance(codec, Codec) else None
             if chosen is not None and chosen.was_here(kept) and codec in settings.candidates:
-                exchange = replanned(settings.exchange, lambda planner: planner.given(measured))
+                exchange = replanned(settings.exchange, lambda planner: planner.with_measurements(measured))
                 found = dataclasses.replace(settings, exchange=exchange).become(chosen)
                 number = 1 + zlib.crc32(repr(kept).encode())
     except (ValueError, TypeError, LookupError, AttributeError):  # a checkpoint may hold anything

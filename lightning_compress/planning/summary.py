@@ -221,5 +221,5 @@ def _plan(settings: RunState, layout: Layout, sections: Sequence[Section], world
     exchange, messages = settings.exchange, composite.encoded(sections)
     if messages and isinstance(exchange, Auto):
         exchange.measure(messages, world)
-    dry = world if exchange.talks else World(world.collective, META, Meter(META))
+    dry = world if exchange.plans_collectively else World(world.collective, META, Meter(META))
     return composite.plan_alone(sections, exchange, layout, dry)[0]

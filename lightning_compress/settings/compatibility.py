@@ -41,7 +41,7 @@ def check_corrected(given: object, correction: Correction, exchange: Pattern, me
     Raises:
         ValueError: they do.
     """
-    if exchange.hands_over and correction.masks:
+    if exchange.moves_residual and correction.masks:
         raise ValueError(
             f"exchange={exchange} leaves what ranks sent in the residuals of others, and {given} takes what has left "
             "its own for applied; use exchange='auto', or masking=False"
@@ -61,10 +61,10 @@ def check_alone(given: object, exchange: Pattern) -> None:
     Raises:
         ValueError: it does.
     """
-    if exchange.talks:
+    if exchange.plans_collectively:
         raise ValueError(
             f"exchange={exchange} adds up the gradients of a node before they are compressed, and {given} needs to "
             "know what each rank sent; use exchange='auto', or a compressor without momentum of its own"
         )
-    if exchange.keeper and exchange.keeper.optimizes:
+    if exchange.keeper and exchange.keeper.replaces_optimizer:
         raise ValueError(f"exchange={exchange} and {given} would both do the optimizer's work; use one of them")

@@ -137,7 +137,7 @@ class RunState:
     def optimizing(self) -> Keeper | None:
         """The exchange's part of the optimizer's work, if it does any."""
         keeper = self.exchange.keeper
-        return keeper if keeper and keeper.optimizes else None
+        return keeper if keeper and keeper.replaces_optimizer else None
 
     @property
     def candidates(self) -> list[Codec]:
@@ -288,7 +288,7 @@ class RunState:
         measured = running.get("measured")
         if not isinstance(measured, Mapping | None):
             raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
-        exchange = replanned(settings.exchange, lambda planner: planner.given(measured or {}))
+        exchange = replanned(settings.exchange, lambda planner: planner.with_measurements(measured or {}))
         return dataclasses.replace(settings._compensated(running), exchange=exchange)
 
     def _compensated(self, running: Mapping[str, object]) -> RunState:

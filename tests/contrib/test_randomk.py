@@ -13,7 +13,6 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES, TwoShot
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from tests.codecs.helpers import CPU, layout, make
 from tests.helpers.sizes import by_turns
@@ -102,7 +101,7 @@ def test_all_ranks_draw_alike(exchange: str, size: int) -> None:
 
     def program(collective: Collective) -> list[torch.Tensor]:
         sections, world = [Section(RandomK(0.05), whole, 0)], World(collective, CPU, Meter(CPU))
-        plan = plan_of(EXCHANGES[exchange](), sections, world)
+        plan = EXCHANGES[exchange]().plan(sections, world)
         means = []
         for key in (1, 2):
             vector, mean = torch.full((4000,), 1.0 + collective.rank), torch.empty(4000)

@@ -76,4 +76,4 @@ def test_a_damaged_message_is_an_error_on_every_rank(exchange, size):
 
     said = run_threads(size, program, timeout=30.0)
     assert "the message of rank 0 was changed on the way" in " ".join(said)
-    assert all("damaged" in each or "was sent a message that it cannot read" in each for each in said)
+    assert all("damaged" in each or "received a message that it cannot read" in each for each in said)

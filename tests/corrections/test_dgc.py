@@ -316,7 +316,7 @@ def test_what_left_the_residual_was_applied(exchange, size):
 def test_refused_exchanges(name):
     with pytest.raises(ValueError, match="exchange="):
         RunState.of("dgc", name)
-    if EXCHANGES[name].hands_over:
+    if EXCHANGES[name].moves_residual:
         RunState.of({"name": "dgc", "masking": False}, name)  # forgets nothing
 
 

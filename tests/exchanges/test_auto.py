@@ -17,7 +17,6 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import Hierarchical, nodes
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning import choose
 from lightning_compress.planning import link as probe
@@ -35,7 +34,7 @@ def plan(exchange, collective, *codecs, numel=1 << 18):
     """For sections of one codec each."""
     layouts = [Layout.of([(f"p{number}", (numel // 64, 64))]) for number in range(len(codecs))]
     sections = [Section(codec, layouts[number], numel * number) for number, codec in enumerate(codecs)]
-    return plan_of(exchange, sections, World(collective, CPU, Meter(CPU)))
+    return exchange.plan(sections, World(collective, CPU, Meter(CPU)))
 
 
 def chosen(ranks, exchange, *codecs, **more):
@@ -188,7 +187,7 @@ def test_ranks_whose_parts_of_a_node_differ_in_size_choose_alike(codec, shape, r
     def rank(collective):
         links = [Link(1e-4, 10 ** (5.5 + 0.05 * number)) for number in range(50)]
         meta = World(collective, torch.device("meta"), Meter(CPU))
-        return [plan_of(Auto(link=link, node_size=node), sections, meta).description for link in links]
+        return [Auto(link=link, node_size=node).plan(sections, meta).description for link in links]
 
     found = run_threads(ranks, rank)
     assert all(each == found[0] for each in found)
@@ -261,7 +260,7 @@ def test_figures_do_not_outlive_the_cluster(world, monkeypatch, hosts, again):
     kept = own[0].measured()
     calls = world(SLOW, CODES)
     calls.clear()
-    resumed = [Auto().given(kept) for _ in hosts]
+    resumed = [Auto().with_measurements(kept) for _ in hosts]
     elsewhere.run(hosts, lambda collective: plan(resumed[collective.rank], collective, OneBit()))
     found = resumed[-1].measured()
     assert all(each.measured() == found for each in resumed)
@@ -281,7 +280,7 @@ def test_one_object_for_all_threads_moves_too(world, monkeypatch):
     own = [Auto() for _ in HERE]
     elsewhere.run(HERE, lambda collective: plan(own[collective.rank], collective, OneBit()))
     world(SLOW, CODES)
-    shared = Auto().given(own[0].measured())
+    shared = Auto().with_measurements(own[0].measured())
     elsewhere.run(["a", "b", "c"], lambda collective: plan(shared, collective, OneBit()))
     assert shared.measured()["links"] == {"ranks": [SLOW.latency_s, SLOW.bytes_per_s]}
 
@@ -296,7 +295,7 @@ def test_one_node_that_goes_on_as_eight_compresses_again(world, monkeypatch):
 
     assert "of float32" in elsewhere.run(["one"] * 8, job(own))[0]
     world(SLOW, CODES)
-    resumed = [Auto("dense").given(own[0].measured()) for _ in range(8)]
+    resumed = [Auto("dense").with_measurements(own[0].measured()) for _ in range(8)]
     found = elsewhere.run([f"node{rank}" for rank in range(8)], job(resumed))
     assert found == ["two_shot"] * 8
 
@@ -332,7 +331,7 @@ def test_ranks_of_a_host_need_not_be_neighbours(monkeypatch, world):
     assert taken.count([[0, 2, 4, 6], [1, 3, 5, 7]]) == len(taken) > 0
     kept = exchange.measured()
     taken.clear()
-    again = Auto().given(kept | {"cluster": {"ranks": 8, "nodes": 2, "hosts": kept["cluster"]["hosts"]}})
+    again = Auto().with_measurements(kept | {"cluster": {"ranks": 8, "nodes": 2, "hosts": kept["cluster"]["hosts"]}})
     assert "between nodes of 4" in chosen(8, again, OneBit())
     assert taken.count([[0, 2, 4, 6], [1, 3, 5, 7]]) == len(taken) > 0
 

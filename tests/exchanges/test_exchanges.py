@@ -12,9 +12,9 @@ from lightning_compress.codecs import BF16, QSGD, Codec, Dense, OneBit, Rotated,
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.randomk import RandomK
+from lightning_compress.contrib.exchanges.chain import Chain
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, AllReduce, Hierarchical, SplitGather, TwoShot, composite
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.hierarchical import nodes_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.sparse import coding
@@ -32,7 +32,7 @@ def kept(exchange, device=CPU):
 def mean(collective, exchange, codec, seed=0, flag=0.0, device=CPU):
     """Before, after, mean, flag and plan of one mean of different data on every rank."""
     sections = [Section(Dense(), LAYOUT.cut(0, 100), 0), Section(codec, LAYOUT.cut(100, LAYOUT.numel), 100)]
-    plan = plan_of(exchange, sections, World(collective, device, Meter(device)), kept(exchange, device))
+    plan = exchange.plan(sections, World(collective, device, Meter(device)), kept(exchange, device))
     before = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + collective.rank)).to(device)
     after, out, flags = before.clone(), torch.full_like(before, 7.0), torch.tensor(flag, device=device)
     plan.mean(after, out, 5, flags)
@@ -58,7 +58,7 @@ def test_split_gather_at_many_ranks(size, codec):
 def partly(collective, exchange, empty):
     """A mean in which some ranks have nothing."""
     section = Section(TopK(0.05), LAYOUT, 7)  # the vector has elements that are no section's
-    plan = plan_of(exchange, [section], World(collective, CPU, Meter(CPU)), kept(exchange))
+    plan = exchange.plan([section], World(collective, CPU, Meter(CPU)), kept(exchange))
     vector = torch.randn(LAYOUT.numel + 9, generator=torch.Generator().manual_seed(collective.rank))
     if collective.rank in empty:
         vector.zero_()
@@ -84,7 +84,7 @@ def test_what_goes_between_nodes(outer):
     check(run_threads(8, lambda collective: mean(collective, Hierarchical(outer, 2), codec)))
 
 
-@pytest.mark.parametrize("exchange", [Hierarchical("all_gather", 2), Hierarchical("all_gather", 2, "chain")], ids=repr)
+@pytest.mark.parametrize("exchange", [Hierarchical("all_gather", 2), Chain("all_gather", 2)], ids=repr)
 def test_what_is_no_section_is_left_alone(exchange):
     ranks = run_threads(4, lambda collective: partly(collective, exchange, {1}))
     for before, after, out, *_ in ranks:
@@ -137,10 +137,10 @@ def test_nodes_of_several_sizes_are_refused():
         ({"exchange": {"name": "hierarchical", "outer": "hierarchical"}}, "unknown exchange 'hierarchical'"),
         ({"exchange": {"name": "hierarchical", "outer": {"name": "two_shot", "adagrad": 1e-8}}}, "without adagrad"),
         ({"compressor": "dgc", "exchange": "hierarchical"}, "adds up the gradients of a node"),
-        ({"exchange": {"name": "hierarchical", "outer": "ok_topk"}}, "keeps nothing from step to step"),
-        ({"exchange": {"name": "hierarchical", "outer": "chain"}}, "has no nodes of its own"),
-        ({"exchange": {"name": "hierarchical", "inner": "ring"}}, "inner='ring'.*one of reduce_scatter, chain"),
-        ({"exchange": {"name": "hierarchical", "inner": "chain"}}, "name the exchange between nodes, such as outer="),
+        ({"exchange": {"name": "hierarchical", "outer": "ok_topk"}}, "or keep state between"),
+        ({"exchange": {"name": "hierarchical", "outer": "chain"}}, "must not use nodes itself"),
+        ({"exchange": {"name": "hierarchical", "inner": "chain"}}, "no setting 'inner' any more.*'name': 'chain'"),
+        ({"exchange": {"name": "chain", "outer": "auto"}}, "name the exchange between nodes, such as outer="),
         ({"compressor": "dgc", "exchange": "binomial"}, "leaves what ranks sent in the residuals of others"),
         (
             {"compressor": {"name": "randomk", "rescale": True}, "exchange": "binomial"},
@@ -163,8 +163,8 @@ def test_nodes_of_several_sizes_are_refused():
         ({"compressor": "qsgd", "exchange": "recursive_doubling"}, "pays where few elements are sent"),
         ({"compressor": "onebit", "exchange": "split_gather"}, "pays where few elements are sent"),
         ({"compressor": "powersgd", "exchange": "hierarchical"}, "exchanges by itself"),
-        ({"exchange": {"name": "two_shot", "sums": "finer"}}, r"TwoShot\(sums='finer'\): it must be 'refined'"),
-        ({"exchange": {"name": "binomial", "sums": None}}, r"Binomial\(sums=None\): it must be 'refined'"),
+        ({"exchange": {"name": "two_shot", "sums": "finer"}}, r"TwoShot\(sums='finer'\): use 'refined'"),
+        ({"exchange": {"name": "binomial", "sums": None}}, r"Binomial\(sums=None\): use 'refined'"),
     ],
 )
 def test_refused_at_construction(arguments, words):
@@ -229,7 +229,7 @@ def _trains(exchange):
         "recursive_doubling",
         "butterfly",
         {"name": "hierarchical", "node_size": 2},
-        {"name": "hierarchical", "node_size": 3, "inner": "chain", "outer": "binomial"},
+        {"name": "chain", "node_size": 3, "outer": "binomial"},
     ],
 )
 def test_training(pools, exchange):
@@ -293,7 +293,7 @@ def _fed_back_or_not(collective, exchange, codec, sampling):
     for fed_back in (True, False):
         section, meter = Section(codec, LAYOUT, 0, fed_back), Meter(CPU)
         meter.sampling = sampling and not fed_back
-        plan = plan_of(exchange, [section], World(collective, CPU, meter), kept(exchange))
+        plan = exchange.plan([section], World(collective, CPU, meter), kept(exchange))
         rest = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(collective.rank))
         out = torch.full_like(rest, 7.0)
         plan.mean(rest, out, 5, torch.tensor(0.0))

@@ -11,9 +11,9 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.contrib.exchanges.binomial import Binomial
+from lightning_compress.contrib.exchanges.chain import Chain
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import Hierarchical, TwoShot
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import Cluster
 from lightning_compress.planning.choose import Auto
@@ -39,7 +39,7 @@ def test_how_many_bits_sums_take_is_an_option(exchange, size):
 
     def sent(collective):
         meter = Meter(CPU)
-        plan = plan_of(exchange, sections, World(CountingCollective(collective, meter), CPU, meter))
+        plan = exchange.plan(sections, World(CountingCollective(collective, meter), CPU, meter))
         vector = torch.randn(numel, generator=torch.Generator().manual_seed(collective.rank))
         plan.mean(vector, torch.empty(numel), 5, torch.tensor(0.0))
         assert meter.bytes_sent == plan.cost.bytes_sent
@@ -59,7 +59,7 @@ def test_one_message_of_several_methods(exchange, codec):
     sections = [Section(RandomK(0.3), first, 0), Section(codec, second, first.numel)]
 
     def mean(collective):
-        plan = plan_of(exchange, sections, World(collective, CPU, Meter(CPU)))
+        plan = exchange.plan(sections, World(collective, CPU, Meter(CPU)))
         before = torch.randn(sections[-1].stop, generator=torch.Generator().manual_seed(collective.rank))
         after, out = before.clone(), torch.full_like(before, 7.0)
         plan.mean(after, out, 5, torch.tensor(0.0))
@@ -84,9 +84,9 @@ def test_biased_sums_need_a_residual(exchange):
     section = Section(Rotated(), Layout.of([("weight", (64, 64))]), 0, fed_back=False)
 
     def plan(collective):
-        with pytest.raises(ValueError, match=r"sums=.*would be lost, as Rotated.* goes without error feedback"):
-            plan_of(exchange, [section], World(collective, CPU, Meter(CPU)))
-        plan_of(exchange, [replace(section, fed_back=True)], World(collective, CPU, Meter(CPU)))
+        with pytest.raises(ValueError, match=r"sums=.*would be lost, because Rotated.* runs without error feedback"):
+            exchange.plan([section], World(collective, CPU, Meter(CPU)))
+        exchange.plan([replace(section, fed_back=True)], World(collective, CPU, Meter(CPU)))
 
     run_threads(4, plan)
 
@@ -101,8 +101,8 @@ def test_auto_knows_what_encoding_sums_costs():
     sections = [Section(TernGrad(), Layout.of([("matrix", (1024, 1024))]), 0)]
 
     def chosen(speed):
-        exchange = Auto("never").given(measured | {"speeds": speeds | {sums: speed}})
-        plans = run_threads(8, lambda collective: plan_of(exchange, sections, World(collective, CPU, Meter(CPU))))
+        exchange = Auto("never").with_measurements(measured | {"speeds": speeds | {sums: speed}})
+        plans = run_threads(8, lambda collective: exchange.plan(sections, World(collective, CPU, Meter(CPU))))
         assert len({plan.description for plan in plans}) == 1
         return plans[0].description
 
@@ -110,16 +110,14 @@ def test_auto_knows_what_encoding_sums_costs():
     assert chosen([2e-7, 1e-7, 0.0]) == "all_gather"
 
 
-@pytest.mark.parametrize(
-    "exchange", [TwoShot(), Hierarchical("two_shot", 2), Hierarchical("two_shot", 2, "chain")], ids=repr
-)
+@pytest.mark.parametrize("exchange", [TwoShot(), Hierarchical("two_shot", 2), Chain("two_shot", 2)], ids=repr)
 def test_sums_of_a_biased_method_are_precise_between_nodes_too(exchange):
     """Where no residual makes up for it (LoCo, or none): 4 bits, and not one."""
     section = Section(OneBit(), Layout.of([("matrix", (256, 256))]), 0, precise=True)
 
     def mean(collective):
         vector = torch.randn(section.stop, generator=torch.Generator().manual_seed(collective.rank))
-        plan, out = plan_of(exchange, [section], World(collective, CPU, Meter(CPU))), torch.empty(section.stop)
+        plan, out = exchange.plan([section], World(collective, CPU, Meter(CPU))), torch.empty(section.stop)
         plan.mean(vector, out, 5, torch.tensor(0.0))
         return out
 

@@ -9,8 +9,9 @@ from lightning_compress.codecs import QSGD, Codec, Dense, OneBit, TopK
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.randomk import RandomK
+from lightning_compress.contrib.exchanges.chain import Chain
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges import EXCHANGES, Hierarchical, composite
+from lightning_compress.exchanges import EXCHANGES, composite
 from lightning_compress.exchanges.message import Section
 from lightning_compress.testing.fuzz import mutate
 from tests.cases import CASES
@@ -25,9 +26,7 @@ DROPPING = ("ok_topk",)
 """Those of them that drop the smaller sums."""
 TREES = {"binomial": ("bf16", "topk", "onebit", "randomk", "qsgd", "variable", "mixed"), "chain": ("variable", "mixed")}
 """Exchanges to which all methods are alike, and those that are tried."""
-PATTERNS = {name: kind() for name, kind in EXCHANGES.complete().items()} | {
-    "chain": Hierarchical("all_gather", 2, "chain")
-}
+PATTERNS = {name: kind() for name, kind in EXCHANGES.complete().items()} | {"chain": Chain("all_gather", 2)}
 WAIT = 30.0
 """Seconds that a rank waits for the others: then it hangs."""
 METHODS = {case.name: (case.codec,) for case in CASES if case.name != "none"}

@@ -15,7 +15,6 @@ from lightning_compress.codecs import BF16, QSGD, Dense, OneBit, TopK
 from lightning_compress.collectives import CountingCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.rules import kinds_of
@@ -156,7 +155,7 @@ def together(size, codecs, rows):
 
     def rank(collective):
         meter = Meter(CPU)
-        plan = plan_of(Auto(), sections, World(CountingCollective(collective, meter), CPU, meter))
+        plan = Auto().plan(sections, World(CountingCollective(collective, meter), CPU, meter))
         before = torch.randn(starts[-1], generator=torch.Generator().manual_seed(collective.rank))
         after, mean, flag = before.clone(), torch.empty(starts[-1]), torch.zeros(())
         plan.mean(after, mean, 3, flag)

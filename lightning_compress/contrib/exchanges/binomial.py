@@ -75,7 +75,7 @@ class Binomial(Exchange):
         ValueError: sums is none of these.
     """
 
-    hands_over: ClassVar[bool] = True
+    moves_residual: ClassVar[bool] = True
     sums: Sums = "refined"
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class _Plan(ExchangePlan):
                 plan.decode(body[None], vector, 1.0, accumulate=True)
                 flag.add_(plan.flags(body[None]))
             finally:  # what is not finite cannot be encoded
-                plan.settle(vector, flag)
+                plan.zero_nonfinite(vector, flag)
 
         for level in self._levels:
             length = 0 if level.parent is None else self._encode(vector, key, flag)

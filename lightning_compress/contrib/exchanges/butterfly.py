@@ -23,9 +23,9 @@ from lightning_compress.contrib.exchanges.selection import Compact
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, of_vectors
-from lightning_compress.exchanges.message import MessagePlan, Section, settle
+from lightning_compress.exchanges.message import MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.lists import Listed
+from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 BAD, AGAIN = 1, 2
@@ -156,7 +156,7 @@ class Network:
         most = max((len(layer.ranks) * layer.most for layer in layers), default=0)
         self._send, self._receive = new_messages(2, most, world.device)
 
-    def configure(self, held: Listed) -> tuple[Listed, Configuration]:
+    def configure(self, held: SparseVector) -> tuple[SparseVector, Configuration]:
         """Add up over the ranks, and remember the ways; what is wrong with a message is told in the next round."""
         own, routes = held.indices, []
         for layer in self._layers:
@@ -168,7 +168,7 @@ class Network:
             parts = self._lists(layer, dict(enumerate(parts)), [width] * len(parts))
             indices, positions = united(parts)
             total = width if indices is None else len(indices)
-            held = Listed(width, indices, added([part.values for part in parts], positions, total))
+            held = SparseVector(width, indices, added([part.values for part in parts], positions, total))
             routes.append(Route(cuts, positions, [len(part.values) for part in parts], total, []))
         for layer, route in zip(self._layers[::-1], routes[::-1], strict=True):
             parts = self._lists(layer, {layer.digit: held}, [b - a for a, b in pairwise(layer.bounds)])
@@ -186,15 +186,15 @@ class Network:
             values = torch.cat(self._floats(layer, {layer.digit: values}, route.back, sound))
         return values
 
-    def _lists(self, layer: Layer, parts: Mapping[int, Listed], widths: Sequence[int]) -> list[Listed]:
+    def _lists(self, layer: Layer, parts: Mapping[int, SparseVector], widths: Sequence[int]) -> list[SparseVector]:
         """Lists of every rank of a layer, this one's included; ``widths``: of the stretches that they are of."""
 
-        def read(index: int, body: Tensor) -> Listed:
-            return Listed.read(body, widths[index])
+        def read(index: int, body: Tensor) -> SparseVector:
+            return SparseVector.read(body, widths[index])
 
-        found = self._move(layer, parts, Listed.write, read, None)
+        found = self._move(layer, parts, SparseVector.write, read, None)
         nothing = torch.zeros(0, device=self._send.device)
-        return [found.get(index) or Listed(width, nothing.long(), nothing) for index, width in enumerate(widths)]
+        return [found.get(index) or SparseVector(width, nothing.long(), nothing) for index, width in enumerate(widths)]
 
     def _floats(self, layer: Layer, parts: Mapping[int, Tensor], counts: Sequence[int], sound: bool) -> list[Tensor]:
         """Numbers of every rank of a layer, this one's included."""
@@ -354,20 +354,20 @@ class _Plan(ExchangePlan):
         room = self._compact.take(out)
         if self._layers:
             self._sum(room, flag)
-        settle(room.mul_(1 / size), flag)
+        zero_nonfinite(room.mul_(1 / size), flag)
         self._compact.put(room, out)
 
     def _sum(self, room: Tensor, flag: Tensor) -> None:
         known, self._known = self._known, None  # whatever happens, all ranks have it or none has
         with self._meter.encode:
-            held = Listed.of(room)
+            held = SparseVector.of(room)
             again = known is not None and _covered(room, held, known.own)
         self._rounds.begin()
         rows = self._rounds.agree([], 0, BAD * int(flag.isnan()) + AGAIN * again)
         flag.fill_(torch.nan if any(row[0] & BAD for row in rows) else 0.0)
         if known is not None and all(row[0] & AGAIN for row in rows):
-            values = self._network.values_only(Listed.at(known.own, room).values, known, sound=again)
-            result = Listed(len(room), known.result, values)
+            values = self._network.values_only(SparseVector.at(known.own, room).values, known, sound=again)
+            result = SparseVector(len(room), known.result, values)
         else:
             result, known = self._network.configure(held)
         self._rounds.finish()
@@ -386,7 +386,7 @@ def _message_bytes(sections: Sequence[Section], merged: int, start: int, stop: i
     return HEADER + aligned(int(coding.used_bytes(count, stop - start, exact=True)))
 
 
-def _covered(room: Tensor, held: Listed, known: Tensor | None) -> bool:
+def _covered(room: Tensor, held: SparseVector, known: Tensor | None) -> bool:
     """Whether numbers are at known indices only, and at so many of them that values alone take less."""
     count = len(held.values)
     if known is None:

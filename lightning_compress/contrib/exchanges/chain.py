@@ -19,9 +19,9 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Planner, gather, of_vectors, scatter
 from lightning_compress.exchanges.hierarchical import read_outer
-from lightning_compress.exchanges.message import Section, settle
+from lightning_compress.exchanges.message import Section, zero_nonfinite
 from lightning_compress.exchanges.nodes import nodes_of, side_by_side
-from lightning_compress.exchanges.remote_error import UNREADABLE, Refusal
+from lightning_compress.exchanges.remote_error import UNREADABLE, DeferredError
 
 CHUNK = 1 << 18
 """Elements that are worth a message of their own: at 10 GB/s they travel for a tenth of a millisecond."""
@@ -48,7 +48,7 @@ class Chain(Exchange):
     outer: Exchange | dict[str, object] | str = "binomial"
     node_size: int | None = None
 
-    talks: ClassVar[bool] = True
+    plans_collectively: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         outer = read_outer("Chain", self.outer, self.node_size)
@@ -137,11 +137,11 @@ def agreed(
     Raises:
         ValueError: a leader's plan does; on every rank.
     """
-    made, refusal = None, Refusal()
-    with refusal.kept():
+    made, error = None, DeferredError()
+    with error.deferred():
         made = plan() if plan else None
-    if any(consensus.anywhere([bool(refusal)], collective, device)):
-        refusal.stop("the first rank of a node refuses the exchange between nodes, and says why")
+    if any(consensus.anywhere([bool(error)], collective, device)):
+        error.raise_or("the first rank of a node refuses the exchange between nodes, and says why")
     return made
 
 
@@ -181,7 +181,7 @@ class LeadersPlan(ExchangePlan):
     @of_vectors
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.mean``."""
-        row, refusal = self._chain.row, Refusal()
+        row, error = self._chain.row, DeferredError()
         gather(vector, self._spans, row)
         row[-1] = flag
         self._chain.reduce()
@@ -190,16 +190,16 @@ class LeadersPlan(ExchangePlan):
         if self._outer:
             own = row[:-1]
             torch.mul(row[-1], 0.0, out=flag)
-            settle(own, flag)
-            with refusal.kept():  # the others of the node wait for this one
+            zero_nonfinite(own, flag)
+            with error.deferred():  # the others of the node wait for this one
                 self._outer.mean(own, self._mean, key, flag)
-            refusal.mark(flag)
+            error.mark(flag)
             scatter(own, self._spans, vector)
             torch.mul(self._mean, self._share, out=own)
             row[-1] = flag
         self._chain.share()
         flag.copy_(row[-1])
         if flag.isinf():
-            refusal.stop(f"the first rank of a node {UNREADABLE}")
+            error.raise_or(f"the first rank of a node {UNREADABLE}")
         flag.mul_(0.0)
         scatter(row, self._spans, out)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.exchanges.sparse.lists import Listed
+from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
 
 
-def united(parts: Sequence[Listed]) -> tuple[Tensor | None, list[Tensor | None]]:
+def united(parts: Sequence[SparseVector]) -> tuple[Tensor | None, list[Tensor | None]]:
     """All indices of lists of the same stretch, and where among them each list's are; None: all, in order."""
     numel = parts[0].numel
     if any(part.indices is None for part in parts):
@@ -35,20 +35,20 @@ def added(values: Sequence[Tensor], positions: Sequence[Tensor | None], count: i
     return total
 
 
-def joined(parts: Sequence[Listed]) -> Listed:
+def joined(parts: Sequence[SparseVector]) -> SparseVector:
     """Lists of stretches that follow one another, as one."""
     values, numel = torch.cat([part.values for part in parts]), sum(part.numel for part in parts)
     if all(part.indices is None for part in parts):
-        return Listed(numel, None, values)
+        return SparseVector(numel, None, values)
     indices, start = [], 0
     for part in parts:
         inside = torch.arange(part.numel, device=values.device) if part.indices is None else part.indices
         indices.append(inside + start)
         start += part.numel
-    return Listed(numel, torch.cat(indices), values)
+    return SparseVector(numel, torch.cat(indices), values)
 
 
-def spread(numbers: Listed, out: Tensor) -> None:
+def spread(numbers: SparseVector, out: Tensor) -> None:
     """Write all numbers of the stretch, zeros too."""
     if numbers.indices is None:
         out.copy_(numbers.values)

@@ -28,9 +28,9 @@ from lightning_compress.core.workspace import Growing
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Keeper, longest, of_vectors
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
-from lightning_compress.exchanges.remote_error import FLAG, Refusal, flags_of
+from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.lists import Listed
+from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 MORE, FEWER, NUDGE = 4 / 3, 2 / 3, 1.008
@@ -101,7 +101,7 @@ class Memory:
         for owners, threshold in zip(self._owners, thresholds, strict=True):
             self._states["threshold"].pending[owners] = threshold
 
-    def count(self, held: Listed) -> Tensor:
+    def count(self, held: SparseVector) -> Tensor:
         """How many numbers there are in each part, float32."""
         cuts = held.cuts(self._edges.tolist())
         return torch.tensor(cuts, dtype=torch.float32, device=self._slots.device).diff()
@@ -167,7 +167,7 @@ class OwnersPlan(ExchangePlan):
         self._plan.decode(self._own, out, 1.0, accumulate=False)
         room = self._compact.take(out)
         with self._meter.encode:
-            held = Listed.of(room)
+            held = SparseVector.of(room)
         clock, thresholds = self._memory.clock(), self._memory.thresholds()
         self._memory.carry()
         bounds = self._bounds(held, clock)
@@ -185,7 +185,7 @@ class OwnersPlan(ExchangePlan):
     def _pairs(self, thresholds: Sequence[float]) -> list[tuple[float, bool]]:
         return list(zip(thresholds, self._whole, strict=True))
 
-    def _bounds(self, held: Listed, clock: int) -> list[int]:
+    def _bounds(self, held: SparseVector, clock: int) -> list[int]:
         """Of the ranks' regions."""
         if clock % self._rebalance == 0:
             counts = self._memory.count(held)
@@ -194,8 +194,8 @@ class OwnersPlan(ExchangePlan):
         return self._memory.bounds(self._collective.size)
 
     def _sums(
-        self, held: Listed, bounds: Sequence[int], minimum: Sequence[float], flag: Tensor
-    ) -> tuple[Listed, list[int]]:
+        self, held: SparseVector, bounds: Sequence[int], minimum: Sequence[float], flag: Tensor
+    ) -> tuple[SparseVector, list[int]]:
         """What the owners of all regions keep, and the most that a rank selected of each section.
 
         Raises:
@@ -214,17 +214,17 @@ class OwnersPlan(ExchangePlan):
                 part.write(row[FLAG:])
         self._collective.all_to_all(send[:, :width].contiguous(), received)
         flag.copy_((flags_of(received) * 0.0).sum())
-        refusal, own = Refusal(), Listed(0, None, self._sum[:0])
-        with refusal.kept(), self._meter.decode:
+        error, own = DeferredError(), SparseVector(0, None, self._sum[:0])
+        with error.deferred(), self._meter.decode:
             own = self._filter(self._add(received, bounds[rank + 1] - bounds[rank]), bounds[rank], minimum)
-        refusal.mark(flag)
+        error.mark(flag)
         used = _row_bytes(len(own.values), own.numel)
         width = longest(used, self._most, self._collective, flag.device)
         message, messages = self._send.rows(1, max(width, used))[0], self._receive.rows(size, width)
         message[:4].view(torch.float32)[0] = flag
         own.write(message[FLAG:])
         self._collective.all_gather(message[:width], messages)
-        refusal.check(flags_of(messages).isinf().tolist())
+        error.check(flags_of(messages).isinf().tolist())
         return self._read(messages, bounds, flag), most
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
@@ -244,34 +244,34 @@ class OwnersPlan(ExchangePlan):
         """The sums of a region, in the order of the ranks."""
         sums = self._sum[:numel].zero_()
         for row in received:
-            Listed.read(row[FLAG:], numel).add_to(sums)
+            SparseVector.read(row[FLAG:], numel).add_to(sums)
         return sums
 
-    def _filter(self, sums: Tensor, start: int, minimum: Sequence[float]) -> Listed:
+    def _filter(self, sums: Tensor, start: int, minimum: Sequence[float]) -> SparseVector:
         """Those that reach the thresholds of their sections."""
-        found = Listed.of(sums)
+        found = SparseVector.of(sums)
         indices = torch.arange(found.numel, device=sums.device) if found.indices is None else found.indices
         least = torch.tensor(minimum, device=sums.device)[self._section_of(indices + start)]
         kept = ~(found.values.abs() < least)  # what is no number is kept, and found
         if found.indices is None and bool(kept.all()):
             return found
-        return Listed(found.numel, indices[kept], found.values[kept])
+        return SparseVector(found.numel, indices[kept], found.values[kept])
 
     def _section_of(self, indices: Tensor) -> Tensor:
         return torch.searchsorted(self._ends[1:], indices, right=True)
 
-    def _read(self, messages: Tensor, bounds: Sequence[int], flag: Tensor) -> Listed:
+    def _read(self, messages: Tensor, bounds: Sequence[int], flag: Tensor) -> SparseVector:
         flag.copy_((flags_of(messages) * 0.0).sum())
         edges = zip(pairwise(bounds), messages, strict=True)
-        kept = joined([Listed.read(message[FLAG:], stop - start) for (start, stop), message in edges])
+        kept = joined([SparseVector.read(message[FLAG:], stop - start) for (start, stop), message in edges])
         if len(kept.values):
             lowest, highest = torch.aminmax(kept.values)
             flag.add_(lowest * 0.0 + highest * 0.0)
         return kept
 
     def _select(
-        self, kept: Listed, most: Sequence[int], exact: Sequence[bool], thresholds: Sequence[float]
-    ) -> tuple[Listed, list[float], list[float]]:
+        self, kept: SparseVector, most: Sequence[int], exact: Sequence[bool], thresholds: Sequence[float]
+    ) -> tuple[SparseVector, list[float], list[float]]:
         """What is applied, the threshold of each section in this step, and that of the next."""
         cuts = kept.cuts(self._ends.tolist())
         chosen = torch.ones(len(kept.values), dtype=torch.bool, device=kept.values.device)
@@ -292,10 +292,10 @@ class OwnersPlan(ExchangePlan):
             later.append(threshold)
         if not bool(chosen.all()):
             indices = torch.arange(kept.numel, device=chosen.device) if kept.indices is None else kept.indices
-            kept = Listed(kept.numel, indices[chosen], kept.values[chosen])
+            kept = SparseVector(kept.numel, indices[chosen], kept.values[chosen])
         return kept, used, later
 
-    def _take_back(self, held: Listed, result: Listed, used: Sequence[float], vector: Tensor) -> None:
+    def _take_back(self, held: SparseVector, result: SparseVector, used: Sequence[float], vector: Tensor) -> None:
         """What this rank sent and no owner applied is sent again with a later gradient."""
         if result.indices is None or not any(used):
             return

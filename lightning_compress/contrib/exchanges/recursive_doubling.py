@@ -21,7 +21,7 @@ from lightning_compress.contrib.exchanges.selection import Compact
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, of_vectors
-from lightning_compress.exchanges.message import MessagePlan, Section, settle
+from lightning_compress.exchanges.message import MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
@@ -251,7 +251,7 @@ class DoublingPlan(ExchangePlan):
         if self._hops:
             self._rounds.finish()
         total.spread()
-        settle(room.mul_(1 / size), flag)
+        zero_nonfinite(room.mul_(1 / size), flag)
         self._compact.put(room, out)
 
     def _agree(self, total: SparseSum, hop: Hop, word: int) -> list[list[int]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import World
-from lightning_compress.exchanges.remote_error import Refusal
+from lightning_compress.exchanges.remote_error import DeferredError
 
 HEADER = 16
 REFUSED = -1
@@ -38,12 +38,12 @@ class Rounds:
         self._collective, device, self._meter = world
         size = self._collective.size
         self._table = torch.zeros(size, 1 + messages, dtype=torch.int64, device=device)
-        self._refusal = Refusal()
+        self._error = DeferredError()
         self.table_bytes = (size - 1) * self._table[0].nbytes
 
     def begin(self) -> None:
         """Forget what was refused in the step before."""
-        self._refusal = Refusal()
+        self._error = DeferredError()
 
     def agree(self, sizes: Sequence[int], most: int, word: int = 0) -> list[list[int]]:
         """Tell all ranks how long this rank's messages are.
@@ -60,10 +60,10 @@ class Rounds:
             ValueError: a rank could not read a message, or says what no message takes; on every rank.
         """
         row = torch.zeros_like(self._table[0])
-        row[: 1 + len(sizes)] = torch.tensor([REFUSED if self._refusal else word, *sizes], dtype=torch.int64)
+        row[: 1 + len(sizes)] = torch.tensor([REFUSED if self._error else word, *sizes], dtype=torch.int64)
         self._collective.all_gather(row, self._table)
         rows: list[list[int]] = self._table.tolist()
-        self._refusal.check(word < 0 for word, *_ in rows)
+        self._error.check(word < 0 for word, *_ in rows)
         for rank, (_, *lengths) in enumerate(rows):
             for length in lengths:
                 if not 0 <= length <= most or length % ALIGNMENT:
@@ -83,8 +83,8 @@ class Rounds:
         self._collective.swap(sends, receives)
         with self._meter.decode:
             for peer in sorted(receives):
-                if not self._refusal:
-                    with self._refusal.kept():
+                if not self._error:
+                    with self._error.deferred():
                         read(peer, _opened(receives[peer], peer))
 
     def finish(self) -> None:
@@ -94,7 +94,7 @@ class Rounds:
             ValueError: one could not; on every rank.
         """
         self.agree([], 0)
-        self._refusal.close()
+        self._error.raise_own()
 
 
 def new_messages(count: int, size: int, device: torch.device) -> Tensor:

@@ -31,10 +31,10 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Growing, Messages
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, longest, of_vectors
-from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, settle
-from lightning_compress.exchanges.remote_error import FLAG, Refusal, flags_of
+from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, zero_nonfinite
+from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.lists import Listed
+from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
 """Times that copying takes, to write and to read numbers of which many are 0: by tensor operations, by a kernel."""
@@ -97,7 +97,7 @@ class _Plan(ExchangePlan):
         self._plan.decode(self._own.all, out, 1.0, accumulate=False)
         rooms = [out[span] for span in self._plan.spans]
         with self._meter.encode:
-            held = [Listed.of(room) for room in rooms]
+            held = [SparseVector.of(room) for room in rooms]
         bounds = self._bounds(held, flag)
         parts = zip(*(_cut(each, edges) for each, edges in zip(held, bounds, strict=True)), strict=True)
         received = self._to_owners([list(part) for part in parts] or [[]] * size)
@@ -105,16 +105,16 @@ class _Plan(ExchangePlan):
             [room[edges[peer] : edges[peer + 1]] for room, edges in zip(rooms, bounds, strict=True)]
             for peer in range(size)
         ]
-        refusal = Refusal()
-        with refusal.kept(), self._meter.decode:
+        error = DeferredError()
+        with error.deferred(), self._meter.decode:
             _add(received, shards[rank])
-        for message, shard in zip(self._to_all(shards, refusal), shards, strict=True):
+        for message, shard in zip(self._to_all(shards, error), shards, strict=True):
             with self._meter.decode:
                 _read(message, shard)
         for room in rooms:
-            settle(room.mul_(1 / size), flag)
+            zero_nonfinite(room.mul_(1 / size), flag)
 
-    def _bounds(self, held: Sequence[Listed], flag: Tensor) -> list[list[int]]:
+    def _bounds(self, held: Sequence[SparseVector], flag: Tensor) -> list[list[int]]:
         """Where shards begin and end in each section, the same on all ranks; the flags are added up on the way."""
         size, numels = self._collective.size, [each.numel for each in held]
         bad = flag.isnan().long().view(1)
@@ -128,7 +128,7 @@ class _Plan(ExchangePlan):
             bounds.append([0, *accumulate(cuts, max), numel])  # in order, whatever was sent
         return bounds
 
-    def _to_owners(self, parts: Sequence[Sequence[Listed]]) -> Tensor:
+    def _to_owners(self, parts: Sequence[Sequence[SparseVector]]) -> Tensor:
         """What the ranks selected in this one's shard, a row of each.
 
         Args:
@@ -145,7 +145,7 @@ class _Plan(ExchangePlan):
         self._collective.all_to_all(send[:, :width].contiguous(), received)
         return received
 
-    def _to_all(self, shards: Sequence[Sequence[Tensor]], refusal: Refusal) -> Tensor:
+    def _to_all(self, shards: Sequence[Sequence[Tensor]], error: DeferredError) -> Tensor:
         """The sums of all shards, a row of each.
 
         Raises:
@@ -155,13 +155,13 @@ class _Plan(ExchangePlan):
         most = FLAG + max(sum(aligned(coding.most_bytes(len(part))) for part in shard) for shard in shards)
         message, end = self._send.rows(1, most)[0], FLAG
         with self._meter.encode:
-            refusal.mark(message[:4].view(torch.float32).zero_())
+            error.mark(message[:4].view(torch.float32).zero_())
             for sums in shards[self._collective.rank]:
                 end += aligned(coding.write(sums, message[end:]))
         width = longest(end, most, self._collective, message.device)
         messages = self._receive.rows(size, width)
         self._collective.all_gather(message[:width], messages)
-        refusal.check(flags_of(messages).isinf().tolist())
+        error.check(flags_of(messages).isinf().tolist())
         return messages[:, FLAG:]
 
 
@@ -187,7 +187,7 @@ def expected_count(sections: Sequence[Section], ranks: int) -> float:
     return count
 
 
-def _quantiles(held: Listed, parts: int) -> Tensor:
+def _quantiles(held: SparseVector, parts: int) -> Tensor:
     """Indices that cut a list into equal parts, int64 ``[parts - 1]``, nearest to equal lengths."""
     count, numbers = len(held.values), torch.arange(1, parts, device=held.values.device)
     even = numbers * held.numel // parts
@@ -198,7 +198,7 @@ def _quantiles(held: Listed, parts: int) -> Tensor:
     return torch.minimum(torch.maximum(even, ends[before - 1] + 1), ends[before])
 
 
-def _cut(held: Listed, bounds: Sequence[int]) -> list[Listed]:
+def _cut(held: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     """The parts of a list between borders."""
     edges = zip(pairwise(bounds), pairwise(held.cuts(bounds)), strict=True)
     return [held.part(start, stop, first, last) for (start, stop), (first, last) in edges]
@@ -215,7 +215,7 @@ def _add(received: Tensor, sums: Sequence[Tensor]) -> None:
     for row in received:
         end = 0
         for section in sums:
-            part = Listed.read(row[end:], len(section))
+            part = SparseVector.read(row[end:], len(section))
             part.add_to(section)
             end += aligned(part.used_bytes)
 

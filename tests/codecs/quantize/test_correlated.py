@@ -166,7 +166,7 @@ def test_what_is_refused(codec):
     with pytest.raises(ValueError, match="exchange='binomial' encodes sums of few ranks"):
         RunState.of({"name": name, "correlated": True}, exchange="binomial")
     for exchange in (TwoShot, Binomial):
-        with pytest.raises(ValueError, match="a sum is encoded by one rank"):
+        with pytest.raises(ValueError, match="one rank encodes each sum"):
             exchange(sums={"name": name, "correlated": True})
     with pytest.raises(ValueError, match="gossip has no mean over all ranks"):
         build_gossip_compressor({"name": name, "correlated": True}, DCD())

@@ -11,7 +11,6 @@ from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import Exchange
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link
@@ -49,7 +48,7 @@ def test_the_union_arrives_exactly(way: str, ranks: int) -> None:
     given = [of_few_rows(rank, 0.1) for rank in range(ranks)]
 
     def program(collective: Collective) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = plan_of(WAYS[way], [Section(Rows(), LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
+        plan = WAYS[way].plan([Section(Rows(), LAYOUT, 0)], World(collective, CPU, Meter(CPU)))
         vector, mean = given[collective.rank].clone(), torch.empty(LAYOUT.numel)
         plan.mean(vector, mean, 3, torch.tensor(0.0))
         return vector, mean

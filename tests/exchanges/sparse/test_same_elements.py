@@ -12,7 +12,6 @@ from lightning_compress.contrib.codecs.atomo import ATOMO
 from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES
-from lightning_compress.exchanges.exchange import plan_of
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from tests.cases import CASES
@@ -95,7 +94,7 @@ def kept_of_hot_rows(exchange, codec, size):
     def rank(collective):
         meter = Meter(CPU)
         world = World(CountingCollective(collective, meter), CPU, meter)
-        plan = plan_of(exchange, [Section(codec, ROWS, 0)], world)
+        plan = exchange.plan([Section(codec, ROWS, 0)], world)
         before = hot_rows(collective.rank)
         left, mean = before.clone(), torch.empty_like(before)
         plan.mean(left, mean, 5, torch.tensor(0.0))

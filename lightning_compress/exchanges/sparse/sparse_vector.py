@@ -12,7 +12,7 @@ from lightning_compress.exchanges.sparse import coding
 
 
 @dataclass(frozen=True)
-class Listed:
+class SparseVector:
     """Numbers of a stretch of ``numel``: int64 ``[count]``, ascending, or None for all indices; float32 ``[count]``."""
 
     numel: int
@@ -20,18 +20,18 @@ class Listed:
     values: Tensor
 
     @classmethod
-    def of(cls, vector: Tensor) -> Listed:
+    def of(cls, vector: Tensor) -> SparseVector:
         """What is not 0."""
         indices = coding.indices_of(vector)
         return cls(len(vector), None, vector) if len(indices) == len(vector) else cls.at(indices, vector)
 
     @classmethod
-    def at(cls, indices: Tensor | None, vector: Tensor) -> Listed:
+    def at(cls, indices: Tensor | None, vector: Tensor) -> SparseVector:
         """What stands at indices."""
         return cls(len(vector), indices, vector if indices is None else vector[indices])
 
     @classmethod
-    def read(cls, message: Tensor, numel: int) -> Listed:
+    def read(cls, message: Tensor, numel: int) -> SparseVector:
         """What ``write`` wrote.
 
         Raises:
@@ -53,12 +53,12 @@ class Listed:
             return list(bounds)
         return [int(cut) for cut in torch.searchsorted(self.indices, torch.tensor(bounds, device=self.indices.device))]
 
-    def part(self, start: int, stop: int, first: int, last: int) -> Listed:
+    def part(self, start: int, stop: int, first: int, last: int) -> SparseVector:
         """The numbers ``[first, last)``, which are those of the indices from ``start`` to ``stop``."""
         indices = None if self.indices is None else self.indices[first:last] - start
         if indices is not None and len(indices) == stop - start:
             indices = None
-        return Listed(stop - start, indices, self.values[first:last])
+        return SparseVector(stop - start, indices, self.values[first:last])
 
     @property
     def used_bytes(self) -> int:
