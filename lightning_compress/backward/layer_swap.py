@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+SHOWN = 3
+"""Layers that a message names."""
 
 
 class SwappedLayer(nn.Module):
@@ -40,6 +43,12 @@ def restore(layer: SwappedLayer) -> None:
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
     """Return the first shell-style pattern that matches a layer's name; None if no pattern does."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
+def shown(names: Sequence[str]) -> str:
+    """List the first names, and count the others."""
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def shared_parameters(model: nn.Module) -> set[int]:

@@ -131,6 +131,12 @@ class _Recurrent(SparseLayer):
             return "ranks may have other numbers of time steps, so they choose together only with per_sequence=True"
         return ""
 
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Compute the ordinary layer or cell."""
+        if not self.sparsity.active or not torch.is_grad_enabled():
+            return self.ordinary.forward(self, input, hx)
+        return (_cell_forward if isinstance(self, nn.RNNCellBase) else _forward)(self, input, hx)
+
 
 class _Layers(_Recurrent):
     """Several layers, in one or two directions."""
@@ -141,12 +147,6 @@ class _Layers(_Recurrent):
         if cast(nn.RNNBase, module).proj_size:
             return f"an LSTM with projections (proj_size={module.proj_size}) cannot be made sparse"
         return ""
-
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """Compute the ordinary layer."""
-        if not self.sparsity.active or not torch.is_grad_enabled():
-            return self.ordinary.forward(self, input, hx)
-        return _forward(self, input, hx)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
@@ -239,16 +239,6 @@ class SparseGRU(_Layers, nn.GRU):
     kind = "gru"
 
 
-class _Cell(_Recurrent):
-    """One time step."""
-
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """Compute the ordinary cell."""
-        if not self.sparsity.active or not torch.is_grad_enabled():
-            return self.ordinary.forward(self, input, hx)
-        return _cell_forward(self, input, hx)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def _cell_forward(cell: Any, input: Tensor, hx: Any) -> Any:
     if input.dim() == 1:
@@ -265,14 +255,14 @@ def _cell_forward(cell: Any, input: Tensor, hx: Any) -> Any:
     return after if cell.kind == "lstm" else after[0]
 
 
-class SparseLSTMCell(_Cell, nn.LSTMCell):
+class SparseLSTMCell(_Recurrent, nn.LSTMCell):
     """``nn.LSTMCell`` with a sparse backward pass."""
 
     ordinary = nn.LSTMCell
     kind = "lstm"
 
 
-class SparseGRUCell(_Cell, nn.GRUCell):
+class SparseGRUCell(_Recurrent, nn.GRUCell):
     """``nn.GRUCell`` with a sparse backward pass."""
 
     ordinary = nn.GRUCell

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_compress.backward.layer_swap import pattern_of, restore, shared_parameters, swap, weight_problem
+from lightning_compress.backward.layer_swap import pattern_of, restore, shared_parameters, shown, swap, weight_problem
 from lightning_compress.backward.recurrent import SparseGRU, SparseGRUCell, SparseLSTM, SparseLSTMCell
 from lightning_compress.backward.sparse_layers import SparseConv1d, SparseConv2d, SparseLinear
 from lightning_compress.backward.sparsity import Amount, SparseLayer, Sparsity, check_amount, count_of
@@ -28,8 +28,6 @@ LAYERS: dict[type[nn.Module], type[SparseLayer]] = {
 FEW = 0.3
 """Share of the outputs below which recurrent layers and Transformers learn badly: with 0.16 they do, with 0.5 not."""
 NORMS = (nn.LayerNorm, nn.RMSNorm)
-SHOWN = 3
-"""Layers that a warning names."""
 
 
 def enable(
@@ -221,14 +219,13 @@ def warn_of_few(model: nn.Module, shares: Mapping[str, float]) -> None:
 
     few = {name: share for name, share in shares.items() if share < FEW and of_sequences(name)}
     if few:
-        names = [*few][:SHOWN]
-        others = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+        first = next(iter(few))
         _warn(
-            f"{', '.join(names)}{others} would keep {100 * min(few.values()):.2g} % of the outputs. Recurrent layers, "
+            f"{shown([*few])} would keep {100 * min(few.values()):.2g} % of the outputs. Recurrent layers, "
             "and linear layers beside layer norms, as in Transformers, learn badly from so few. With 16 % an LSTM came "
             "to a WER of 23.8 instead of 9.4 %, a Transformer to a BLEU of 1.2 instead of 99.7; with half of the "
-            f"outputs both were within two points. Keep half, by k=0.5 or k={{{names[0]!r}: 0.5, ...}}, or leave these "
-            f"layers out, by skip=[{names[0]!r}, ...]"
+            f"outputs both were within two points. Keep half, by k=0.5 or k={{{first!r}: 0.5, ...}}, or leave these "
+            f"layers out, by skip=[{first!r}, ...]"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from lightning_compress.backward.layer_swap import pattern_of, shared_parameters, weight_problem
+from lightning_compress.backward.layer_swap import pattern_of, shared_parameters, shown, weight_problem
 from lightning_compress.backward.sufficient_factors.factored_layer import Layer, known_as
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds, all_reduce_rounds, least_ms
@@ -27,8 +27,6 @@ from lightning_compress.settings import validators
 
 LEAST = 1 << 16
 """Weights of a layer that is taken without being named: a smaller one is cheap in a bucket with others."""
-SHOWN = 3
-"""Names in a line, at most."""
 REPEATS = 3
 """Of a product. The least time counts."""
 Sent = Literal["float32", "bfloat16"]
@@ -255,6 +253,4 @@ def _line(faster: Sequence[_Case], more: Sequence[_Case], slower: Sequence[_Case
 
 
 def _names(cases: Sequence[_Case]) -> str:
-    names = [case.layer.name or "the model" for case in cases]
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return shown([case.layer.name or "the model" for case in cases])
