@@ -36,7 +36,15 @@ Sent = Literal["float32", "bfloat16"]
 class FactorSettings:
     """Which layers travel as factors, and how.
 
-    Args: as in ``lightning_compress.SufficientFactors``. ``link`` may also be a ``Link``.
+    Args:
+        layers: shell-style patterns of module names, such as ``["classifier.*"]``. None: every linear layer of 65,536
+            weights or more for which factors can pay at this number of ranks.
+        exclude: patterns of module names that are left out.
+        dtype: "float32": rows travel without loss, in the dtype in which backward has them. "bfloat16": they are
+            rounded, and take half as many bytes.
+        force: all these layers go by factors, without a measurement. Layers for which factors would send more are
+            refused.
+        link: the ranks' link, in place of a measurement: see ``Link``.
 
     Raises:
         ValueError: a value is not allowed.
