@@ -5,8 +5,8 @@
                                                         "numels": [int, ...], "numbers": float [their sum]}}}, ...],
      "orders": {name: [its dimensions, in the order of memory]}}
 
-Groups are saved because nothing is bit-exact without them: a resumed DistributedDataParallel begins with one bucket of
-all parameters, in which blocks, shards and transforms would fall elsewhere.
+Groups are saved because a bit-exact resume needs them. A resumed DistributedDataParallel begins with one bucket of all
+parameters, in which blocks, shards and transforms would be cut elsewhere.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_compress.core.state import Holder, State, States
 FORMAT = 1
 MOST_STEPS = 1 << 53
 MOST_SETTINGS = 100_000
-"""Numbers and texts that say what ran, at most: a list in a list in a list is quickly longer than memory."""
+"""Limit on the values that say what ran: nested lists in a file could otherwise exhaust the memory."""
 PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
 
 StateDict = dict[str, Any]
 Orders = Mapping[str, Sequence[int]]
 
 
-def take(
+def build(
     method: str,
     step: int,
     rates: Mapping[str, float],
@@ -41,15 +41,15 @@ def take(
     groups: Iterable[tuple[Sequence[str], States]],
     orders: Orders,
 ) -> StateDict:
-    """The committed state; refers to the states' own memory, which a commit replaces.
+    """Return the committed state; its tensors are the states' own memory, which a commit replaces.
 
     Args:
         method: the settings, as text.
         step: optimizer steps so far.
         rates: learning rates of the last step, by name.
-        running: settings that may have changed since the run began, as primitives: those of the states, and as "next"
-            those that the next step begins with, where these are others.
-        groups: names in order and states of each group.
+        running: settings that may have changed since the run began, as primitives: those of the states and, if
+            different, those of the next step as "next".
+        groups: ordered names and states of each group.
         orders: see ``orders``.
     """
     return {
@@ -67,7 +67,7 @@ def take(
 
 
 def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
-    """The dimensions of parameters in the order of their memory, where they are not in C order (channels_last)."""
+    """Return the memory order of the dimensions of parameters that are not in C order (channels_last)."""
     found = {}
     for name, parameter in parameters:
         order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
@@ -76,25 +76,25 @@ def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
     return found
 
 
-def reordered(snapshot: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[StateDict]:
-    """The groups of a checked snapshot with the numbers of each parameter in the order that its memory has now.
+def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[StateDict]:
+    """Return the groups of a validated state, each parameter's values permuted to its current memory order.
 
     Args:
-        snapshot: says in which order they were, unless it is of a version that did not.
+        state: contains the saved orders; states of earlier versions lack them and are not permuted.
         shapes: of the parameters.
         now: see ``orders``.
 
     Raises:
         ValueError: an order does not fit the parameter.
     """
-    before: Orders = snapshot.get("orders", now)
+    before: Orders = state.get("orders", now)
     moved = {name for name in shapes if before.get(name) != now.get(name)}
     if wrong := [name for name in moved if name in before and len(before[name]) != len(shapes[name])]:
         raise ValueError(
             f"the state has {wrong[0]} in the order {before[wrong[0]]}, and its shape is {shapes[wrong[0]]}"
         )
     groups = []
-    for group in snapshot["groups"]:
+    for group in state["groups"]:
         states = {kind: dict(one) for kind, one in group["states"].items()}
         for kind in states:
             one = states[kind]
@@ -126,7 +126,7 @@ def _permuted(
 
 
 def _coded(one: StateDict) -> StateDict:
-    """The same in 8 bits, in which nothing is lost where they were before."""
+    """Return the state coded in 8 bits; lossless if its values were decoded from 8 bits."""
     parts = []
     for part in one["numbers"].split(one["numels"]):
         parts.append(torch.zeros(blocks.coded_bytes(len(part)), dtype=torch.uint8, device=part.device))
@@ -141,16 +141,16 @@ def _one(state: State) -> StateDict:
 
 
 def fill(states: States, saved: StateDict, names: Sequence[str], dispensable: Collection[str] = ()) -> None:
-    """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters.
+    """Overwrite states with the saved values of the named parameters.
 
     Args:
         states: of a group.
-        saved: the element.
+        saved: a validated element of ``groups``.
         names: of parameters.
-        dispensable: kinds of states that are left out for parameters that no longer have any.
+        dispensable: kinds of states that are skipped for parameters that no longer have them.
 
     Raises:
-        ValueError: there is no place for some of it.
+        ValueError: a part of it does not fit.
     """
     for kind, one in saved["states"].items():
         if kind in states and states[kind].committed.dtype == torch.uint8 and one["numbers"].dtype != torch.uint8:
@@ -170,18 +170,18 @@ def fill(states: States, saved: StateDict, names: Sequence[str], dispensable: Co
         states[kind].adopt(old, names)
 
 
-def total(snapshots: Iterable[StateDict]) -> StateDict:
-    """Sum over ranks of what each has for itself; what all share is the first one's.
+def total(states: Iterable[StateDict]) -> StateDict:
+    """Sum the per-rank values over the ranks; shared values are taken from the first rank.
 
     Args:
-        snapshots: at least one; each is needed until the next one is asked for.
+        states: one per rank, at least one; each has to stay valid until the next is requested.
 
     Raises:
-        ValueError: they were not taken at the same moment of the same run.
+        ValueError: they are of different steps or groups.
     """
     made: StateDict = {}
     first = 0
-    for each in snapshots:
+    for each in states:
         if not made:
             first, made = checksum(common(each)), zeroed(each)
         if checksum(common(each)) != first:
@@ -193,17 +193,17 @@ def total(snapshots: Iterable[StateDict]) -> StateDict:
     return made
 
 
-def mapped(snapshot: StateDict, change: Callable[[StateDict], StateDict]) -> StateDict:
-    """The same with every state of a group changed, in the order of their names; what is given stays as it is."""
+def mapped(state: StateDict, change: Callable[[StateDict], StateDict]) -> StateDict:
+    """Return a copy with ``change`` applied to every state of every group, ordered by name."""
     groups = [
         group | {"states": {kind: change(one) for kind, one in sorted(group["states"].items())}}
-        for group in snapshot["groups"]
+        for group in state["groups"]
     ]
-    return snapshot | {"groups": groups}
+    return state | {"groups": groups}
 
 
-def zeroed(snapshot: StateDict) -> StateDict:
-    """The same with zeros for what each rank has for itself."""
+def zeroed(state: StateDict) -> StateDict:
+    """Return a copy with zeros for all per-rank values."""
 
     def change(one: StateDict) -> StateDict:
         if one["holder"] == "shared":
@@ -211,11 +211,11 @@ def zeroed(snapshot: StateDict) -> StateDict:
         one = opened(one)
         return one | {"numbers": torch.zeros_like(one["numbers"], dtype=torch.float32)}
 
-    return mapped(snapshot, change)
+    return mapped(state, change)
 
 
 def opened(one: StateDict) -> StateDict:
-    """One state of a group with float32 numbers, where they were coded in 8 bits."""
+    """Return one state with float32 values, decoded if they were coded in 8 bits."""
     if one["numbers"].dtype != torch.uint8:
         return one
     parts = [blocks.decode(part) for part in one["numbers"].split(one["numels"])]
@@ -223,13 +223,13 @@ def opened(one: StateDict) -> StateDict:
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat([nothing, *parts])}
 
 
-def common(snapshot: StateDict) -> StateDict:
-    """What is the same on all ranks: all but the numbers that each has for itself."""
-    return mapped(snapshot, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
+def common(state: StateDict) -> StateDict:
+    """Return what is the same on all ranks: everything except the per-rank values."""
+    return mapped(state, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """A tree of mappings and lists with its tensors on a device."""
+    """Return a tree of mappings and lists with its tensors on ``device``."""
     if isinstance(tree, dict):
         return {name: moved(each, device) for name, each in tree.items()}
     if isinstance(tree, list | tuple):
@@ -238,7 +238,7 @@ def moved(tree: Any, device: torch.device) -> Any:
 
 
 def checksum(tree: object, value: int = 0) -> int:
-    """CRC-32 of tensors and primitives in mappings and lists."""
+    """Return the CRC-32 of tensors and primitives in mappings and lists."""
     if isinstance(tree, Mapping):
         for name in sorted(tree, key=repr):
             value = checksum(tree[name], zlib.crc32(repr(name).encode(), value))
@@ -255,16 +255,16 @@ def checksum(tree: object, value: int = 0) -> int:
     return value
 
 
-def check(snapshot: object) -> StateDict:
-    """Refuse what is not a snapshot; nothing is taken for granted that a file may hold.
+def check(state: object) -> StateDict:
+    """Validate a state read from a file, which may hold anything.
 
     Returns:
         its known parts.
 
     Raises:
-        ValueError: a part is missing, of the wrong type, or numbers and names do not fit together.
+        ValueError: a part is missing or of the wrong type, or values and names do not fit together.
     """
-    parts = _fields(snapshot, "the state", PARTS)
+    parts = _fields(state, "the state", PARTS)
     if parts["format"] != FORMAT:
         raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
     if not {"compressor", "error_feedback", "scheduled"} <= parts["running"].keys():
@@ -302,7 +302,7 @@ def _is_order(given: Any) -> bool:
 
 
 def _check_running(running: Mapping[object, object]) -> None:
-    """Numbers, texts, and mappings and lists of them, and not too many: other code prints and compares them."""
+    """Accept a limited number of primitives in mappings and lists only: other code prints and compares them."""
     feedback, scheduled, compressor = (running[name] for name in ("error_feedback", "scheduled", "compressor"))
     fits = isinstance(feedback, bool) and isinstance(scheduled, dict) and isinstance(compressor, dict | None)
     waiting: list[object] = [running]
