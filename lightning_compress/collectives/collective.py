@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Operation = Literal["sum", "max"]
+"""How an all-reduce combines the ranks' tensors, element by element."""
 
 
 class Collective(ABC):
@@ -26,21 +30,12 @@ class Collective(ABC):
         return self
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks, in place, in the tensor's dtype; every rank gets the same bits."""
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum or maximise over the ranks, in place, in the tensor's dtype; every rank gets the same bits."""
 
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
         """Start an ``all_reduce`` that may overlap with later ones; call the returned function to wait for it."""
-        self.all_reduce(tensor)
-        return lambda: None
-
-    @abstractmethod
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Take the elementwise maximum over the ranks, in place."""
-
-    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
-        """Start an ``all_reduce_max`` that may overlap with later ones, like ``begin_all_reduce``."""
-        self.all_reduce_max(tensor)
+        self.all_reduce(tensor, operation)
         return lambda: None
 
     def broadcast(self, tensor: Tensor, device: torch.device) -> None:

@@ -64,14 +64,14 @@ def same(numbers: Tensor, ranks: Collective) -> Tensor:
     A collective call: one all-reduce.
     """
     extremes = torch.stack([numbers, -numbers])
-    ranks.all_reduce_max(extremes)
+    ranks.all_reduce(extremes, "max")
     return extremes[0] == -extremes[1]
 
 
 def anywhere(flags: Sequence[bool], ranks: Collective, device: torch.device) -> list[bool]:
     """Return for each flag whether any rank has set it; a collective call: one all-reduce."""
     votes = torch.tensor(flags, dtype=torch.int32, device=device)
-    ranks.all_reduce_max(votes)
+    ranks.all_reduce(votes, "max")
     return [bool(vote) for vote in votes.tolist()]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 SPANS = ("encode", "exchange", "decode")
 
@@ -176,30 +176,19 @@ class CountingCollective(Collective):
         """The collective inside."""
         return self._inner
 
-    def _count(self, size: int, send: Callable[..., object], *tensors: Any) -> None:
+    def _count(self, size: int, send: Callable[..., object], *arguments: Any) -> None:
         self._meter.bytes_sent += size
         with self._meter.exchange:
-            send(*tensors)
+            send(*arguments)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Count a bandwidth-optimal all-reduce."""
-        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce, tensor)
+        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce, tensor, operation)
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Count it like an all-reduce."""
-        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce_max, tensor)
-
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
         """Count the bytes when it begins; its time is the time spent waiting for it."""
-        return self._begin(tensor, self._inner.begin_all_reduce)
-
-    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
-        """Count it like ``begin_all_reduce``."""
-        return self._begin(tensor, self._inner.begin_all_reduce_max)
-
-    def _begin(self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], object]]) -> Callable[[], None]:
         self._meter.bytes_sent += all_reduce_bytes(tensor.nbytes, self.size)
-        wait = begin(tensor)
+        wait = self._inner.begin_all_reduce(tensor, operation)
         return lambda: self._count(0, wait)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:

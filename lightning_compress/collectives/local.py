@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 
 class LocalCollective(Collective):
@@ -15,10 +15,7 @@ class LocalCollective(Collective):
     rank = 0
     size = 1
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the tensor unchanged."""
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Leave the tensor unchanged."""
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 
 class OrderedCollective(Collective):
@@ -23,10 +23,10 @@ class OrderedCollective(Collective):
         self.rank = inner.rank
         self.size = inner.size
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks in the tensor's dtype, starting from rank 0."""
-        if not tensor.is_floating_point():  # the order does not matter
-            self._inner.all_reduce(tensor)
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum over the ranks in the tensor's dtype, starting from rank 0; forward what does not depend on the order."""
+        if operation != "sum" or not tensor.is_floating_point():
+            self._inner.all_reduce(tensor, operation)
             return
         sent, received = self._memory(tensor)
         flat = sent.view(-1)
@@ -46,10 +46,6 @@ class OrderedCollective(Collective):
             part = -(-tensor.numel() // self.size)
             self._parts[key] = (tensor.new_empty(self.size, part), tensor.new_empty(self.size, part))
         return self._parts[key]
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Forward: a maximum does not depend on the order."""
-        self._inner.all_reduce_max(tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Forward."""

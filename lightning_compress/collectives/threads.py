@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 T = TypeVar("T")
 
@@ -51,13 +51,10 @@ class ThreadCollective(Collective):
         self._world.barrier.wait()
         return result
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum in rank order."""
-        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(torch.add, slots)))
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Take the maximum in rank order."""
-        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(torch.maximum, slots)))
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum or maximise in rank order."""
+        combine = torch.add if operation == "sum" else torch.maximum
+        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(combine, slots)))
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Stack the tensors of all ranks."""

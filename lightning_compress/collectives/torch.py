@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+_OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def backend_of(device: str, group: dist.ProcessGroup | None = None) -> str:
@@ -52,26 +56,15 @@ class TorchCollective(Collective):
         assert whole is not None
         return whole
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks with the backend's own algorithm."""
-        dist.all_reduce(tensor, group=self.group)
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum or maximise over the ranks with the backend's own algorithm."""
+        dist.all_reduce(tensor, _OPERATIONS[operation], group=self.group)
 
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
-        """Start the backend's asynchronous sum."""
-        return self._begin(tensor, dist.ReduceOp.SUM)
-
-    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
-        """Start the backend's asynchronous maximum."""
-        return self._begin(tensor, dist.ReduceOp.MAX)
-
-    def _begin(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Callable[[], object]:
-        work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
+    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
+        """Start the backend's asynchronous all-reduce."""
+        work = dist.all_reduce(tensor, _OPERATIONS[operation], group=self.group, async_op=True)
         assert work is not None
         return lambda: work.wait()
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Take the maximum with the backend's own algorithm."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Collect one tensor from each rank."""

@@ -282,7 +282,7 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
         ValueError: a rank says what no message takes; on every rank.
     """
     found = torch.tensor([used], dtype=torch.int64, device=device)
-    collective.all_reduce_max(found)
+    collective.all_reduce(found, "max")
     width = int(found)
     if width > most or width % ALIGNMENT:
         raise ValueError(f"a rank says that its message takes {width} bytes; {most} is the most there can be")

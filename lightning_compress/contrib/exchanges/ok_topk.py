@@ -234,7 +234,7 @@ class OwnersPlan(ExchangePlan):
             ValueError: a rank says what no message takes; on every rank.
         """
         found = torch.tensor(numbers, dtype=torch.int64, device=self._ends.device)
-        self._collective.all_reduce_max(found)
+        self._collective.all_reduce(found, "max")
         width, *counts = found.tolist()
         if not FLAG <= width <= self._most or width % ALIGNMENT:
             raise ValueError(f"a rank says that its message takes {width} bytes; {self._most} is the most")
