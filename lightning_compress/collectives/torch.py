@@ -28,12 +28,16 @@ def backend_of(device: str, group: dist.ProcessGroup | None = None) -> str:
         device: "cpu" or "cuda".
         group: None means the default group.
     """
-    whole = group or dist.group.WORLD
-    assert whole is not None
     try:
-        return str(whole._get_backend(torch.device(device)).name())
+        return str(_whole(group)._get_backend(torch.device(device)).name())
     except RuntimeError:
         return ""
+
+
+def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    return whole
 
 
 class TorchCollective(Collective):
@@ -49,12 +53,6 @@ class TorchCollective(Collective):
         self.size = dist.get_world_size(group)
         self._met = backend_of("cuda", group) != "nccl"
         self._through_host = backend_of("cuda", group) == "gloo"
-
-    @property
-    def _whole(self) -> dist.ProcessGroup:
-        whole = self.group or dist.group.WORLD
-        assert whole is not None
-        return whole
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Sum or maximise over the ranks with the backend's own algorithm."""
@@ -88,10 +86,10 @@ class TorchCollective(Collective):
             dist.all_reduce(torch.zeros(1, device=devices[0] if devices else "cuda"), group=self.group)
             self._met = True
         # receives first: on Gloo, their ready messages would wait behind the data sent over the same connection
-        both = ((dist.irecv, receives), (dist.isend, sends))
+        group = _whole(self.group)
         moves = [
-            dist.P2POp(way, tensor, dist.get_global_rank(self._whole, peer), self._whole)
-            for way, tensors in both
+            dist.P2POp(way, tensor, dist.get_global_rank(group, peer), group)
+            for way, tensors in ((dist.irecv, receives), (dist.isend, sends))
             for peer, tensor in tensors.items()
             if tensor.numel()
         ]
@@ -100,7 +98,7 @@ class TorchCollective(Collective):
 
     def apart(self) -> TorchCollective:
         """Return the same ranks over a separate process group, which ``close`` destroys; a collective call."""
-        return TorchCollective(_part(self._whole, (tuple(range(self.size)),)))
+        return TorchCollective(_part(_whole(self.group), (tuple(range(self.size)),)))
 
     def close(self) -> None:
         """Destroy the process group and its parts if they still exist; otherwise they may abort the exit."""
@@ -111,10 +109,11 @@ class TorchCollective(Collective):
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """Return this rank's part, made once per partition with the same timeout; ``close`` destroys it too."""
-        known, wanted = _parts.setdefault(self._whole, {}), tuple(map(tuple, ranks))
-        if wanted not in known:
-            known[wanted] = _part(self._whole, wanted)
-        return TorchCollective(known[wanted])
+        whole, partition = _whole(self.group), tuple(map(tuple, ranks))
+        known = _parts.setdefault(whole, {})
+        if partition not in known:
+            known[partition] = _part(whole, partition)
+        return TorchCollective(known[partition])
 
 
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = WeakKeyDictionary()

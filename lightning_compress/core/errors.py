@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -34,6 +34,12 @@ def explained(what: str, rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         explain(error, what, rank)
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first three names as text, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def explain(error: Exception, what: str, rank: int) -> NoReturn:

@@ -36,6 +36,11 @@ class Segment:
         """One past the last element's index in the vector."""
         return self.offset + self.numel
 
+    @cached_property
+    def span(self) -> slice:
+        """Its elements of the vector."""
+        return slice(self.offset, self.end)
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -127,16 +127,16 @@ class State:
         """Multiply the committed values of the named parameters, but nothing that was added since."""
         for segment in self.layout.segments:
             if segment.name in factors:
-                committed, factor = self.committed[place_of(segment)], factors[segment.name]
+                committed, factor = self.committed[segment.span], factors[segment.name]
                 if self.touched:
-                    self.pending[place_of(segment)].add_(committed, alpha=factor - 1)
+                    self.pending[segment.span].add_(committed, alpha=factor - 1)
                 committed *= factor
 
     def decay(self, factor: float) -> None:
         """Multiply the values of untouched parameters in ``pending``; call it only while others are touched."""
         for segment in self.layout.segments:
             if segment.name not in self.touched:
-                self.pending[place_of(segment)] *= factor
+                self.pending[segment.span] *= factor
 
     def reject(self, rejected: Tensor, names: Collection[str] | None = None) -> None:
         """Discard pending values if ``rejected`` is true; on an accelerator without waiting for its value.
@@ -177,7 +177,7 @@ class State:
         self.committed = torch.zeros_like(self.committed)
         if self._initial is not None:
             for segment in self.layout.segments:
-                self.committed[place_of(segment)] = self._initial(segment).to(self.committed.device)
+                self.committed[segment.span] = self._initial(segment).to(self.committed.device)
         self.pending.copy_(self.committed)
 
     def adopt(self, other: State, names: Collection[str]) -> None:
@@ -186,21 +186,16 @@ class State:
         for segment in other.layout.segments:
             target = targets.get(segment.name)
             if segment.name in names and target is not None and target.numel == segment.numel:
-                self.committed[place_of(target)] = other.committed[place_of(segment)]
-                self.pending[place_of(target)] = other.base()[place_of(segment)]
+                self.committed[target.span] = other.committed[segment.span]
+                self.pending[target.span] = other.base()[segment.span]
                 self.touched |= other.touched & {segment.name}
         for numbers in (other.committed, other.pending):
             if numbers.is_cuda:  # written on another stream, which would reuse their memory too soon
                 numbers.record_stream(torch.cuda.current_stream(numbers.device))
 
     def _places(self, names: Collection[str]) -> list[slice]:
-        return [place_of(segment) for segment in self.layout.segments if segment.name in names]
+        return [segment.span for segment in self.layout.segments if segment.name in names]
 
 
 States = dict[str, State]
 """The states of a group, by name."""
-
-
-def place_of(segment: Segment) -> slice:
-    """Return the slice of the vector that a segment occupies."""
-    return slice(segment.offset, segment.end)

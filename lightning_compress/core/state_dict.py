@@ -59,11 +59,16 @@ def build(
         "rates": dict(rates),
         "running": dict(running),
         "groups": [
-            {"names": list(names), "states": {kind: _one(state) for kind, state in states.items()}}
+            {"names": list(names), "states": {kind: _saved(state) for kind, state in states.items()}}
             for names, states in groups
         ],
         "orders": {name: list(order) for name, order in orders.items()},
     }
+
+
+def _saved(state: State) -> StateDict:
+    numels = [segment.numel for segment in state.layout.segments]
+    return {"holder": state.holder, "names": list(state.layout.names), "numels": numels, "numbers": state.committed}
 
 
 def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
@@ -93,36 +98,22 @@ def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders
         raise ValueError(
             f"the state has {wrong[0]} in the order {before[wrong[0]]}, and its shape is {shapes[wrong[0]]}"
         )
-    groups = []
-    for group in state["groups"]:
-        states = {kind: dict(one) for kind, one in group["states"].items()}
-        for kind in states:
-            one = states[kind]
-            if not moved.isdisjoint(one["names"]):
-                one = states[kind] = opened(one)
-            parts = one["numbers"].split(one["numels"])
-            there = [
-                name in moved and part.numel() == math.prod(shapes[name])
-                for name, part in zip(one["names"], parts, strict=True)
-            ]
-            if any(there):
-                one["numbers"] = torch.cat(
-                    [
-                        _permuted(part, shapes[name], before.get(name), now.get(name)) if moves else part
-                        for name, part, moves in zip(one["names"], parts, there, strict=True)
-                    ]
-                )
-        groups.append({"names": group["names"], "states": states})
-    return groups
 
+    def permuted(name: str, values: torch.Tensor) -> torch.Tensor:
+        if name not in moved or values.numel() != math.prod(shapes[name]):
+            return values
+        dimensions = range(len(shapes[name]))
+        old, new = list(before.get(name, dimensions)), now.get(name, dimensions)
+        return values.view([shapes[name][each] for each in old]).permute([old.index(each) for each in new]).reshape(-1)
 
-def _permuted(
-    numbers: torch.Tensor, shape: Sequence[int], before: Sequence[int] | None, now: Sequence[int] | None
-) -> torch.Tensor:
-    plain = range(len(shape))
-    before, now = before or plain, now or plain
-    there = numbers.view([shape[each] for each in before])
-    return there.permute([list(before).index(each) for each in now]).reshape(-1)
+    def change(one: StateDict) -> StateDict:
+        if moved.isdisjoint(one["names"]):
+            return one
+        one = opened(one)
+        parts = zip(one["names"], one["numbers"].split(one["numels"]), strict=True)
+        return one | {"numbers": torch.cat([permuted(name, values) for name, values in parts])}
+
+    return list(mapped(state, change)["groups"])
 
 
 def _coded(one: StateDict) -> StateDict:
@@ -132,12 +123,6 @@ def _coded(one: StateDict) -> StateDict:
         parts.append(torch.zeros(blocks.coded_bytes(len(part)), dtype=torch.uint8, device=part.device))
         blocks.encode(part.float(), parts[-1])
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat(parts)}
-
-
-def _one(state: State) -> StateDict:
-    numels = [segment.numel for segment in state.layout.segments]
-    names = list(state.layout.names)
-    return {"holder": state.holder, "names": names, "numels": numels, "numbers": state.committed}
 
 
 def fill(states: States, saved: StateDict, names: Sequence[str], dispensable: Collection[str] = ()) -> None:

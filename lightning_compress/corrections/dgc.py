@@ -16,7 +16,7 @@ from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
-from lightning_compress.core.state import Declared, State, States, place_of
+from lightning_compress.core.state import Declared, State, States
 from lightning_compress.core.vector import Vector
 from lightning_compress.core.workspace import chunk_size, pieces
 from lightning_compress.corrections.correction import (
@@ -221,8 +221,8 @@ class _Plan(CorrectionPlan):
         self._chunk = min(chunk_size(world.device), layout.numel)
         self._compressed, self._pieces = compressed, [_cut(part, self._chunk) for part in compressed]
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
-        self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
-        self._places = [place_of(segment) for segment in layout.segments if segment.numel]
+        self._dense = {segment.offset: own.span for segment, own in dense if own.numel}
+        self._places = [segment.span for segment in layout.segments if segment.numel]
         self._fast = kernels.backend(__name__, world.device, "numba")
 
     def before(self, vector: Vector) -> None:

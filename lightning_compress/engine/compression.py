@@ -328,13 +328,9 @@ class Compression:
                 would take over another part of the optimizer's work, or the run began with ``none``, which has no hook.
         """
         if not self.active and self._collective.size > 1:
-            began = (
-                "compressor='auto', which chose float32 here and"
-                if self.settings.chosen
-                else "compressor='none', which"
-            )
+            began = "'auto', which chose float32 here and" if self.settings.chosen else "'none', which"
             raise ValueError(
-                f"the run began with {began} leaves the average to DistributedDataParallel for good; "
+                f"the run began with compressor={began} leaves the average to DistributedDataParallel for good; "
                 "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
             )
         self.next_settings = self.next_settings.retuned(compressor, changes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective, consensus
+from lightning_compress.core.errors import few
 from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -90,10 +91,9 @@ class DriftGuard:
         ranks = ", ".join(map(str, wrong.any(dim=1).nonzero().flatten().tolist()))
         parameters, gradients = wrong.any(dim=0).view(-1, 2).unbind(dim=1)
         names = [name for (name, _), differs in zip(self._parameters, parameters | gradients, strict=True) if differs]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         where = "and so do their averaged gradients" if gradients.any() else "but their averaged gradients do not"
         return (
-            f"drift: after step {step}, {', '.join(names[:3])}{more} of rank {ranks} differ from rank 0's, {where}; "
+            f"drift: after step {step}, {few(names)} of rank {ranks} differ from rank 0's, {where}; "
             "possible causes are randomness or code that depends on the rank, different processors (fft, dct and "
             "powersgd need equal ones), and faulty memory"
         )

@@ -13,6 +13,7 @@ from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import state_dict
+from lightning_compress.core.errors import few
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import squares
 from lightning_compress.core.workspace import release
@@ -149,7 +150,7 @@ class Groups:
                 f"{', '.join(list(self._shapes)[:3])}): give the model's modules the names that they had"
             )
         if dropped and self._world.collective.rank == 0:
-            log.warning("the checkpoint's state of %s is ignored: the model trains no such parameter", _few(dropped))
+            log.warning("the checkpoint's state of %s is ignored: the model trains no such parameter", few(dropped))
         for saved in state_dict.reordered(state, self._shapes, self.orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
                 group = self.add(names, settings, had_residual=True)
@@ -191,9 +192,3 @@ class Groups:
         self.all.clear()
         self._owner.clear()
         self.by_bucket.clear()
-
-
-def _few(names: Sequence[str]) -> str:
-    """List the first three names, and count the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
-from lightning_compress.core.state import State, place_of
+from lightning_compress.core.state import State
 from lightning_compress.core.vector import Stage, Vector
 from lightning_compress.exchanges.composite import EXCHANGE
 from lightning_compress.exchanges.message import Section
@@ -41,7 +41,7 @@ class Block:
 
     def of(self, vector: Tensor) -> Tensor:
         """Return its rows in a vector, ``[rows, numel / rows]``."""
-        return vector[self.segment.offset : self.segment.end].view(self.rows, -1)
+        return vector[self.segment.span].view(self.rows, -1)
 
 
 class Unused(Stage):
@@ -149,7 +149,7 @@ class Unused(Stage):
         return [state for state in self._owned if not state.touched]
 
     def _restore(self, state: State, base: Tensor) -> None:
-        places = {segment.name: place_of(segment) for segment in state.layout.segments}
+        places = {segment.name: segment.span for segment in state.layout.segments}
         for block, part, _ in _unused(self.kept, self.kept_parts):
             if place := places.get(block.segment.name):
                 state.pending[place] = torch.where(part == 0, base[place], state.pending[place])

@@ -140,7 +140,7 @@ def without(*bases, **attributes):
         ("topk", Mine, "'topk' is already the name of lightning_compress.codecs.sparse.topk.TopK"),
         ("auto", Mine, "'auto' is already the name of lightning_compress.settings.automatic.Automatic"),
         ("mine", dict, "pass a class derived from lightning_compress.Codec, lightning_compress.Reducer, Corrected"),
-        ("mine", int, "or from Corrected, Exchange or Algorithm"),
+        ("mine", int, "Reducer, Corrected, Exchange or Algorithm"),
         ("mine", Mine(), "pass a class derived from"),
         ("my codec", Mine, "letters, digits and underscores"),
         (7, Mine, "letters, digits and underscores"),

@@ -168,7 +168,9 @@ def _complex():
 
 def test_a_model_on_two_devices_is_refused_but_for_none():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
-    with pytest.raises(ValueError, match=r"on cpu, meta: .* put it there, or use CompressedDDPStrategy\('none'\)"):
+    with pytest.raises(
+        ValueError, match=r"on cpu, meta, but .* move the model to one device, or use CompressedDDPStrategy\('none'\)"
+    ):
         check_module(model, RunState.of("onebit"))
     check_module(model, RunState.of("none"))
 
@@ -181,7 +183,7 @@ def test_a_model_on_two_devices_is_refused_but_for_none():
         (_static_graph, "static_graph=True with accumulate_grad_batches=2"),
         (_pattern, "takes no parameter by 'nosuch.*'"),
         (_sparse, "words has sparse gradients; build it with sparse=False"),
-        (_stepped, "stepped inside backward"),
+        (_stepped, "runs inside backward"),
         (
             _complex,
             "torch.view_as_complex in forward, or use CompressedDDPStrategy('none') with",

@@ -23,7 +23,7 @@ from lightning_compress.contrib.exchanges.rounds import new_messages
 from lightning_compress.contrib.exchanges.selection import Compact, check_fed_back, keeps_all
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.core.state import Declared, States, place_of
+from lightning_compress.core.state import Declared, States
 from lightning_compress.core.workspace import Growing
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Keeper, longest, of_vectors
@@ -63,7 +63,7 @@ class Memory:
 
     def __init__(self, sections: Sequence[Section], states: States, device: torch.device) -> None:
         self._states = states
-        bins = {each.name: place_of(each) for each in states["load"].layout.segments}
+        bins = {each.name: each.span for each in states["load"].layout.segments}
         ones = {each.name: each.offset for each in states["threshold"].layout.segments}
         edges, start = [0], 0
         slots: list[int] = []
