@@ -17,7 +17,7 @@ Holder = Literal["rank", "shared", "owner"]
 
 
 @dataclass(frozen=True)
-class Declared:
+class StateSpec:
     """What a method keeps from step to step, besides the residual.
 
     Args:
@@ -43,9 +43,9 @@ class State:
     Args:
         layout: of the vector.
         device: of the buffers.
-        initial: see ``Declared``.
-        holder: see ``Declared``.
-        dtype: see ``Declared``.
+        initial: see ``StateSpec``.
+        holder: see ``StateSpec``.
+        dtype: see ``StateSpec``.
 
     Attributes:
         committed: values after the last optimizer step, ``[numel]``.

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.core import blocks
 from lightning_compress.core.layout import Layout, Segment
-from lightning_compress.core.state import Declared, State
+from lightning_compress.core.state import State, StateSpec
 from lightning_compress.core.vector import Stage, Vector
 
 
@@ -58,10 +58,10 @@ class LoCo:
             raise ValueError(f"LoCo(reset_every={every!r}): it must be a number of steps, 1 or more, or null for never")
 
     @staticmethod
-    def state(segments: Sequence[Segment]) -> Declared:
+    def state(segments: Sequence[Segment]) -> StateSpec:
         """The errors of these parameters, coded."""
         layout = Layout.of((each.name, (blocks.coded_bytes(each.numel),)) for each in segments)
-        return Declared(layout, dtype=torch.uint8)
+        return StateSpec(layout, dtype=torch.uint8)
 
     def fresh(self, step: int) -> bool:
         """Whether the error begins at 0 in this step."""

@@ -16,7 +16,7 @@ from lightning_compress.codecs.cast import StochasticRounding, dense_of
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
-from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Stage, Vector, kernel_of, spoil
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
@@ -99,7 +99,7 @@ class Group:
 
     def _make_states(self, fed_back: bool) -> None:
         settings, layout = self.settings, self.layout
-        kept = {RESIDUAL: Declared(layout, dtype=settings.residual.dtype)} if fed_back else {}
+        kept = {RESIDUAL: StateSpec(layout, dtype=settings.residual.dtype)} if fed_back else {}
         corrected = settings.correction.state(layout, self._compressed) if settings.correction else {}
         self._corrected = list(corrected)
         declared = composite.declared(self._sections, settings.exchange, layout)

@@ -23,7 +23,7 @@ from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
@@ -163,7 +163,7 @@ class Keeper(ABC):
     counts_steps: ClassVar[bool] = False
 
     @abstractmethod
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """What is kept of vectors of this layout, by a name of it."""
 
     def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:
