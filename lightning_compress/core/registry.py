@@ -18,7 +18,7 @@ COMPRESSORS = "lightning_compress.compressors"
 OURS = __name__.partition(".")[0]
 
 
-class Names(dict[str, type[T]]):
+class Registry(dict[str, type[T]]):
     """Classes by name: those of the core, those registered, and those that installed packages offer.
 
     A package's class is imported by ``names[name]`` only, not by ``in`` or by iterating.
@@ -53,7 +53,7 @@ class Names(dict[str, type[T]]):
         """All names, including those that packages offer in the group, of any kind; nothing is imported."""
         return [*self, *(name for name in _offered(self.group) if name not in self)]
 
-    def complete(self) -> Names[T]:
+    def complete(self) -> Registry[T]:
         """Import everything that this package offers, and return the table."""
         for name in self.offered:
             if name not in self and _own(self.group, name):
@@ -73,7 +73,7 @@ class Names(dict[str, type[T]]):
         return [*self.complete(), *(each for each in self.offered if each not in self and not _own(self.group, each))]
 
 
-_TABLES: list[Names] = []  # type: ignore[type-arg]
+_TABLES: list[Registry] = []  # type: ignore[type-arg]
 
 
 def named(module: Mapping[str, object], base: type[T]) -> dict[str, type[T]]:
@@ -210,9 +210,9 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
     try:
         cls = known[name]
     except KeyError:
-        if isinstance(known, Names) and name in known.gone:
+        if isinstance(known, Registry) and name in known.gone:
             raise ValueError(f"{kind}={name!r} is gone: {known.gone[name]}") from None
-        choices = known.choices if isinstance(known, Names) else known
+        choices = known.choices if isinstance(known, Registry) else known
         raise ValueError(f"unknown {kind} {name!r}; there are: {', '.join(choices)}{_lacks(known)}") from None
     allowed = [field.name for field in dataclasses.fields(cls) if field.init]
     gone = getattr(cls, "gone", {})
@@ -230,7 +230,7 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
 
 def _lacks(known: Mapping[str, type]) -> str:
     """Return what to do if this package's own entry points are not found, which leaves the core only."""
-    if not isinstance(known, Names) or any(_own(known.group, name) for name in _offered(known.group)):
+    if not isinstance(known, Registry) or any(_own(known.group, name) for name in _offered(known.group)):
         return ""
     return f"; {OURS} is not installed, or in another version: install it to get more names"
 
@@ -302,7 +302,7 @@ def _is_given(name: str, known: Mapping[str, type], given: Iterable[object]) -> 
 
     The class is then imported. No other package is imported, because a file may name anything.
     """
-    if not isinstance(known, Names):
+    if not isinstance(known, Registry):
         return False
     classes = [_path(type(each)) for each in _inside(given)]
     points = [f"{each.module}.{each.attr}" for each in _offered(known.group).get(name, ())]
@@ -319,7 +319,7 @@ def name_of(cls: type, known: Mapping[str, type]) -> str | None:
     """Return the name of a class among these, or by which this package offers it, or None."""
     if name := next((name for name, each in known.items() if each is cls), None):
         return name
-    group = known.group if isinstance(known, Names) else COMPRESSORS
+    group = known.group if isinstance(known, Registry) else COMPRESSORS
     return next((name for name in _offered(group) if _own(group, name) == _path(cls)), None)
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
-from lightning_compress.core.registry import Names, build, lookup
+from lightning_compress.core.registry import Registry, build, lookup
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
@@ -30,7 +30,7 @@ GONE = {
     "with the ranks; or 'split_gather', as 'auto' does, by which all that the ranks selected arrives"
 }
 """What is no exchange any more, and what to use."""
-PLAIN: Names[Pattern] = Names(
+PLAIN: Registry[Pattern] = Registry(
     {
         "all_reduce": AllReduce,
         "all_gather": AllGather,
