@@ -169,7 +169,7 @@ class Vector:
         if self.scale is None and self.pieces[0].dtype == torch.float16:  # a residual can exceed its range
             torch._foreach_clamp_min_(self.means, -_LARGEST_HALF)
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
-        spoil(self.means if self.mean is None else [self.mean], self.flag)
+        poison(self.means if self.mean is None else [self.mean], self.flag)
         if self.means is not self.pieces:
             torch._foreach_copy_(self.pieces, self.means)
 
@@ -218,7 +218,7 @@ def clean(gradient: Tensor, limit: float) -> Tensor:
     return flag
 
 
-def spoil(means: Sequence[Tensor], flag: Tensor) -> None:
+def poison(means: Sequence[Tensor], flag: Tensor) -> None:
     """Add the flag to float32 means: they stay as they are at 0.0, and become NaN at NaN."""
     if flag.device.type == "cpu" and float(flag) == 0.0:
         return

@@ -17,7 +17,7 @@ from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import State, States, StateSpec
-from lightning_compress.core.vector import Stage, Vector, kernel_of, spoil
+from lightning_compress.core.vector import Stage, Vector, kernel_of, poison
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
@@ -259,7 +259,7 @@ class Group:
         flag = self._note((bounds * 0.0).sum(), pieces)
         plan.mean(cast(Tensor, pieces), pieces, 0, flag)
         if on_cpu:  # on an accelerator the means are non-finite already
-            spoil(pieces, flag)
+            poison(pieces, flag)
         return flag
 
     def _nothing_else(self, pieces: Sequence[Tensor], scale: Tensor | None) -> bool:
