@@ -46,8 +46,8 @@ def add(coded: Tensor, out: Tensor) -> None:
     """Add the values of uint8 ``coded [coded_bytes(n)]`` to float32 ``out [n]``."""
     codes, scales = _parts(coded)
     if fast := kernels.backend(__name__, out.device):
-        own = out.numpy()
-        fast.add_to(codes.numpy(), scales.numpy(), own, own.view(np.int32), own)
+        values = out.numpy()
+        fast.add_to(codes.numpy(), scales.numpy(), values, values.view(np.int32), values)
         return
     for piece in pieces(len(out), chunk_size(out.device)):
         out[piece].add_(_read(codes, scales, piece))
@@ -66,8 +66,8 @@ def add_to(coded: Tensor, gradient: Tensor, out: Tensor) -> int:
     """
     codes, scales = _parts(coded)
     if fast := kernels.backend(__name__, out.device):
-        given = gradient.numpy()
-        return int(fast.add_to(codes.numpy(), scales.numpy(), given, given.view(np.int32), out.numpy()))
+        values = gradient.numpy()
+        return int(fast.add_to(codes.numpy(), scales.numpy(), values, values.view(np.int32), out.numpy()))
     out.copy_(gradient)
     add(coded, out)
     return int(gradient.view(torch.int32).bitwise_and(0x7FFFFFFF).max()) if len(gradient) else 0

@@ -30,8 +30,7 @@ def add_to(codes, scales, gradient, bits, out):
     largest, whole = np.int32(0), len(out) // _BLOCK * _BLOCK
     for number in range(whole // _BLOCK):
         first = number * _BLOCK
-        found = simd.add_block(out, first, codes, first, gradient, first, _STEPS[scales[number]])
-        largest = max(largest, found)
+        largest = max(largest, simd.add_block(out, first, codes, first, gradient, first, _STEPS[scales[number]]))
     for index in range(whole, len(out)):
         largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
         out[index] = gradient[index] + np.float32(codes[index]) * _STEPS[scales[-1]]

@@ -78,8 +78,8 @@ _TABLES: list[Registry] = []  # type: ignore[type-arg]
 
 def named(module: Mapping[str, object], base: type[T]) -> dict[str, type[T]]:
     """Return the classes among a module's globals that derive from ``base``, by their ``name``, in import order."""
-    found = [each for each in module.values() if isinstance(each, type) and issubclass(each, base)]
-    return {each.__dict__["name"]: each for each in found if "name" in each.__dict__}
+    classes = [value for value in module.values() if isinstance(value, type) and issubclass(value, base)]
+    return {cls.__dict__["name"]: cls for cls in classes if "name" in cls.__dict__}
 
 
 def register(name: str, cls: type) -> None:
@@ -136,25 +136,25 @@ def lookup(name: str, base: type) -> type[Any]:
     Raises:
         ValueError: no installed package offers it.
     """
-    found = next((table.find(name) for table in _TABLES if base in table.takes), None)
-    if found is None:
+    cls = next((table.find(name) for table in _TABLES if base in table.takes), None)
+    if cls is None:
         raise ValueError(f"no installed package offers {name!r}: reinstall {OURS}, which does")
-    return found
+    return cls
 
 
 @cache
 def _offered(group: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of installed packages, by name; nothing is imported."""
-    found: dict[str, list[EntryPoint]] = {}
+    points: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
-        found.setdefault(point.name, []).append(point)
-    return found
+        points.setdefault(point.name, []).append(point)
+    return points
 
 
 def _own(group: str, name: str) -> str | None:
     """Return the path of the class that this package offers by a name, or None; nothing is imported."""
-    own = (each for each in _offered(group).get(name, ()) if each.module.partition(".")[0] == OURS)
-    return next((f"{each.module}.{each.attr}" for each in own), None)
+    points = (point for point in _offered(group).get(name, ()) if point.module.partition(".")[0] == OURS)
+    return next((f"{point.module}.{point.attr}" for point in points), None)
 
 
 def _load(group: str, name: str) -> None:

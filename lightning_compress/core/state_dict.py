@@ -96,7 +96,7 @@ def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders
     moved = {name for name in shapes if before.get(name) != now.get(name)}
     if wrong := [name for name in moved if name in before and len(before[name]) != len(shapes[name])]:
         raise ValueError(
-            f"the state has {wrong[0]} in the order {before[wrong[0]]}, and its shape is {shapes[wrong[0]]}"
+            f"the state has {wrong[0]} in the order {before[wrong[0]]}, which does not fit its shape {shapes[wrong[0]]}"
         )
 
     def permuted(name: str, values: torch.Tensor) -> torch.Tensor:
@@ -141,15 +141,18 @@ def fill(states: States, saved: StateDict, names: Sequence[str], dispensable: Co
         if kind in states and states[kind].committed.dtype == torch.uint8 and one["numbers"].dtype != torch.uint8:
             one = _coded(one)
         numels = {segment.name: segment.numel for segment in states[kind].layout.segments} if kind in states else {}
-        theirs = dict(zip(one["names"], one["numels"], strict=True))
-        wanted = theirs.keys() & numels.keys() if kind in dispensable else theirs.keys()
-        if lost := [name for name in names if name in wanted and numels.get(name) != theirs[name]]:
-            raise ValueError(f"{kind} of {', '.join(lost[:3])} was saved with other settings and has no place in these")
+        sizes = dict(zip(one["names"], one["numels"], strict=True))
+        wanted = sizes.keys() & numels.keys() if kind in dispensable else sizes.keys()
+        if lost := [name for name in names if name in wanted and numels.get(name) != sizes[name]]:
+            raise ValueError(
+                f"{kind} of {', '.join(lost[:3])} was saved with other settings and does not fit this run's; resume "
+                "with the settings that it was saved with"
+            )
         if kind not in states:
             continue
         if one["holder"] != states[kind].holder:
-            raise ValueError(f"{kind} was saved as that of {one['holder']!r}, and is that of {states[kind].holder!r}")
-        layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
+            raise ValueError(f"{kind} was saved with holder {one['holder']!r}, but has {states[kind].holder!r} here")
+        layout = Layout.of((name, (numel,)) for name, numel in sizes.items())
         old = State(layout, one["numbers"].device, holder=one["holder"], dtype=one["numbers"].dtype)
         old.committed = one["numbers"]
         states[kind].adopt(old, names)
@@ -164,18 +167,18 @@ def total(states: Iterable[StateDict]) -> StateDict:
     Raises:
         ValueError: they are of different steps or groups.
     """
-    made: StateDict = {}
+    result: StateDict = {}
     first = 0
-    for each in states:
-        if not made:
-            first, made = checksum(common(each)), zeroed(each)
-        if checksum(common(each)) != first:
+    for state in states:
+        if not result:
+            first, result = checksum(common(state)), zeroed(state)
+        if checksum(common(state)) != first:
             raise ValueError("the ranks' files are of different steps or groups")
-        for group, theirs in zip(made["groups"], each["groups"], strict=True):
+        for group, addend in zip(result["groups"], state["groups"], strict=True):
             for kind, one in group["states"].items():
                 if one["holder"] != "shared":
-                    one["numbers"] += opened(theirs["states"][kind])["numbers"]
-    return made
+                    one["numbers"] += opened(addend["states"][kind])["numbers"]
+    return result
 
 
 def mapped(state: StateDict, change: Callable[[StateDict], StateDict]) -> StateDict:
@@ -251,24 +254,24 @@ def check(state: object) -> StateDict:
     """
     parts = _fields(state, "the state", PARTS)
     if parts["format"] != FORMAT:
-        raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
+        raise ValueError(f"the state has format {parts['format']!r}, but this version reads format {FORMAT}")
     if not {"compressor", "error_feedback", "scheduled"} <= parts["running"].keys():
         raise ValueError("the state does not say what ran")
     _check_running(parts["running"])
     if not 0 <= parts["step"] < MOST_STEPS:
-        raise ValueError(f"the state is of a step below 0, or of {MOST_STEPS} or more")
+        raise ValueError(f"the state's step {parts['step']} must be in [0, {MOST_STEPS})")
     rates = parts["rates"].items()
     if not all(isinstance(name, str) and type(rate) is float and 0 < rate < math.inf for name, rate in rates):
-        raise ValueError("the learning rates are not all numbers above 0")
+        raise ValueError("the state's learning rates must be finite floats above 0, by name")
     for group in parts["groups"]:
         fields = _fields(group, "a group", {"names": list, "states": dict})
         if not all(isinstance(name, str) for name in fields["names"]):
-            raise ValueError("a group's names are not all text")
+            raise ValueError("the state has a group with names that are not text")
         for kind, one in fields["states"].items():
             _check_one(kind, one, set(fields["names"]))
     names = [name for group in parts["groups"] for name in group["names"]]
     if len(set(names)) != len(names):
-        raise ValueError("a parameter is in two groups")
+        raise ValueError("the state has a parameter in two groups")
     known = {name: parts[name] for name in PARTS}
     return known | {"orders": _checked_orders(parts["orders"])} if "orders" in parts else known
 
@@ -277,29 +280,29 @@ def _checked_orders(orders: Any) -> Orders:
     fits = isinstance(orders, dict) and all(isinstance(name, str) for name in orders)
     if not fits or not all(_is_order(order) for order in orders.values()):
         raise ValueError("the state does not say in which order the numbers of its parameters are")
-    made: Orders = orders
-    return made
+    checked: Orders = orders
+    return checked
 
 
-def _is_order(given: Any) -> bool:
-    whole = isinstance(given, list) and all(type(each) is int for each in given)
-    return whole and sorted(given) == list(range(len(given)))
+def _is_order(order: Any) -> bool:
+    integers = isinstance(order, list) and all(type(dimension) is int for dimension in order)
+    return integers and sorted(order) == list(range(len(order)))
 
 
 def _check_running(running: Mapping[object, object]) -> None:
     """Accept a limited number of primitives in mappings and lists only: other code prints and compares them."""
     feedback, scheduled, compressor = (running[name] for name in ("error_feedback", "scheduled", "compressor"))
     fits = isinstance(feedback, bool) and isinstance(scheduled, dict) and isinstance(compressor, dict | None)
-    waiting: list[object] = [running]
-    for each in waiting:  # which grows on the way
-        if isinstance(each, dict):
-            fits = fits and all(isinstance(name, str) for name in each)
-            waiting += islice(each.values(), MOST_SETTINGS + 1)
-        elif isinstance(each, list | tuple):
-            waiting += each[: MOST_SETTINGS + 1]
+    values: list[object] = [running]
+    for value in values:  # grows inside the loop
+        if isinstance(value, dict):
+            fits = fits and all(isinstance(name, str) for name in value)
+            values += islice(value.values(), MOST_SETTINGS + 1)
+        elif isinstance(value, list | tuple):
+            values += value[: MOST_SETTINGS + 1]
         else:
-            fits = fits and (each is None or isinstance(each, bool | int | float | str))
-        if not fits or len(waiting) > MOST_SETTINGS:
+            fits = fits and (value is None or isinstance(value, bool | int | float | str))
+        if not fits or len(values) > MOST_SETTINGS:
             raise ValueError("the state does not say what ran in numbers and texts")
 
 
@@ -310,27 +313,27 @@ def _check_one(kind: object, one: object, owners: set[str]) -> None:
     fields = _fields(one, f"state {kind!r}", wanted)
     names, numels, numbers = fields["names"], fields["numels"], fields["numbers"]
     if not all(isinstance(name, str) and name in owners for name in names) or len(set(names)) != len(names):
-        raise ValueError(f"state {kind!r} is of {len(names)} parameters, not all of its group, or of one twice")
+        raise ValueError(f"the {len(names)} parameters of state {kind!r} must be different ones of its group")
     if fields["holder"] not in get_args(Holder):
         raise ValueError(
             f"state {kind!r} has the holder {fields['holder']!r}; it must be one of {', '.join(get_args(Holder))}"
         )
     if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
-        raise ValueError(f"state {kind!r} has {len(numels)} lengths for {len(names)} parameters, or some below 0")
+        raise ValueError(f"state {kind!r} must have a length of at least 0 for each of its {len(names)} parameters")
     dense = numbers.dtype in (torch.float32, torch.bfloat16, torch.uint8) and numbers.layout == torch.strided
     plain = type(numbers) is torch.Tensor and not numbers.requires_grad and not numbers.is_meta
-    if not dense or not plain or not numbers.is_contiguous():  # one number can be a tensor longer than memory
-        raise ValueError(f"state {kind!r} is no plain float32, bfloat16 or uint8 tensor with memory of its own")
+    if not dense or not plain or not numbers.is_contiguous():  # a strided view of one value can exceed the memory
+        raise ValueError(f"state {kind!r} must be a contiguous float32, bfloat16 or uint8 tensor")
     if numbers.shape != (sum(numels),):
         raise ValueError(f"state {kind!r} is {numbers.dtype} of shape {tuple(numbers.shape)}, not ({sum(numels)},)")
     if not bool(numbers.isfinite().all()):
-        raise ValueError(f"state {kind!r} has numbers that are not finite")
+        raise ValueError(f"state {kind!r} has values that are not finite")
 
 
-def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ValueError(f"{what} is {type(given).__name__}, not a mapping")
+def _fields(part: object, what: str, wanted: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise ValueError(f"{what} is {type(part).__name__}, not a mapping")
     for name, kind in wanted.items():
-        if not isinstance(given.get(name), kind) or isinstance(given[name], bool):
+        if not isinstance(part.get(name), kind) or isinstance(part[name], bool):
             raise ValueError(f"{what} has no {name!r} of type {kind.__name__}")
-    return given
+    return part
