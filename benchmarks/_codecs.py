@@ -41,7 +41,7 @@ class CorrectedPlan(FusedPlan):
         world = World(LocalCollective(), device, Meter(device))
         self._correction = correction.plan(layout, whole, world, states, None)
         self._plan = corrected.codec.plan(layout, device)
-        self._memory = torch.zeros(2, layout.numel, device=device)
+        self._means = torch.zeros(layout.numel, device=device)
         self.message_size = self._plan.message_size
 
     def share(self, key: int) -> None:
@@ -50,8 +50,8 @@ class CorrectedPlan(FusedPlan):
 
     def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
         """See the base class; the vector, or the gradient of the two that are added up, is corrected first."""
-        given = Vector([vector if summands is None else summands[0]], lambda _: self._memory[0], 1 << 20)
-        given.gradient, given.means = given.pieces[0], [self._memory[1]]
+        given = Vector([vector if summands is None else summands[0]], 1 << 20)
+        given.gradient, given.means = given.pieces[0], [self._means]
         self._correction.before(given)
         encode(self._plan, vector, message, key, keep, summands)
         given.sent = vector

@@ -28,7 +28,7 @@ def steps_of(codec: Codec, gradient: Tensor) -> dict[str, Step]:
     layout = Layout.of([(NAMES[0], (len(gradient),))])
     plan = codec.plan(layout, CPU)
     message = torch.zeros(plan.message_size, dtype=torch.uint8)
-    residual, memory = State(layout, CPU), torch.empty_like(gradient)
+    residual = State(layout, CPU)
     declared = LoCo.state(layout.segments)
     errors = State(declared.layout, CPU, dtype=declared.dtype)
     loco = LoCoPlan(LoCo(), layout, errors, alone=True)
@@ -38,12 +38,12 @@ def steps_of(codec: Codec, gradient: Tensor) -> dict[str, Step]:
         plan.encode(numbers, message, step)
 
     def classical(step: int) -> None:
-        Vector([gradient], lambda _: memory, fast=kernel_of(CPU)).add(residual.committed, residual.pending)
+        Vector([gradient], fast=kernel_of(CPU)).add(residual.committed, residual.pending)
         encode(residual.pending, step)
         _commit(residual)
 
     def averaged(step: int) -> None:
-        vector = Vector([gradient], lambda _: memory, step)
+        vector = Vector([gradient], step)
         loco.before(vector)
         encode(vector.made(), step)
         loco.after(vector)

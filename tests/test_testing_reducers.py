@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_compress.reducers import Declared, Reducer, ReducerPlan, all_reduce_bytes
+from lightning_compress.reducers import Reducer, ReducerPlan, StateSpec, all_reduce_bytes
 from lightning_compress.testing import check_codec
 
 
@@ -98,7 +98,7 @@ class Sum(Reducer):
     def state(self, layout):
         holder = "shared" if self.fault == "shared" else "rank"
         keeps = self.fault in ("declared", "too_soon", "at_times", "shared", "reads_pending")
-        return {"mean": Declared(layout, holder)} if keeps else {}
+        return {"mean": StateSpec(layout, holder)} if keeps else {}
 
     def plan(self, layout, carried, world, states):
         return SumPlan(layout, carried, world, self, states)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import Compression
 from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.collectives.collective import Operation
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.engine.hook import Background
 
@@ -69,21 +70,13 @@ class _PacedCollective(Collective):
         last, self._seen = self._seen, self._meter.bytes_sent
         return self._seen - last
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         with self._wire.carrying(self._sent):
-            self._inner.all_reduce(tensor)
+            self._inner.all_reduce(tensor, operation)
 
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
-        return self._later(self._inner.begin_all_reduce(tensor))
+    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
+        wait = self._inner.begin_all_reduce(tensor, operation)
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        with self._wire.carrying(self._sent):
-            self._inner.all_reduce_max(tensor)
-
-    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
-        return self._later(self._inner.begin_all_reduce_max(tensor))
-
-    def _later(self, wait: Callable[[], object]) -> Callable[[], object]:
         def paced() -> None:
             with self._wire.carrying(self._sent):
                 wait()

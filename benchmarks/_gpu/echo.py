@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.collectives import Collective
+from lightning_compress.collectives.collective import Operation
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import register
 from lightning_compress.settings.run_state import RunState
@@ -32,12 +33,10 @@ class EchoCollective(Collective):
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """As many times this rank's."""
-        tensor.mul_(self.size)
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """The largest of equal ones."""
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum, or maximise, ``size`` equal tensors."""
+        if operation == "sum":
+            tensor.mul_(self.size)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """This rank's, in every row."""

@@ -27,7 +27,7 @@ from benchmarks._network import methods
 from lightning_compress import Compression, attach
 from lightning_compress.collectives import TorchCollective
 
-COLLECTIVES = ("all_reduce", "all_reduce_max", "all_gather", "all_to_all", "swap")
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "swap")
 DENSE = ("no communication", "DDP", "PyTorch fp16")
 """Those of PyTorch's methods that can be taken down; here their hooks are written out, to look inside."""
 

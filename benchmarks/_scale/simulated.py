@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
+from lightning_compress.collectives.collective import Operation
 from lightning_compress.collectives.counting import (
     all_gather_rounds,
     all_reduce_bytes,
@@ -103,14 +104,11 @@ class SimulatedCollective(Collective):
         together = sum(rank // self._node_size == self._ranks[0] // self._node_size for rank in self._ranks)
         self.calls.append(Call(kind, sent, self.size, together))
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """As many times its own numbers."""
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum, or maximise, ``size`` equal tensors."""
         self._note("all_reduce", all_reduce_bytes(tensor.nbytes, self.size))
-        tensor.mul_(self.size)
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Its own."""
-        self._note("all_reduce", all_reduce_bytes(tensor.nbytes, self.size))
+        if operation == "sum":
+            tensor.mul_(self.size)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Its own, in every row."""

@@ -20,9 +20,9 @@ from lightning_compress.codecs.quantize.range_float import RangeFloat as RangeFl
 from lightning_compress.codecs.spectral.fft import FFT as FFT
 from lightning_compress.codecs.sparse.rows import Rows as Rows
 from lightning_compress.codecs.sparse.sparseloco import SparseLoCo as SparseLoCo
-from lightning_compress.core.registry import Names, named
+from lightning_compress.core.registry import Registry, named
 
-CODECS: Names[Codec] = Names(named(globals(), Codec), (Codec,))  # type: ignore[type-abstract]
+CODECS: Registry[Codec] = Registry(named(globals(), Codec), (Codec,))  # type: ignore[type-abstract]
 """What ``compressor=`` takes by name."""
 
 __all__ = ["CODECS", "Codec", "Method", "Plan", "RandomBits", "Stream", *(each.__name__ for each in CODECS.values())]

@@ -1,4 +1,4 @@
-"""Sums and means over the ranks of tensors side by side: one message, whatever their number."""
+"""Sums and means over the ranks of many tensors in one message."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_compress.core import errors
 
 
 def sums_of(parts: Sequence[Tensor], ranks: Collective, dtype: torch.dtype) -> list[Tensor]:
-    """Sums over the ranks, in one message; a collective call.
+    """Sum tensors over the ranks, in one message; a collective call.
 
     Args:
-        parts: at least one, on one device, equal in number and shapes on all ranks; they stay.
-        ranks: in which nothing else is sent at the same time.
-        dtype: in which they are added up.
+        parts: at least one, on one device, equal in number and shapes on all ranks; not changed.
+        ranks: a collective without other messages at the same time.
+        dtype: of the sums.
 
     Returns:
         new tensors of this dtype, in the shapes of the parts.
@@ -30,15 +30,15 @@ def sums_of(parts: Sequence[Tensor], ranks: Collective, dtype: torch.dtype) -> l
 
 
 def mean_of(named: Mapping[str, Tensor], ranks: Collective, doing: str = "averaging models") -> dict[str, Tensor]:
-    """Means over the ranks, in one message a dtype; a collective call.
+    """Average tensors over the ranks, in one message per dtype; a collective call.
 
     Args:
-        named: floating-point tensors by name, equal in names, order, shapes and dtypes on all ranks; they stay.
-        ranks: in which nothing else is sent at the same time.
-        doing: what for, if a rank is gone.
+        named: floating-point tensors by name, equal in names, order, shapes and dtypes on all ranks; not changed.
+        ranks: a collective without other messages at the same time.
+        doing: what it is for, in the message if a rank is gone.
 
     Returns:
-        new tensors by name, float32 for those in half precision.
+        new tensors by name, in float32 for tensors in half precision.
 
     Raises:
         ExchangeError: a rank is gone or silent.

@@ -1,4 +1,4 @@
-"""Do all ranks agree? One answer for all of them, so that none goes on alone, and none waits for one that stopped."""
+"""Do all ranks agree? All get the same answer, so that no rank goes on alone or waits for one that stopped."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from lightning_compress.collectives.collective import Collective
 
 LONGEST = 500
-"""Bytes of what one rank tells the others of its problem."""
+"""Bytes of a rank's problem that the other ranks get to read, at most."""
 ALIKE = "; start all ranks with the same script and arguments"
-"""Advice where settings differ."""
+"""Advice if settings differ."""
 
 
 def check(
     said: Mapping[str, object], problem: ValueError | None, ranks: Collective, device: torch.device, advice: str
 ) -> None:
-    """Stop all ranks where one has to, or where they do not say the same; a collective call.
+    """Raise on all ranks if one has a problem, or if they do not agree, see ``disagreement``; a collective call.
 
     Raises:
-        ValueError: on every rank, what ``disagreement`` says; on one that has a problem that itself.
+        ValueError: on every rank, with the text of ``disagreement``; on a rank with a problem, that problem itself.
     """
     why = disagreement(said, problem, ranks, device, advice)
     if why:
@@ -32,26 +32,26 @@ def check(
 def disagreement(
     said: Mapping[str, object], problem: Exception | None, ranks: Collective, device: torch.device, advice: str = ""
 ) -> str:
-    """Why the ranks cannot go on together; a collective call.
+    """Return why the ranks cannot continue together; a collective call.
 
     Args:
-        said: what has to be the same on all ranks, by what it is called; compared by its ``repr``.
-        problem: why this rank cannot go on, or None.
-        ranks: that compare.
-        device: on which they talk.
-        advice: goes behind who differs.
+        said: values that have to be equal on all ranks, by what they are called; compared by their ``repr``.
+        problem: why this rank cannot continue, or None.
+        ranks: the ranks to compare.
+        device: of the tensors that are exchanged.
+        advice: is appended to the list of ranks that differ.
 
     Returns:
-        this rank's problem, else that of the first rank which has one, else which ranks differ from rank 0 and in what;
-        an empty text where all is well.
+        this rank's problem, or that of the first rank that has one, or which ranks differ from rank 0 in what. Empty if
+            all agree.
     """
     own = [problem is not None, *(digest(repr(each).encode()) for each in said.values())]
     table = gathered(torch.tensor(own, dtype=torch.int64, device=device), ranks).tolist()
     if failed := [rank for rank, row in enumerate(table) if row[0]]:
         text = "" if problem is None else str(problem) or type(problem).__name__
         letters = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
-        told = gathered(torch.tensor(list(letters), dtype=torch.uint8, device=device), ranks)[failed[0]]
-        return text or f"rank {failed[0]}: {bytes(told.tolist()).rstrip(bytes(1)).decode(errors='ignore')}"
+        first = gathered(torch.tensor(list(letters), dtype=torch.uint8, device=device), ranks)[failed[0]]
+        return text or f"rank {failed[0]}: {bytes(first.tolist()).rstrip(bytes(1)).decode(errors='ignore')}"
     for place, what in enumerate(said, start=1):
         if others := [str(rank) for rank, row in enumerate(table) if row[place] != table[0][place]]:
             return f"the {what} of rank {', '.join(others)} differ from those of rank 0{advice}"
@@ -59,26 +59,29 @@ def disagreement(
 
 
 def same(numbers: Tensor, ranks: Collective) -> Tensor:
-    """Of each whole number ``[n]``, whether all ranks have it, bool ``[n]``; a collective call, one all-reduce."""
+    """Return for each integer of ``numbers [n]`` whether it is equal on all ranks, bool ``[n]``.
+
+    A collective call: one all-reduce.
+    """
     extremes = torch.stack([numbers, -numbers])
-    ranks.all_reduce_max(extremes)
+    ranks.all_reduce(extremes, "max")
     return extremes[0] == -extremes[1]
 
 
 def anywhere(flags: Sequence[bool], ranks: Collective, device: torch.device) -> list[bool]:
-    """Of each flag, whether any rank has it; a collective call, one all-reduce."""
-    told = torch.tensor(flags, dtype=torch.int32, device=device)
-    ranks.all_reduce_max(told)
-    return [bool(each) for each in told.tolist()]
+    """Return for each flag whether any rank has set it; a collective call: one all-reduce."""
+    votes = torch.tensor(flags, dtype=torch.int32, device=device)
+    ranks.all_reduce(votes, "max")
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def gathered(own: Tensor, ranks: Collective) -> Tensor:
-    """What every rank has, ``[size, n]`` of ``[n]``, in their order; a collective call, one all-gather."""
+    """Return ``[n]`` of every rank as ``[size, n]``, in rank order; a collective call: one all-gather."""
     everyone = own.new_empty(ranks.size, len(own))
     ranks.all_gather(own, everyone)
     return everyone
 
 
 def digest(content: bytes | memoryview) -> int:
-    """56 bits of it, a number whose negative is an int64 too."""
+    """Return a 56-bit hash, an integer whose negative is an int64 too."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")

@@ -1,4 +1,4 @@
-"""What a step costs: bytes always, time and error on the steps that are sampled; methods never report their own."""
+"""The cost of a step: bytes in every step, time and error in sampled steps. Methods never report their own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 SPANS = ("encode", "exchange", "decode")
 
 
 def least_ms(device: torch.device, repeats: int, work: Callable[[], object], before: Callable[[], object]) -> float:
-    """The least of several times that some work takes, in milliseconds; ``before`` is done before each, untimed."""
+    """Return the shortest of ``repeats`` times of ``work``, in milliseconds; ``before`` runs before each, untimed."""
     took = []
     for _ in range(repeats):
         before()
@@ -28,7 +28,7 @@ def least_ms(device: torch.device, repeats: int, work: Callable[[], object], bef
 
 
 def now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has done what it was given."""
+    """Return a clock's time in seconds, after waiting for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -43,7 +43,7 @@ class _Sample:
 
 
 class _Span:
-    """Times what happens inside."""
+    """Times what happens inside the context."""
 
     def __init__(self, name: str, now: Callable[[], object], found: list[tuple[str, object, object]]) -> None:
         self._name, self._now, self._found = name, now, found
@@ -60,13 +60,13 @@ class Meter:
     """Counters of one rank.
 
     Attributes:
-        sample_every: time and error are measured on each so-manieth step, and on the first; 0: on none.
-        sampling: they are measured now.
-        encode, exchange, decode: contexts in which time counts as that, on sampled steps.
-        steps: steps that ended.
-        sampled: how many they were when the last one that was measured ended.
-        bytes_sent: bytes that this rank handed to the transport, over all steps.
-        bytes_dense: bytes that stock DDP would have sent, over all steps.
+        sample_every: measure time and error in every n-th step, and in the first; 0: never.
+        sampling: whether they are measured now.
+        encode, exchange, decode: contexts whose time counts as that, in sampled steps.
+        steps: completed steps.
+        sampled: value of ``steps`` after the last sampled step.
+        bytes_sent: bytes that this rank gave to the transport, over all steps.
+        bytes_dense: bytes that stock DistributedDataParallel would have sent, over all steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,13 +85,13 @@ class Meter:
         self.decode: AbstractContextManager[None] = self.encode
 
     def follow(self, before: Meter) -> None:
-        """Count on from where another one of this run is."""
+        """Continue the counts of another meter of this run."""
         self.sample_every, self.steps, self.sampled = before.sample_every, before.steps, before.sampled
         self.bytes_sent, self.bytes_dense = before.bytes_sent, before.bytes_dense
         self._last, self._sample = before._last, before._sample
 
     def begin_step(self) -> None:
-        """Open the books of a step."""
+        """Begin a step, and sample it if that is due."""
         due = self.steps == 0 or (self.steps + 1) % self.sample_every == 0 if self.sample_every else False
         self.sampling = due
         self._started = (self.bytes_sent, self.bytes_dense)
@@ -100,7 +100,7 @@ class Meter:
             self.encode, self.exchange, self.decode = (_Span(name, self._now, self._sample.spans) for name in SPANS)
 
     def end_step(self) -> None:
-        """Close them: the step counts."""
+        """End the step and count it."""
         self.steps += 1
         if self.sampling:
             self.sampled, self.sampling = self.steps, False
@@ -115,11 +115,11 @@ class Meter:
         return event
 
     def add_error(self, before: Tensor, after: Tensor) -> None:
-        """Note the norms of a vector before it was encoded and of what stayed behind."""
+        """Record the norm of a vector before encoding, and the norm of what was not sent."""
         self._sample.errors.append((before, after))
 
     def read(self) -> dict[str, float]:
-        """Figures of the last step, of the last sampled step, and totals; waits for the device."""
+        """Return figures of the last step and the last sampled step, and totals; waits for the device."""
         milliseconds = dict.fromkeys(SPANS, 0.0)
         for name, start, end in self._sample.spans:
             milliseconds[name] += _elapsed_ms(start, end)
@@ -147,22 +147,22 @@ def _elapsed_ms(start: object, end: object) -> float:
 
 
 class World(NamedTuple):
-    """Where an exchange happens: the ranks, the device that their vectors are on, and what gets times and bytes."""
+    """Where an exchange happens: the ranks, the device of their vectors, and the meter for times and bytes."""
 
     collective: Collective
     device: torch.device
     meter: Meter
 
     def among(self, collective: Collective) -> World:
-        """The same for other ranks."""
+        """Return the same world for other ranks."""
         return self._replace(collective=collective)
 
 
 class CountingCollective(Collective):
-    """Another collective, with its bytes and time in a meter.
+    """A collective that counts its bytes and time in a meter.
 
-    Sent by a rank of W for n bytes: all-reduce ``2 (W - 1) n / W``, all-gather ``(W - 1) n``, all-to-all the rows that
-    go to others, swap what it sends.
+    Bytes that one of W ranks sends for a tensor of n bytes: all-reduce ``2 (W - 1) n / W``, all-gather ``(W - 1) n``,
+    all-to-all the rows for other ranks, swap what it sends.
     """
 
     def __init__(self, inner: Collective, meter: Meter) -> None:
@@ -173,37 +173,26 @@ class CountingCollective(Collective):
 
     @property
     def uncounted(self) -> Collective:
-        """What is inside."""
+        """The collective inside."""
         return self._inner
 
-    def _count(self, size: int, send: Callable[..., object], *tensors: Any) -> None:
+    def _count(self, size: int, send: Callable[..., object], *arguments: Any) -> None:
         self._meter.bytes_sent += size
         with self._meter.exchange:
-            send(*tensors)
+            send(*arguments)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Count a bandwidth-optimal all-reduce."""
-        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce, tensor)
+        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce, tensor, operation)
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Count it as an all-reduce."""
-        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce_max, tensor)
-
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
+    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
         """Count the bytes when it begins; its time is the time spent waiting for it."""
-        return self._begin(tensor, self._inner.begin_all_reduce)
-
-    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
-        """Likewise."""
-        return self._begin(tensor, self._inner.begin_all_reduce_max)
-
-    def _begin(self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], object]]) -> Callable[[], None]:
         self._meter.bytes_sent += all_reduce_bytes(tensor.nbytes, self.size)
-        wait = begin(tensor)
+        wait = self._inner.begin_all_reduce(tensor, operation)
         return lambda: self._count(0, wait)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        """Count a message to every other rank."""
+        """Count one message to every other rank."""
         self._count((self.size - 1) * tensor.nbytes, self._inner.all_gather, tensor, out)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
@@ -211,7 +200,7 @@ class CountingCollective(Collective):
         self._count((self.size - 1) * send[0].nbytes, self._inner.all_to_all, send, receive)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Count what goes out."""
+        """Count what is sent."""
         self._count(sum(tensor.nbytes for tensor in sends.values()), self._inner.swap, sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
@@ -220,20 +209,20 @@ class CountingCollective(Collective):
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
-    """Bytes that one of ``ranks`` sends in an all-reduce of ``size`` bytes."""
+    """Return the bytes that each of ``ranks`` ranks sends in an all-reduce of ``size`` bytes."""
     return round(2 * (ranks - 1) / ranks * size)
 
 
 def all_reduce_rounds(ranks: int) -> int:
-    """Messages that wait for one another in an all-reduce that halves distances, then doubles them."""
+    """Return the sequential messages of an all-reduce by recursive halving and doubling."""
     return 2 * all_gather_rounds(ranks)
 
 
 def all_gather_rounds(ranks: int) -> int:
-    """Messages that wait for one another in an all-gather that doubles what every rank has."""
+    """Return the sequential messages of an all-gather by recursive doubling."""
     return (ranks - 1).bit_length()
 
 
 def all_to_all_rounds(ranks: int) -> int:
-    """Messages that a rank sends one after the other in an all-to-all, one to each peer."""
+    """Return the sequential messages of an all-to-all: one to each other rank."""
     return ranks - 1

@@ -6,20 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 
 class LocalCollective(Collective):
-    """The world of one process."""
+    """A world of one process."""
 
     rank = 0
     size = 1
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the tensor as it is."""
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Leave the tensor as it is."""
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Leave the tensor unchanged."""
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Copy the tensor into its row."""
@@ -30,8 +27,8 @@ class LocalCollective(Collective):
         receive.copy_(send)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """There is no other rank: nothing to do."""
+        """Do nothing: there is no other rank."""
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """There is only one."""
+        """Return this collective: there is only one part."""
         return self

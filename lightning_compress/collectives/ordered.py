@@ -1,4 +1,4 @@
-"""Sums in the order of the ranks."""
+"""Floating-point sums in rank order."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 
 class OrderedCollective(Collective):
-    """Another collective whose floating-point sums are added in the order of the ranks, from rank 0 on.
+    """A collective that adds floating-point numbers in rank order, starting from rank 0.
 
-    An all-reduce adds in an order that depends on where in the tensor an element stands, so that other buckets give
-    other sums in the last bit. Here every rank adds one part of the tensor (all-to-all) and shares it (all-gather): the
+    The order in which a plain all-reduce adds depends on an element's position in the tensor, so other buckets give
+    other last bits. Here every rank sums one part of the tensor (all-to-all) and shares it (all-gather). This sends the
     same number of bytes, in two rounds.
     """
 
@@ -23,10 +23,10 @@ class OrderedCollective(Collective):
         self.rank = inner.rank
         self.size = inner.size
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks; in the tensor's own dtype, from rank 0 on."""
-        if not tensor.is_floating_point():  # such sums have no order
-            self._inner.all_reduce(tensor)
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum over the ranks in the tensor's dtype, starting from rank 0; forward what does not depend on the order."""
+        if operation != "sum" or not tensor.is_floating_point():
+            self._inner.all_reduce(tensor, operation)
             return
         sent, received = self._memory(tensor)
         flat = sent.view(-1)
@@ -40,29 +40,25 @@ class OrderedCollective(Collective):
         tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
     def _memory(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """What is sent and what is received, ``[size, part]`` each."""
+        """Return the buffers that are sent and received, ``[size, part]`` each."""
         key = (tensor.numel(), tensor.dtype, tensor.device)
         if key not in self._parts:
             part = -(-tensor.numel() // self.size)
             self._parts[key] = (tensor.new_empty(self.size, part), tensor.new_empty(self.size, part))
         return self._parts[key]
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """A maximum has no order."""
-        self._inner.all_reduce_max(tensor)
-
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        """As it is."""
+        """Forward."""
         self._inner.all_gather(tensor, out)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
-        """As it is."""
+        """Forward."""
         self._inner.all_to_all(send, receive)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """As it is."""
+        """Forward."""
         self._inner.swap(sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """In order there, too."""
+        """Keep the order in the part."""
         return OrderedCollective(self._inner.part(ranks))

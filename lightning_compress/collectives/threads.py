@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class _World:
 
 
 class ThreadCollective(Collective):
-    """One thread's view of a world of threads; a rank that misses a collective call breaks the barrier for all."""
+    """One thread's view of a world of threads; if a rank misses a call, the barrier breaks for all."""
 
     def __init__(self, world: _World, rank: int, size: int) -> None:
         self._world = world
@@ -51,52 +51,49 @@ class ThreadCollective(Collective):
         self._world.barrier.wait()
         return result
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum in the order of the ranks."""
-        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(torch.add, slots)))
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Compare in the order of the ranks."""
-        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(torch.maximum, slots)))
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum or maximise in rank order."""
+        combine = torch.add if operation == "sum" else torch.maximum
+        tensor.copy_(self._share(tensor, lambda slots: functools.reduce(combine, slots)))
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Stack the tensors of all ranks."""
         self._share(tensor, lambda slots: out.copy_(torch.stack(slots)))
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
-        """Take this rank's row of every rank."""
+        """Copy this rank's row of every rank."""
         self._share(send, lambda slots: receive.copy_(torch.stack([slot[self.rank] for slot in slots])))
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Take what the others left for this rank."""
+        """Copy what the other ranks left for this rank."""
         letters = self._world.letters
         letters[self.rank] = sends
         self._world.barrier.wait()
         for peer, tensor in receives.items():
             letter = letters[peer][self.rank]
-            if letter.shape != tensor.shape:  # which copy_ would spread
+            if letter.shape != tensor.shape:  # copy_ would broadcast it
                 raise RuntimeError(f"rank {peer} sends {tuple(letter.shape)}, not {tuple(tensor.shape)}")
             tensor.copy_(letter)
         self._world.barrier.wait()
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """A world inside the world."""
+        """Return a world inside the world."""
         own = next(tuple(part) for part in ranks if self.rank in part)
         return ThreadCollective(self._world.part(own), own.index(self.rank), len(own))
 
     def apart(self) -> Collective:
-        """Another world of the same threads at each call."""
+        """Return another world of the same threads at each call."""
         self._worlds += 1
         return ThreadCollective(self._world.part(tuple(range(self.size)), self._worlds), self.rank, self.size)
 
 
 def run_threads(size: int, function: Callable[[Collective], T], timeout: float = 60.0) -> list[T]:
-    """Run ``function(collective)`` on ``size`` thread ranks and return their results in order.
+    """Run ``function(collective)`` on ``size`` thread ranks and return their results in rank order.
 
     Args:
         size: number of ranks, at least 1.
         function: the program of one rank.
-        timeout: seconds a rank waits for the others in a collective before it raises ``BrokenBarrierError``.
+        timeout: seconds that a rank waits for the others in a collective before it raises ``BrokenBarrierError``.
     """
     world = _World(size, timeout)
 

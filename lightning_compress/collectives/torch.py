@@ -1,42 +1,50 @@
-"""torch.distributed: NCCL, Gloo and whatever else a process group speaks."""
+"""Collectives of torch.distributed: NCCL, Gloo and any other backend of a process group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective
+from lightning_compress.collectives.collective import Collective, Operation
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def backend_of(device: str, group: dist.ProcessGroup | None = None) -> str:
-    """What carries tensors of such devices in a process group: "gloo", "nccl", ...; "" if nothing does.
+_OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-    ``torch.distributed.get_backend`` says "undefined" or "cpu:gloo,cuda:nccl" of groups that carry several.
+
+def backend_of(device: str, group: dist.ProcessGroup | None = None) -> str:
+    """Return the backend of a process group for a device type: "gloo", "nccl", ...; "" if there is none.
+
+    ``torch.distributed.get_backend`` returns "undefined" or "cpu:gloo,cuda:nccl" for groups with several backends.
 
     Args:
         device: "cpu" or "cuda".
-        group: None means the default one.
+        group: None means the default group.
     """
-    whole = group or dist.group.WORLD
-    assert whole is not None
     try:
-        return str(whole._get_backend(torch.device(device)).name())
+        return str(_whole(group)._get_backend(torch.device(device)).name())
     except RuntimeError:
         return ""
+
+
+def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    return whole
 
 
 class TorchCollective(Collective):
     """Collectives of one process group, issued synchronously.
 
     Args:
-        group: the process group; None means the default one.
+        group: the process group; None means the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -46,35 +54,18 @@ class TorchCollective(Collective):
         self._met = backend_of("cuda", group) != "nccl"
         self._through_host = backend_of("cuda", group) == "gloo"
 
-    @property
-    def _whole(self) -> dist.ProcessGroup:
-        whole = self.group or dist.group.WORLD
-        assert whole is not None
-        return whole
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Sum or maximise over the ranks with the backend's own algorithm."""
+        dist.all_reduce(tensor, _OPERATIONS[operation], group=self.group)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks with the group's own algorithm."""
-        dist.all_reduce(tensor, group=self.group)
-
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], object]:
-        """The group's own, asynchronous."""
-        return self._begin(tensor, dist.ReduceOp.SUM)
-
-    def begin_all_reduce_max(self, tensor: Tensor) -> Callable[[], object]:
-        """The group's own, asynchronous."""
-        return self._begin(tensor, dist.ReduceOp.MAX)
-
-    def _begin(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Callable[[], object]:
-        work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
+    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
+        """Start the backend's asynchronous all-reduce."""
+        work = dist.all_reduce(tensor, _OPERATIONS[operation], group=self.group, async_op=True)
         assert work is not None
         return lambda: work.wait()
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """The group's own maximum."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        """Collect one tensor a rank."""
+        """Collect one tensor from each rank."""
         _all_gather(out.view(-1), tensor, group=self.group)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
@@ -82,7 +73,7 @@ class TorchCollective(Collective):
         dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """All transfers at once, so that no order can deadlock: asynchronous on Gloo, one group call on NCCL."""
+        """Start all transfers at once, so that no order can deadlock: asynchronous on Gloo, one group call on NCCL."""
         # Gloo sends no accelerator memory point to point: copy through the host
         if self._through_host and any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):
             arriving = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
@@ -90,15 +81,15 @@ class TorchCollective(Collective):
             for peer, tensor in receives.items():
                 tensor.copy_(arriving[peer])
             return
-        if not self._met:  # NCCL wants all ranks in a group's first call, each on its own device
-            given = [tensor.device for tensor in (*sends.values(), *receives.values())]
-            dist.all_reduce(torch.zeros(1, device=given[0] if given else "cuda"), group=self.group)
+        if not self._met:  # NCCL needs all ranks in a group's first call, each on its own device
+            devices = [tensor.device for tensor in (*sends.values(), *receives.values())]
+            dist.all_reduce(torch.zeros(1, device=devices[0] if devices else "cuda"), group=self.group)
             self._met = True
-        # receives first: on Gloo, word that one is ready would wait behind what the same connection sends
-        both = ((dist.irecv, receives), (dist.isend, sends))
+        # receives first: on Gloo, their ready messages would wait behind the data sent over the same connection
+        group = _whole(self.group)
         moves = [
-            dist.P2POp(way, tensor, dist.get_global_rank(self._whole, peer), self._whole)
-            for way, tensors in both
+            dist.P2POp(way, tensor, dist.get_global_rank(group, peer), group)
+            for way, tensors in ((dist.irecv, receives), (dist.isend, sends))
             for peer, tensor in tensors.items()
             if tensor.numel()
         ]
@@ -106,34 +97,35 @@ class TorchCollective(Collective):
             work.wait()
 
     def apart(self) -> TorchCollective:
-        """The same ranks over a separate process group, which ``close`` destroys; a collective call."""
-        return TorchCollective(_part(self._whole, (tuple(range(self.size)),)))
+        """Return the same ranks over a separate process group, which ``close`` destroys; a collective call."""
+        return TorchCollective(_part(_whole(self.group), (tuple(range(self.size)),)))
 
     def close(self) -> None:
-        """Destroy the process group and its parts, where that was not done: what is left may abort the exit."""
+        """Destroy the process group and its parts if they still exist; otherwise they may abort the exit."""
         parts = _parts.pop(self.group, {}).values() if self.group else ()
         for group in (*parts, self.group):
             if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """A process group for each part, made once and with the same timeout; ``close`` destroys them too."""
-        known, wanted = _parts.setdefault(self._whole, {}), tuple(map(tuple, ranks))
-        if wanted not in known:
-            known[wanted] = _part(self._whole, wanted)
-        return TorchCollective(known[wanted])
+        """Return this rank's part, made once per partition with the same timeout; ``close`` destroys it too."""
+        whole, partition = _whole(self.group), tuple(map(tuple, ranks))
+        known = _parts.setdefault(whole, {})
+        if partition not in known:
+            known[partition] = _part(whole, partition)
+        return TorchCollective(known[partition])
 
 
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def _part(whole: dist.ProcessGroup, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    own: dist.ProcessGroup | None = None
+    mine: dist.ProcessGroup | None = None
     timeout = whole._get_backend(
         torch.device("cuda" if backend_of("cuda", whole) == "nccl" else "cpu")
     ).options._timeout
-    for part in ranks:  # every rank makes all of them, in the same order
-        made = dist.new_group([dist.get_global_rank(whole, rank) for rank in part], timeout=timeout)
-        own = made if dist.get_rank(whole) in part else own
-    assert own is not None
-    return own
+    for part in ranks:  # every rank has to create all of them, in the same order
+        group = dist.new_group([dist.get_global_rank(whole, rank) for rank in part], timeout=timeout)
+        mine = group if dist.get_rank(whole) in part else mine
+    assert mine is not None
+    return mine

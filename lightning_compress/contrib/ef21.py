@@ -13,7 +13,7 @@ from lightning_compress.codecs import CODECS, Codec, Dense, OneBit
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
-from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Vector
 from lightning_compress.core.workspace import chunk_size, pieces
 from lightning_compress.corrections.correction import Corrected, Correction, CorrectionPlan
@@ -28,9 +28,9 @@ class EstimateCorrection(Correction):
     replaces_residual: ClassVar[bool] = True
     eta: float
 
-    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
+    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
         """``momentum`` and ``estimate`` of each rank, and ``mean``, that of all estimates."""
-        return {"momentum": Declared(layout), "estimate": Declared(layout), "mean": Declared(layout, "shared")}
+        return {"momentum": StateSpec(layout), "estimate": StateSpec(layout), "mean": StateSpec(layout, "shared")}
 
     def plan(
         self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None

@@ -1,8 +1,8 @@
-"""Numbers in 8 bits each: what is kept from step to step and need not be exact, such as an average of errors.
+"""Values in 8 bits each, for states that need not be exact, such as an average of errors.
 
-A parameter's n numbers are n codes, int8, followed by a byte for each block of 64 of them, the exponent of its largest
-magnitude. A block's numbers are codes times a power of two, 1/64 to 1/128 of that magnitude: so numbers that were read
-are written as the same bytes again, a copy in float32 may stand for them, and any bytes are finite numbers.
+A parameter's n values are n int8 codes, followed by one byte per block of 64 codes: the exponent of the block's largest
+magnitude. A value is its code times a power of two, which is 1/64 to 1/128 of that magnitude. So decoding and encoding
+again gives the same bytes, a float32 copy can stand for the codes, and any bytes decode to finite values.
 """
 
 from __future__ import annotations
@@ -15,68 +15,73 @@ from lightning_compress import kernels
 from lightning_compress.core.workspace import chunk_size, pieces
 
 BLOCK = 64
-"""Numbers that share a scale."""
+"""Values that share a scale."""
 _LEAST, _MOST, _SHIFT = 6, 253, 23
-"""Exponents of blocks that are not zeros; where a float32 has its exponent."""
+"""Least and largest exponent of a block that is not zero, and the position of a float32's exponent."""
 
 
 def coded_bytes(numel: int) -> int:
-    """Bytes of so many numbers."""
+    """Return the bytes of ``numel`` values."""
     return numel + -(-numel // BLOCK)
 
 
 def coded_numel(size: int) -> int:
-    """How many numbers so many bytes are; the inverse of ``coded_bytes``."""
+    """Return the number of values in ``size`` bytes; the inverse of ``coded_bytes``."""
     return size - -(-size // (BLOCK + 1))
 
 
 def encode(values: Tensor, coded: Tensor) -> None:
-    """Write numbers, float32 ``[n]`` and finite, as uint8 ``[coded_bytes(n)]``, each rounded to the nearest."""
+    """Encode finite float32 ``values [n]`` as uint8 ``[coded_bytes(n)]``, each rounded to the nearest."""
     blend(coded, 0.0, values, 1.0, coded)
 
 
 def decode(coded: Tensor) -> Tensor:
-    """The numbers, float32 ``[n]``, of uint8 ``[coded_bytes(n)]``."""
+    """Return the values, float32 ``[n]``, of uint8 ``[coded_bytes(n)]``."""
     out = torch.zeros(coded_numel(len(coded)), device=coded.device)
     add(coded, out)
     return out
 
 
 def add(coded: Tensor, out: Tensor) -> None:
-    """Add what is coded, uint8 ``[coded_bytes(n)]``, to float32 ``[n]``."""
+    """Add the values of uint8 ``coded [coded_bytes(n)]`` to float32 ``out [n]``."""
     codes, scales = _parts(coded)
     if fast := kernels.backend(__name__, out.device):
-        own = out.numpy()
-        fast.add_to(codes.numpy(), scales.numpy(), own, own.view(np.int32), own)
+        values = out.numpy()
+        fast.add_to(codes.numpy(), scales.numpy(), values, values.view(np.int32), values)
         return
     for piece in pieces(len(out), chunk_size(out.device)):
         out[piece].add_(_read(codes, scales, piece))
 
 
 def add_to(coded: Tensor, gradient: Tensor, out: Tensor) -> int:
-    """``out = gradient + coded`` on a CPU, in one pass.
+    """Compute ``out = gradient + coded`` on a CPU, in one pass.
+
+    Args:
+        coded: uint8 ``[coded_bytes(n)]``.
+        gradient: float32 ``[n]``.
+        out: float32 ``[n]``, overwritten.
 
     Returns:
-        the largest of the gradient's magnitudes, as the bits of a float32.
+        the gradient's largest magnitude, as the bits of a float32.
     """
     codes, scales = _parts(coded)
     if fast := kernels.backend(__name__, out.device):
-        given = gradient.numpy()
-        return int(fast.add_to(codes.numpy(), scales.numpy(), given, given.view(np.int32), out.numpy()))
+        values = gradient.numpy()
+        return int(fast.add_to(codes.numpy(), scales.numpy(), values, values.view(np.int32), out.numpy()))
     out.copy_(gradient)
     add(coded, out)
     return int(gradient.view(torch.int32).bitwise_and(0x7FFFFFFF).max()) if len(gradient) else 0
 
 
 def blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
-    """``new = kept * old + share * values``, rounded to the nearest.
+    """Compute ``new = kept * old + share * values``, rounded to the nearest.
 
     Args:
         old: uint8 ``[coded_bytes(n)]``.
-        kept: in [0, 1]; 0: whatever it holds.
+        kept: in [0, 1]; with 0, ``old`` is ignored.
         values: float32 ``[n]``, finite.
         share: in [0, 1].
-        new: like ``old``, which it may be.
+        new: uint8 ``[coded_bytes(n)]``, overwritten; may be ``old``.
     """
     codes, scales = _parts(old)
     new_codes, new_scales = _parts(new)
@@ -95,7 +100,7 @@ def blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -
 
 
 def _parts(coded: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, int8 ``[n]``, and exponents, uint8 ``[blocks]``."""
+    """Return the codes, int8 ``[n]``, and the exponents, uint8 ``[blocks]``."""
     numel = coded_numel(len(coded))
     return coded[:numel].view(torch.int8), coded[numel:]
 
@@ -111,5 +116,5 @@ def _valid(exponents: Tensor) -> Tensor:
 
 
 def _power(exponents: Tensor, valid: Tensor) -> Tensor:
-    """The powers of two with these exponents of a float32; 0 where they are not valid."""
+    """Return the powers of two with these float32 exponents; 0 where they are not valid."""
     return (torch.where(valid, exponents, 0) << _SHIFT).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits each, read and written in one pass; see ``blocks.py``, whose bits these are."""
+"""Values in 8 bits each, read and written in one pass; the same bits as ``blocks.py``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ _INVERSES = (np.where(_VALID, 260 - _EXPONENTS, 0).astype(np.int32) << 23).view(
 
 @kernel
 def add_to(codes, scales, gradient, bits, out):
-    """``out = gradient + coded``.
+    """Compute ``out = gradient + coded``.
 
     Args:
         codes: int8 ``[n]``.
         scales: uint8 ``[blocks]``.
         gradient: float32 ``[n]``.
-        bits: the same memory as int32.
-        out: float32 ``[n]``, written; may be the gradient.
+        bits: the gradient's memory as int32.
+        out: float32 ``[n]``, overwritten; may be the gradient.
 
     Returns:
-        the largest of the gradient's magnitudes, as the bits of a float32.
+        the gradient's largest magnitude, as the bits of a float32.
     """
     largest, whole = np.int32(0), len(out) // _BLOCK * _BLOCK
     for number in range(whole // _BLOCK):
         first = number * _BLOCK
-        found = simd.add_block(out, first, codes, first, gradient, first, _STEPS[scales[number]])
-        largest = max(largest, found)
+        largest = max(largest, simd.add_block(out, first, codes, first, gradient, first, _STEPS[scales[number]]))
     for index in range(whole, len(out)):
         largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
         out[index] = gradient[index] + np.float32(codes[index]) * _STEPS[scales[-1]]
@@ -40,7 +39,7 @@ def add_to(codes, scales, gradient, bits, out):
 
 @kernel
 def blend(codes, scales, kept, values, share, new_codes, new_scales):
-    """``new = kept * old + share * values``; see ``blocks.py``."""
+    """Compute ``new = kept * old + share * values``; see ``blocks.py``."""
     tile = np.empty(_BLOCK, np.float32)
     whole = len(values) // _BLOCK * _BLOCK
     for number in range(whole // _BLOCK):

@@ -1,9 +1,9 @@
-"""The error of a rank that cannot continue: where it was, and the probable cause."""
+"""The error of a rank that cannot continue: where it happened, and its probable cause."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -16,15 +16,15 @@ _MILLISECONDS = re.compile(r"(\d+) ?ms|\(ms\)=(\d+)")
 
 
 class ExchangeError(RuntimeError):
-    """The ranks could not average, save or wait together; ``__cause__`` is the error that it began with."""
+    """The ranks could not average, save or wait together; ``__cause__`` is the original error."""
 
 
 @contextmanager
 def explained(what: str, rank: int) -> Iterator[None]:
-    """Say where an error happened and what is the probable cause; Ctrl-C and exits pass through.
+    """Turn an error inside the context into one that says where it happened and why; Ctrl-C and exits pass through.
 
     Args:
-        what: is done inside, such as ``"step 7: averaging layer.weight"``.
+        what: is being done inside, such as ``"step 7: averaging layer.weight"``.
         rank: of this process.
 
     Raises:
@@ -36,8 +36,14 @@ def explained(what: str, rank: int) -> Iterator[None]:
         explain(error, what, rank)
 
 
+def few(names: Sequence[str]) -> str:
+    """Return the first three names as text, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
 def explain(error: Exception, what: str, rank: int) -> NoReturn:
-    """Raise an ``ExchangeError`` from an error that happened while ``what`` was done; see ``explained``."""
+    """Raise an ``ExchangeError`` from an error that happened while doing ``what``; see ``explained``."""
     if isinstance(error, ExchangeError):
         raise error
     raise ExchangeError(f"rank {rank}, {what}: {cause(error)} [{type(error).__name__}: {error}]") from error
@@ -45,7 +51,7 @@ def explain(error: Exception, what: str, rank: int) -> NoReturn:
 
 @contextmanager
 def of_transport(what: str, rank: int) -> Iterator[None]:
-    """The same for errors of the transport alone; what else is raised inside passes through."""
+    """``explained`` for errors of the transport only; other errors pass through unchanged."""
     try:
         yield
     except Exception as error:
@@ -60,20 +66,20 @@ def _of_transport(error: Exception) -> bool:
 
 
 def cause(error: Exception) -> str:
-    """The probable cause of an error inside a collective, or around it."""
+    """Return the probable cause of an error inside or around a collective."""
     text = str(error)
     if not _of_transport(error):
         return "this rank's own error"
     if _LATE.search(text):
-        found = _MILLISECONDS.search(text)
-        limit = f"{int(found[1] or found[2]) / 1000:g} s" if found else "the time limit"
+        match = _MILLISECONDS.search(text)
+        limit = f"{int(match[1] or match[2]) / 1000:g} s" if match else "the time limit"
         return (
-            f"a rank did not answer within {limit}: it hangs, waits for something else, has no batch left where this "
-            "one has (give all ranks the same number), or the network is gone (the limit is the strategy's timeout=)"
+            f"a rank did not answer within {limit} (the strategy's timeout=): it hangs, the network is down, or it has "
+            "fewer batches than this rank (give all ranks the same number)"
         )
     if _LOST.search(text):
         return (
-            "a rank died or stopped with an error of its own, and what it said last tells why; or it had no batch left "
-            "where this one has: give all ranks the same number"
+            "a rank died or stopped with an error of its own, see that rank's log; or it had fewer batches than this "
+            "rank (give all ranks the same number)"
         )
-    return "the ranks did not do the same, as where one has no batch left and another has, or the network failed"
+    return "the ranks issued different collectives, as with different numbers of batches, or the network failed"

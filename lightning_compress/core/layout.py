@@ -1,4 +1,4 @@
-"""What a vector is made of: which elements of which parameters stand where."""
+"""What a vector consists of: which elements of which parameters, and where."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Segment:
     """Elements ``[start, stop)`` of one parameter, at ``offset`` of a vector.
 
     Args:
-        name: the parameter's name.
-        shape: the whole parameter's shape, also where only a part of it is here.
-        offset: where in the vector the first of these elements stands.
+        name: of the parameter.
+        shape: of the whole parameter, even if only part of it is in the vector.
+        offset: index of the first of these elements in the vector.
         start: first element of the flattened parameter.
         stop: one past the last element of the flattened parameter.
     """
@@ -28,13 +28,18 @@ class Segment:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements that stand in the vector."""
+        """Number of elements."""
         return self.stop - self.start
 
     @cached_property
     def end(self) -> int:
-        """One past the last element's place in the vector."""
+        """One past the last element's index in the vector."""
         return self.offset + self.numel
+
+    @cached_property
+    def span(self) -> slice:
+        """Its elements of the vector."""
+        return slice(self.offset, self.end)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Layout:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
-        """Lay whole parameters, given as ``(name, shape)``, one after the other."""
+        """Return the layout of whole parameters, given as ``(name, shape)``, one after the other."""
         segments, offset = [], 0
         for name, shape in parameters:
             numel = math.prod(shape)
@@ -64,7 +69,7 @@ class Layout:
         return tuple(segment.name for segment in self.segments)
 
     def cut(self, start: int, stop: int) -> Layout:
-        """The layout of ``vector[start:stop]``: parts keep their names, shapes and ranges."""
+        """Return the layout of ``vector[start:stop]``; its segments keep their names, shapes and ranges."""
         parts = []
         for segment in self.segments:
             first, last = max(segment.offset, start), min(segment.end, stop)

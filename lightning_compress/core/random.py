@@ -1,9 +1,9 @@
 """Keys and the random bits that follow from them, counter-based, so that there is no generator state to save.
 
-Word ``i`` of a key's stream holds 16 bits for each of the elements ``4 i`` to ``4 i + 3``, the lowest ones first. It is
+Word ``i`` of a key's stream holds 16 bits for each of the elements ``4 i`` to ``4 i + 3``, the lowest bits first. It is
 splitmix64's output function (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) of
-``mix(key) + i * GAMMA``: integer arithmetic, no state, and any part of the stream can be had alone. Keys are hashed
-first, so that the streams of neighbouring keys are no shifts of one another.
+``mix(key) + i * GAMMA``. This is integer arithmetic without state, so any part of the stream can be computed alone.
+Keys are hashed first. Otherwise the streams of neighbouring keys would be shifted copies of one another.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def mix(*parts: int) -> int:
 
 
 def name_key(names: tuple[str, ...]) -> int:
-    """Key of an ordered list of parameter names, the same in every process."""
+    """Return the key of an ordered list of parameter names, the same in every process."""
     return int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:8], "little")
 
 
 def permutation(key: int, count: int) -> list[int]:
-    """The numbers below ``count`` in an order that follows from the key."""
+    """Return the integers below ``count`` in an order that follows from the key."""
     return sorted(range(count), key=lambda number: mix(key, number))
 
 
 class Stream(NamedTuple):
-    """A key's random bits, to each 16 of which a number is added, modulo 2^16.
+    """A key's random bits, with an offset added to each 16 of them, modulo 2^16.
 
     Attributes:
-        key: unsigned 64-bit number.
-        offset: what is added, -32768 to 32767.
+        key: unsigned 64-bit integer.
+        offset: -32768 to 32767.
     """
 
     key: int
@@ -56,7 +56,7 @@ class Stream(NamedTuple):
 
     @classmethod
     def shared(cls, key: int, place: int, places: int) -> Stream:
-        """Of one of several that have the key in common, and whose offsets are spread evenly."""
+        """Return stream ``place`` of ``places`` streams with the same key and evenly spread offsets."""
         return cls(key, (place * 2**16 // places + 2**15) % 2**16 - 2**15)
 
 
@@ -66,52 +66,52 @@ GAMMA = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 RUN = 1 << 13
-"""Words that are hashed at a time on a CPU: two buffers of them fit the cache nearest to the core."""
+"""Words that are hashed at a time on a CPU: two buffers of them fit the innermost cache."""
 
 
 class RandomBits:
-    """Draws up to ``numel`` elements' worth of random bits into scratch.
+    """Draw up to ``numel`` elements' worth of random bits into scratch memory.
 
     Args:
-        numel: the most that will be drawn at once.
-        device: where.
+        numel: elements per draw, at most.
+        device: of the bits.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self._words = scratch("random words", -(-numel // PER_WORD), torch.int64, device)
 
     def draw(self, key: int, first: int, numel: int, offset: int = 0) -> Tensor:
-        """16 random bits each for elements ``first`` to ``first + numel - 1`` of the key's stream.
+        """Draw 16 random bits for each of the elements ``first`` to ``first + numel - 1`` of a key's stream.
 
         Args:
-            key: unsigned 64-bit number; other keys give independent streams.
+            key: unsigned 64-bit integer; different keys give independent streams.
             first: a multiple of 4.
-            numel: how many elements.
+            numel: number of elements.
             offset: see ``Stream``.
 
         Returns:
-            int16 ``[numel]``, uniform over -32768 to 32767; scratch that the next draw overwrites.
+            int16 ``[numel]``, uniform over -32768 to 32767; scratch memory that the next draw overwrites.
         """
         words = self._words[: -(-numel // PER_WORD)]
         start = word_state(key, first)
         (_hash_numpy if words.device.type == "cpu" else hash_torch)(words, start)
         bits = words.view(torch.int16)[:numel]
-        return bits.add_(offset) if offset else bits  # int16 wraps
+        return bits.add_(offset) if offset else bits  # int16 wraps around
 
 
 PLACE_BITS = 31
-"""Bits of the random numbers that places are drawn from."""
+"""Bits of the random integers that ``draw_places`` scales to indices."""
 
 
 def draw_places(random: RandomBits, key: int, starts: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
-    """One place of each stretch, every one as likely as the others.
+    """Draw one index from each range, uniformly.
 
     Args:
-        random: for ``PER_WORD`` elements a stretch.
+        random: for ``PER_WORD`` elements per range.
         key: see ``RandomBits.draw``.
-        starts: int64 ``[n]``.
+        starts: int64 ``[n]``, the first index of each range.
         lengths: int64 ``[n]``, below 2^31.
-        out: int64 ``[n]``, gets them, and is returned.
+        out: int64 ``[n]``, overwritten and returned.
     """
     words = random.draw(key, 0, PER_WORD * len(out)).view(torch.int64)
     torch.bitwise_right_shift(words, 64 - PLACE_BITS, out=out).bitwise_and_(2**PLACE_BITS - 1)
@@ -119,7 +119,7 @@ def draw_places(random: RandomBits, key: int, starts: Tensor, lengths: Tensor, o
 
 
 def word_state(key: int, first: int) -> int:
-    """The state before the word of element ``first``, a multiple of 4, of a key's stream; modulo 2^64."""
+    """Return the state before the word of element ``first``, a multiple of 4, of a key's stream; modulo 2^64."""
     return (mix(key) + first // PER_WORD * GAMMA) % 2**64
 
 
@@ -137,7 +137,9 @@ def _hash_numpy(words: Tensor, start: int) -> None:
 
 
 def hash_torch(words: Tensor, start: int) -> None:
-    """The same words by torch, for accelerators: int64 wraps as uint64 does, but shifts need their upper bits cleared.
+    """Compute the same words with torch, for accelerators.
+
+    int64 wraps as uint64 does, but shifts need their upper bits cleared.
 
     Args:
         words: int64 ``[n]``, overwritten.
@@ -156,5 +158,5 @@ def _signed(value: int) -> int:
 
 @cache
 def _steps() -> npt.NDArray[np.uint64]:
-    """How far each word of a run is from the run's first one."""
+    """Return the distance of each word of a run from the run's first word."""
     return np.arange(RUN, dtype=np.uint64) * np.uint64(GAMMA)

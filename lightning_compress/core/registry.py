@@ -1,4 +1,4 @@
-"""Building what a user chose by name, and making more known by name."""
+"""Classes by name: build what a user chose, and register more names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import numpy as np
 T = TypeVar("T")
 
 COMPRESSORS = "lightning_compress.compressors"
-"""The group of entry points by which packages offer compressors, this one too: those of ``contrib``."""
+"""The entry point group by which packages offer compressors; this package offers those of ``contrib``."""
 OURS = __name__.partition(".")[0]
 
 
-class Names(dict[str, type[T]]):
-    """Classes by name: the core's own, what was registered, and what installed packages offer.
+class Registry(dict[str, type[T]]):
+    """Classes by name: those of the core, those registered, and those that installed packages offer.
 
-    What a package offers is imported when ``names[name]`` asks for it, and neither by ``in`` nor by iterating.
+    A package's class is imported by ``names[name]`` only, not by ``in`` or by iterating.
 
     Args:
-        own: the core's own.
-        takes: the bases of the classes that may be registered here.
+        own: the classes of the core.
+        takes: base classes of what may be registered here.
         group: of the entry points by which packages offer more.
-        gone: what is no more, with what to use instead.
+        gone: removed names, each with its successor.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Names(dict[str, type[T]]):
 
     @property
     def offered(self) -> list[str]:
-        """Names that are here, and those that packages offer in the group, of whatever kind; nothing is imported."""
+        """All names, including those that packages offer in the group, of any kind; nothing is imported."""
         return [*self, *(name for name in _offered(self.group) if name not in self)]
 
-    def complete(self) -> Names[T]:
-        """These names with all that this package offers, which is imported."""
+    def complete(self) -> Registry[T]:
+        """Import everything that this package offers, and return the table."""
         for name in self.offered:
             if name not in self and _own(self.group, name):
                 self.find(name)
         return self
 
     def find(self, name: str) -> type[T] | None:
-        """The class of a name, which is imported; None: there is none of a kind that is taken here."""
+        """Return the class of a name, imported if necessary; None if there is none of a kind that is taken here."""
         try:
             return self[name]
         except KeyError:
@@ -69,98 +69,96 @@ class Names(dict[str, type[T]]):
 
     @property
     def choices(self) -> list[str]:
-        """What may be asked for."""
+        """The names that a user may choose."""
         return [*self.complete(), *(each for each in self.offered if each not in self and not _own(self.group, each))]
 
 
-_TABLES: list[Names] = []  # type: ignore[type-arg]
+_TABLES: list[Registry] = []  # type: ignore[type-arg]
 
 
 def named(module: Mapping[str, object], base: type[T]) -> dict[str, type[T]]:
-    """The classes among a module's globals that derive from ``base``, by their ``name``, in the order of imports."""
-    found = [each for each in module.values() if isinstance(each, type) and issubclass(each, base)]
-    return {each.__dict__["name"]: each for each in found if "name" in each.__dict__}
+    """Return the classes among a module's globals that derive from ``base``, by their ``name``, in import order."""
+    classes = [value for value in module.values() if isinstance(value, type) and issubclass(value, base)]
+    return {cls.__dict__["name"]: cls for cls in classes if "name" in cls.__dict__}
 
 
 def register(name: str, cls: type) -> None:
-    """Make a class of one's own known by a name, as ours are: a compressor, an exchange, or an algorithm of gossip.
+    """Make your own class known by a name: a compressor, an exchange, or a gossip algorithm.
 
-    ``compressor=``, configs, ``retune``, rules and ``compare`` then take a compressor's name, ``exchange=`` that of an
-    exchange, and ``algorithm=`` that of an algorithm; checkpoints have it. Call it on every rank before the name is
-    used, where the class is defined. The same class may be registered again, and so may one that replaces it under its
-    own path (a cell of a notebook that is run again).
+    ``compressor=``, configs, ``retune``, rules and ``compare`` then accept a compressor's name, ``exchange=`` an
+    exchange's, and ``algorithm=`` an algorithm's. Checkpoints save the name. Call it on every rank before the name is
+    used, next to the class definition. Registering the same class again is allowed. So is replacing it by a class with
+    the same path, as when a notebook cell is run again.
 
-    A package that is installed need not call it: what it offers by entry points of the groups
-    ``lightning_compress.compressors``, ``lightning_compress.exchanges`` and ``lightning_compress.algorithms`` is
-    registered when it is named.
+    An installed package need not call it. A class that it offers by an entry point of the groups
+    ``lightning_compress.compressors``, ``lightning_compress.exchanges`` or ``lightning_compress.algorithms`` is
+    registered when its name is used.
 
     Args:
         name: letters, digits and underscores.
-        cls: derived from ``Codec``, ``Reducer``, ``Corrected``, ``Exchange`` or ``Algorithm``; a frozen dataclass,
-            whose settings all have defaults.
+        cls: derived from ``Codec``, ``Reducer``, ``Corrected``, ``Exchange`` or ``Algorithm``; a frozen dataclass whose
+            settings all have defaults.
 
     Raises:
-        ValueError: the class is not of this kind, or the name is that of another one.
+        ValueError: the class is not of this kind, or the name belongs to another class.
     """
     what = f"register({name!r}, {cls.__name__ if isinstance(cls, type) else repr(cls)})"
     if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"{what}: a name consists of letters, digits and underscores, such as 'linear8'")
+        raise ValueError(f"{what}: use letters, digits and underscores in a name, such as 'linear8'")
     tables = [table for table in _TABLES if isinstance(cls, type) and issubclass(cls, table.takes)]
     if not tables:
         raise ValueError(
-            f"{what}: give a class derived from lightning_compress.Codec or lightning_compress.Reducer, or from "
-            "Corrected, Exchange or Algorithm"
+            f"{what}: pass a class derived from lightning_compress.Codec, lightning_compress.Reducer, Corrected, "
+            "Exchange or Algorithm"
         )
     if inspect.isabstract(cls):
         raise ValueError(f"{what}: the class lacks {', '.join(sorted(getattr(cls, '__abstractmethods__', ())))}")
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
-        raise ValueError(f"{what}: settings are the fields of a frozen dataclass; decorate it: @dataclass(frozen=True)")
+        raise ValueError(f"{what}: the class must be a frozen dataclass; decorate it with @dataclass(frozen=True)")
     for field in dataclasses.fields(cls):
         if field.name == "name":
-            raise ValueError(f"{what}: a setting cannot be called 'name', which says whose settings they are")
+            raise ValueError(f"{what}: a setting cannot be called 'name', which is the key of the compressor's name")
         if field.init and field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(
-                f"{what}: the setting {field.name!r} needs a default, since a name may be all that is given"
-            )
+            raise ValueError(f"{what}: the setting {field.name!r} needs a default, since users may give the name only")
     group = tables[0].group
     known = (_path(table[name]) for table in _TABLES if table.group == group and name in table)
     taken = next(known, _own(group, name) or _path(cls))
     if taken != _path(cls):
-        raise ValueError(f"{what}: {name!r} is the name of {taken} already; choose another one")
+        raise ValueError(f"{what}: {name!r} is already the name of {taken}; choose another one")
     for table in tables:
         table[name] = cls
 
 
 def lookup(name: str, base: type) -> type[Any]:
-    """The class of a name that derives from ``base``; for the word of an option that stands for another class.
+    """Return the class of a name that derives from ``base``; for options whose value stands for a class.
 
     Raises:
-        ValueError: no package that is installed offers it.
+        ValueError: no installed package offers it.
     """
-    found = next((table.find(name) for table in _TABLES if base in table.takes), None)
-    if found is None:
-        raise ValueError(f"{name!r} is offered by no installed package: install {OURS} again, which has it")
-    return found
+    cls = next((table.find(name) for table in _TABLES if base in table.takes), None)
+    if cls is None:
+        raise ValueError(f"no installed package offers {name!r}: reinstall {OURS}, which does")
+    return cls
 
 
 @cache
 def _offered(group: str) -> dict[str, list[EntryPoint]]:
-    """What installed packages offer, by name; nothing is imported."""
-    found: dict[str, list[EntryPoint]] = {}
+    """Return the entry points of installed packages, by name; nothing is imported."""
+    points: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=group):
-        found.setdefault(point.name, []).append(point)
-    return found
+        points.setdefault(point.name, []).append(point)
+    return points
 
 
 def _own(group: str, name: str) -> str | None:
-    """The path of the class that this package itself offers by a name, whatever others offer; nothing is imported."""
-    own = (each for each in _offered(group).get(name, ()) if each.module.partition(".")[0] == OURS)
-    return next((f"{each.module}.{each.attr}" for each in own), None)
+    """Return the path of the class that this package offers by a name, or None; nothing is imported."""
+    points = (point for point in _offered(group).get(name, ()) if point.module.partition(".")[0] == OURS)
+    return next((f"{point.module}.{point.attr}" for point in points), None)
 
 
 def _load(group: str, name: str) -> None:
-    """Import what is offered by a name, and register it; what is our own first, as are the names of the core.
+    """Import and register the class that is offered by a name; this package's own class comes first.
 
     Raises:
         ValueError: it cannot be imported or registered, or several packages offer it.
@@ -171,7 +169,7 @@ def _load(group: str, name: str) -> None:
         packages = " and ".join(sorted(_package(each) for each in (point, *others)))
         raise ValueError(f"{packages} both offer {what}; uninstall one of them")
     where = f"{_package(point)} offers {what} as {point.value!r}"
-    repair = f"install {OURS} again" if own else "repair or uninstall that package"
+    repair = f"reinstall {OURS}" if own else "repair or uninstall that package"
     try:
         cls = point.load()
     except Exception as error:
@@ -179,7 +177,7 @@ def _load(group: str, name: str) -> None:
     try:
         register(name, cls)
     except ValueError as error:
-        raise ValueError(f"{where}, which is none: {error}") from error
+        raise ValueError(f"{where}, which cannot be registered: {error}") from error
 
 
 def _package(point: EntryPoint) -> str:
@@ -187,24 +185,24 @@ def _package(point: EntryPoint) -> str:
 
 
 def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type, ...], saved: bool = False) -> object:
-    """An object by name, by ``{"name": ..., **settings}``, or as it is.
+    """Return an object by its name, by ``{"name": ..., **settings}``, or as it is.
 
     Args:
-        kind: what it is, for messages.
+        kind: name of the option, for messages.
         given: the user's choice.
         known: dataclasses by name.
-        bases: of objects that are taken as they are.
-        saved: settings that are gone are left out, as in a checkpoint of before.
+        bases: base classes of objects that are returned as they are.
+        saved: ignore removed settings, which an older checkpoint may have.
 
     Raises:
-        ValueError: there is no such name or setting, or a value is out of range.
+        ValueError: the name or a setting does not exist, or a value is out of range.
     """
     if isinstance(given, bases):
         return given
     settings = {"name": given} if isinstance(given, str) else given
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
         raise ValueError(
-            f"{kind}={given!r}: give a name ({', '.join(known)}), a mapping with a 'name' and settings, "
+            f"{kind}={given!r} must be a name ({', '.join(known)}), a mapping with a 'name' and settings, "
             f"or a {bases[0].__name__}"
         )
     arguments = {str(key): value for key, value in settings.items()}
@@ -212,9 +210,9 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
     try:
         cls = known[name]
     except KeyError:
-        if isinstance(known, Names) and name in known.gone:
+        if isinstance(known, Registry) and name in known.gone:
             raise ValueError(f"{kind}={name!r} is gone: {known.gone[name]}") from None
-        choices = known.choices if isinstance(known, Names) else known
+        choices = known.choices if isinstance(known, Registry) else known
         raise ValueError(f"unknown {kind} {name!r}; there are: {', '.join(choices)}{_lacks(known)}") from None
     allowed = [field.name for field in dataclasses.fields(cls) if field.init]
     gone = getattr(cls, "gone", {})
@@ -231,16 +229,16 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
 
 
 def _lacks(known: Mapping[str, type]) -> str:
-    """What to do where this package's own entry points are not found: there is more than the core."""
-    if not isinstance(known, Names) or any(_own(known.group, name) for name in _offered(known.group)):
+    """Return what to do if this package's own entry points are not found, which leaves the core only."""
+    if not isinstance(known, Registry) or any(_own(known.group, name) for name in _offered(known.group)):
         return ""
-    return f"; {OURS} is not installed, or not this version of it: install it, and there are more"
+    return f"; {OURS} is not installed, or in another version: install it to get more names"
 
 
 def describe(built: object, known: Mapping[str, type]) -> dict[str, object]:
-    """The mapping that ``rebuild`` makes this of, of primitives; a class that is not registered is named by its path.
+    """Return a mapping of primitives from which ``rebuild`` makes the object; an unregistered class by its path.
 
-    Settings that are no primitives are left out.
+    Settings that are not primitives are left out.
     """
     name = name_of(type(built), known)
     described: dict[str, object] = {"class": _path(type(built))} if name is None else {"name": name}
@@ -259,18 +257,18 @@ def rebuild(
     bases: tuple[type, ...],
     given: Iterable[object],
 ) -> object:
-    """What ``describe`` described.
+    """Return the object that ``describe`` described.
 
     Args:
         kind: see ``build``.
-        described: from a file, which may name any class: none is looked for but those of ``given``.
+        described: from a file, which may name any class; only classes of ``given`` are used.
         known: see ``build``.
         bases: see ``build``.
-        given: what this run was given; from its classes what is from outside is made again, and what was not described
-            is taken.
+        given: objects that this run was given. Their classes are used for unregistered paths, and their values for
+            settings that were not described.
 
     Raises:
-        ValueError: see ``build``; or it is of a class that this run was not given, or of a name that it does not know.
+        ValueError: see ``build``; or this run was not given the class, or does not know the name.
     """
     owned = list(given)
     settings = {
@@ -286,8 +284,8 @@ def rebuild(
     fields = [field.name for field in dataclasses.fields(own) if field.init] if dataclasses.is_dataclass(own) else []
     if not outside and isinstance(name, str) and name not in known and not _is_given(name, known, owned):
         raise ValueError(
-            f"unknown {kind} {name!r} in the state: the run that saved it had it registered, and this one has not; "
-            f"call lightning_compress.register({name!r}, its class) first, or name it where a package offers it"
+            f"unknown {kind} {name!r} in the state: the run that saved it had registered this name. Call "
+            f"lightning_compress.register({name!r}, its class) first, or choose it by name if a package offers it"
         )
     if not outside:
         taken = {each: getattr(own, each) for each in fields}
@@ -300,11 +298,11 @@ def rebuild(
 
 
 def _is_given(name: str, known: Mapping[str, type], given: Iterable[object]) -> bool:
-    """Whether one of these is of the class that is offered by the name, or that is our own; then it is known.
+    """Whether ``given`` has an object of the class offered by the name, or the class is this package's own.
 
-    Nothing of another package is imported: a file may name anything.
+    The class is then imported. No other package is imported, because a file may name anything.
     """
-    if not isinstance(known, Names):
+    if not isinstance(known, Registry):
         return False
     classes = [_path(type(each)) for each in _inside(given)]
     points = [f"{each.module}.{each.attr}" for each in _offered(known.group).get(name, ())]
@@ -318,10 +316,10 @@ def _path(cls: type) -> str:
 
 
 def name_of(cls: type, known: Mapping[str, type]) -> str | None:
-    """The name of a class among these, or by which this package offers it; None: it has none."""
+    """Return the name of a class among these, or by which this package offers it, or None."""
     if name := next((name for name, each in known.items() if each is cls), None):
         return name
-    group = known.group if isinstance(known, Names) else COMPRESSORS
+    group = known.group if isinstance(known, Registry) else COMPRESSORS
     return next((name for name in _offered(group) if _own(group, name) == _path(cls)), None)
 
 
@@ -334,7 +332,7 @@ def _is_primitive(value: object) -> bool:
 
 
 def _inside(given: Iterable[object]) -> Iterator[object]:
-    """These objects, and those that are settings of theirs."""
+    """Yield these objects and, recursively, the objects among their settings."""
     for each in given:
         yield each
         if dataclasses.is_dataclass(each):
@@ -342,7 +340,7 @@ def _inside(given: Iterable[object]) -> Iterator[object]:
 
 
 def plain(value: Any) -> Any:
-    """The same, in mappings and lists too, of Python's own numbers and texts where they are NumPy's."""
+    """Return the value with Python numbers and texts instead of NumPy's, also inside mappings and lists."""
     if type(value) is dict:
         return {key: plain(each) for key, each in value.items()}
     if type(value) in (list, tuple):

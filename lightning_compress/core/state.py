@@ -1,4 +1,4 @@
-"""State in two buffers: committed by the last optimizer step, and pending in the current one."""
+"""State in two buffers: committed by the last optimizer step, and pending in the current step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Holder = Literal["rank", "shared", "owner"]
 
 
 @dataclass(frozen=True)
-class Declared:
+class StateSpec:
     """What a method keeps from step to step, besides the residual.
 
     Args:
-        layout: float32 numbers of each parameter, by its name; as many as the method needs.
-        holder: "rank" where every rank has its own, "shared" where all have the same, "owner" where every element is
-            kept by the one rank that owns it and is 0 on the others.
-        initial: the first numbers of a segment, ``[numel]``, the same on all ranks; zeros if None.
-        dtype: in which they are kept, float32 or bfloat16; or uint8, the bytes of ``blocks.py``.
+        layout: the values of each parameter, by its name; any number of values per parameter.
+        holder: "rank" if every rank has its own values, "shared" if they are equal on all ranks, "owner" if one rank
+            owns each element and it is 0 on all others.
+        initial: returns the first values of a segment, ``[numel]``, the same on all ranks; None: zeros.
+        dtype: float32 or bfloat16; or uint8, for values coded by ``blocks.py``.
     """
 
     layout: Layout
@@ -35,24 +35,24 @@ class Declared:
 
 
 class State:
-    """Numbers kept from step to step, for one group on this rank, in units of the unscaled gradient.
+    """Values kept from step to step for one group on this rank, in units of the unscaled gradient.
 
-    The residual is one; methods declare others. A save at any moment sees a committed buffer: a commit replaces the
-    reference.
+    The residual is one such state; methods declare others. A save at any moment finds a committed buffer, because a
+    commit swaps references.
 
     Args:
-        layout: what the vector is made of.
-        device: where it lives.
-        initial: what a parameter's numbers are at first; zeros if None.
-        holder: see ``Declared``.
-        dtype: see ``Declared``.
+        layout: of the vector.
+        device: of the buffers.
+        initial: see ``StateSpec``.
+        holder: see ``StateSpec``.
+        dtype: see ``StateSpec``.
 
     Attributes:
-        committed: the numbers after the last optimizer step, ``[numel]``.
-        pending: those of the current step, ``[numel]``; where any parameter is touched, the committed ones of all
-            others.
-        touched: names of the parameters whose ``pending`` numbers are not committed yet.
-        resets: how often it began.
+        committed: values after the last optimizer step, ``[numel]``.
+        pending: values of the current step, ``[numel]``. If any parameter is touched, it holds the committed values of
+            all others.
+        touched: names of the parameters whose ``pending`` values are not committed yet.
+        resets: number of resets so far, including the first initialisation.
     """
 
     def __init__(
@@ -75,12 +75,15 @@ class State:
         self.reset()
 
     def base(self) -> Tensor:
-        """The numbers that the next step starts from."""
+        """Return the values that the next step starts from."""
         return self.pending if self.touched else self.committed
 
     @property
     def empty(self) -> bool:
-        """Whether the next step starts from zeros; checked again only after numbers were written."""
+        """Whether the next step starts from zeros; always False on accelerators.
+
+        The values are counted only after they were written.
+        """
         if self.touched or self.committed.device.type != "cpu":
             return False
         written = (self.committed.data_ptr(), self.committed._version)
@@ -89,17 +92,18 @@ class State:
         return self._looked[1]
 
     def touch(self) -> None:
-        """``pending`` was written."""
+        """Mark ``pending`` as written."""
         self._looked = (None, False)
         self.touched.update(self.layout.names)
 
     def commit(self, rejected: Tensor, stepped: Collection[str], ended: Collection[str] = ()) -> None:
-        """Commit the pending numbers of the parameters that were stepped.
+        """Commit the pending values of the parameters that were stepped.
 
         Args:
-            rejected: bool scalar: a gradient was not finite, and the pending numbers are discarded instead.
+            rejected: bool scalar: a gradient was not finite, so discard the pending values instead.
             stepped: names of the optimizer's parameters.
-            ended: names of those whose step has ended; where they were not stepped, the pending numbers are discarded.
+            ended: names of parameters whose step has ended; if they were not stepped, their pending values are
+                discarded.
         """
         if ours := self.touched.intersection(stepped):
             self.reject(rejected, ours)
@@ -112,7 +116,7 @@ class State:
             return
         if len(ours) == len(self.layout.segments):
             self.committed, self.pending = self.pending, self.committed
-        else:  # another optimizer has the rest, and may step it yet
+        else:  # another optimizer owns the other parameters, and may step them later
             committed = self.committed.clone()
             for place in self._places(ours):
                 committed[place] = self.pending[place]
@@ -120,26 +124,26 @@ class State:
         self.touched -= ours
 
     def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply what the last optimizer step left of the named parameters, but nothing that came since."""
+        """Multiply the committed values of the named parameters, but nothing that was added since."""
         for segment in self.layout.segments:
             if segment.name in factors:
-                committed, factor = self.committed[place_of(segment)], factors[segment.name]
+                committed, factor = self.committed[segment.span], factors[segment.name]
                 if self.touched:
-                    self.pending[place_of(segment)].add_(committed, alpha=factor - 1)
+                    self.pending[segment.span].add_(committed, alpha=factor - 1)
                 committed *= factor
 
     def decay(self, factor: float) -> None:
-        """Multiply what the last optimizer step left of parameters that are not touched since, where others are."""
+        """Multiply the values of untouched parameters in ``pending``; call it only while others are touched."""
         for segment in self.layout.segments:
             if segment.name not in self.touched:
-                self.pending[place_of(segment)] *= factor
+                self.pending[segment.span] *= factor
 
     def reject(self, rejected: Tensor, names: Collection[str] | None = None) -> None:
-        """Roll back if the bool scalar ``rejected`` is true; on an accelerator without waiting for its value.
+        """Discard pending values if ``rejected`` is true; on an accelerator without waiting for its value.
 
         Args:
-            rejected: whether to.
-            names: of these parameters alone; None: of all.
+            rejected: bool scalar.
+            names: of the parameters; None: all.
         """
         fused = self._fused
         if not fused and rejected.device.type == "cpu":
@@ -155,7 +159,7 @@ class State:
                 torch.where(rejected, committed, pending, out=pending)
 
     def discard(self, names: Collection[str]) -> None:
-        """Discard the pending numbers of these parameters."""
+        """Discard the pending values of these parameters."""
         ours = self.touched.intersection(names)
         self.touched -= ours
         if self.touched:
@@ -163,40 +167,35 @@ class State:
                 self.pending[place] = self.committed[place]
 
     def roll_back(self) -> None:
-        """Discard all pending numbers."""
+        """Discard all pending values."""
         self.touched.clear()
 
     def reset(self) -> None:
-        """Begin again."""
+        """Initialise the values again."""
         self.resets += 1
         self.touched.clear()
         self.committed = torch.zeros_like(self.committed)
         if self._initial is not None:
             for segment in self.layout.segments:
-                self.committed[place_of(segment)] = self._initial(segment).to(self.committed.device)
+                self.committed[segment.span] = self._initial(segment).to(self.committed.device)
         self.pending.copy_(self.committed)
 
     def adopt(self, other: State, names: Collection[str]) -> None:
-        """Copy the named parameters' numbers from a group with another layout."""
+        """Copy the named parameters' values from a state with another layout."""
         targets = {segment.name: segment for segment in self.layout.segments}
         for segment in other.layout.segments:
             target = targets.get(segment.name)
             if segment.name in names and target is not None and target.numel == segment.numel:
-                self.committed[place_of(target)] = other.committed[place_of(segment)]
-                self.pending[place_of(target)] = other.base()[place_of(segment)]
+                self.committed[target.span] = other.committed[segment.span]
+                self.pending[target.span] = other.base()[segment.span]
                 self.touched |= other.touched & {segment.name}
         for numbers in (other.committed, other.pending):
-            if numbers.is_cuda:  # another stream may have made them, and would be given their memory back too soon
+            if numbers.is_cuda:  # written on another stream, which would reuse their memory too soon
                 numbers.record_stream(torch.cuda.current_stream(numbers.device))
 
     def _places(self, names: Collection[str]) -> list[slice]:
-        return [place_of(segment) for segment in self.layout.segments if segment.name in names]
+        return [segment.span for segment in self.layout.segments if segment.name in names]
 
 
 States = dict[str, State]
-"""A group's, by what they hold."""
-
-
-def place_of(segment: Segment) -> slice:
-    """Where a segment stands in its vector."""
-    return slice(segment.offset, segment.end)
+"""The states of a group, by name."""

@@ -5,8 +5,8 @@
                                                         "numels": [int, ...], "numbers": float [their sum]}}}, ...],
      "orders": {name: [its dimensions, in the order of memory]}}
 
-Groups are saved because nothing is bit-exact without them: a resumed DistributedDataParallel begins with one bucket of
-all parameters, in which blocks, shards and transforms would fall elsewhere.
+Groups are saved because a bit-exact resume needs them. A resumed DistributedDataParallel begins with one bucket of all
+parameters, in which blocks, shards and transforms would be cut elsewhere.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_compress.core.state import Holder, State, States
 FORMAT = 1
 MOST_STEPS = 1 << 53
 MOST_SETTINGS = 100_000
-"""Numbers and texts that say what ran, at most: a list in a list in a list is quickly longer than memory."""
+"""Limit on the values that say what ran: nested lists in a file could otherwise exhaust the memory."""
 PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
 
 StateDict = dict[str, Any]
 Orders = Mapping[str, Sequence[int]]
 
 
-def take(
+def build(
     method: str,
     step: int,
     rates: Mapping[str, float],
@@ -41,15 +41,15 @@ def take(
     groups: Iterable[tuple[Sequence[str], States]],
     orders: Orders,
 ) -> StateDict:
-    """The committed state; refers to the states' own memory, which a commit replaces.
+    """Return the committed state; its tensors are the states' own memory, which a commit replaces.
 
     Args:
         method: the settings, as text.
         step: optimizer steps so far.
         rates: learning rates of the last step, by name.
-        running: settings that may have changed since the run began, as primitives: those of the states, and as "next"
-            those that the next step begins with, where these are others.
-        groups: names in order and states of each group.
+        running: settings that may have changed since the run began, as primitives: those of the states and, if
+            different, those of the next step as "next".
+        groups: ordered names and states of each group.
         orders: see ``orders``.
     """
     return {
@@ -59,15 +59,20 @@ def take(
         "rates": dict(rates),
         "running": dict(running),
         "groups": [
-            {"names": list(names), "states": {kind: _one(state) for kind, state in states.items()}}
+            {"names": list(names), "states": {kind: _saved(state) for kind, state in states.items()}}
             for names, states in groups
         ],
         "orders": {name: list(order) for name, order in orders.items()},
     }
 
 
+def _saved(state: State) -> StateDict:
+    numels = [segment.numel for segment in state.layout.segments]
+    return {"holder": state.holder, "names": list(state.layout.names), "numels": numels, "numbers": state.committed}
+
+
 def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
-    """The dimensions of parameters in the order of their memory, where they are not in C order (channels_last)."""
+    """Return the memory order of the dimensions of parameters that are not in C order (channels_last)."""
     found = {}
     for name, parameter in parameters:
         order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
@@ -76,57 +81,43 @@ def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
     return found
 
 
-def reordered(snapshot: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[StateDict]:
-    """The groups of a checked snapshot with the numbers of each parameter in the order that its memory has now.
+def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[StateDict]:
+    """Return the groups of a validated state, each parameter's values permuted to its current memory order.
 
     Args:
-        snapshot: says in which order they were, unless it is of a version that did not.
+        state: contains the saved orders; states of earlier versions lack them and are not permuted.
         shapes: of the parameters.
         now: see ``orders``.
 
     Raises:
         ValueError: an order does not fit the parameter.
     """
-    before: Orders = snapshot.get("orders", now)
+    before: Orders = state.get("orders", now)
     moved = {name for name in shapes if before.get(name) != now.get(name)}
     if wrong := [name for name in moved if name in before and len(before[name]) != len(shapes[name])]:
         raise ValueError(
-            f"the state has {wrong[0]} in the order {before[wrong[0]]}, and its shape is {shapes[wrong[0]]}"
+            f"the state has {wrong[0]} in the order {before[wrong[0]]}, which does not fit its shape {shapes[wrong[0]]}"
         )
-    groups = []
-    for group in snapshot["groups"]:
-        states = {kind: dict(one) for kind, one in group["states"].items()}
-        for kind in states:
-            one = states[kind]
-            if not moved.isdisjoint(one["names"]):
-                one = states[kind] = opened(one)
-            parts = one["numbers"].split(one["numels"])
-            there = [
-                name in moved and part.numel() == math.prod(shapes[name])
-                for name, part in zip(one["names"], parts, strict=True)
-            ]
-            if any(there):
-                one["numbers"] = torch.cat(
-                    [
-                        _permuted(part, shapes[name], before.get(name), now.get(name)) if moves else part
-                        for name, part, moves in zip(one["names"], parts, there, strict=True)
-                    ]
-                )
-        groups.append({"names": group["names"], "states": states})
-    return groups
 
+    def permuted(name: str, values: torch.Tensor) -> torch.Tensor:
+        if name not in moved or values.numel() != math.prod(shapes[name]):
+            return values
+        dimensions = range(len(shapes[name]))
+        old, new = list(before.get(name, dimensions)), now.get(name, dimensions)
+        return values.view([shapes[name][each] for each in old]).permute([old.index(each) for each in new]).reshape(-1)
 
-def _permuted(
-    numbers: torch.Tensor, shape: Sequence[int], before: Sequence[int] | None, now: Sequence[int] | None
-) -> torch.Tensor:
-    plain = range(len(shape))
-    before, now = before or plain, now or plain
-    there = numbers.view([shape[each] for each in before])
-    return there.permute([list(before).index(each) for each in now]).reshape(-1)
+    def change(one: StateDict) -> StateDict:
+        if moved.isdisjoint(one["names"]):
+            return one
+        one = opened(one)
+        parts = zip(one["names"], one["numbers"].split(one["numels"]), strict=True)
+        return one | {"numbers": torch.cat([permuted(name, values) for name, values in parts])}
+
+    return list(mapped(state, change)["groups"])
 
 
 def _coded(one: StateDict) -> StateDict:
-    """The same in 8 bits, in which nothing is lost where they were before."""
+    """Return the state coded in 8 bits; lossless if its values were decoded from 8 bits."""
     parts = []
     for part in one["numbers"].split(one["numels"]):
         parts.append(torch.zeros(blocks.coded_bytes(len(part)), dtype=torch.uint8, device=part.device))
@@ -134,76 +125,73 @@ def _coded(one: StateDict) -> StateDict:
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat(parts)}
 
 
-def _one(state: State) -> StateDict:
-    numels = [segment.numel for segment in state.layout.segments]
-    names = list(state.layout.names)
-    return {"holder": state.holder, "names": names, "numels": numels, "numbers": state.committed}
-
-
 def fill(states: States, saved: StateDict, names: Sequence[str], dispensable: Collection[str] = ()) -> None:
-    """Overwrite states with what ``saved``, an element of ``groups`` that was checked, has for the named parameters.
+    """Overwrite states with the saved values of the named parameters.
 
     Args:
         states: of a group.
-        saved: the element.
+        saved: a validated element of ``groups``.
         names: of parameters.
-        dispensable: kinds of states that are left out for parameters that no longer have any.
+        dispensable: kinds of states that are skipped for parameters that no longer have them.
 
     Raises:
-        ValueError: there is no place for some of it.
+        ValueError: a part of it does not fit.
     """
     for kind, one in saved["states"].items():
         if kind in states and states[kind].committed.dtype == torch.uint8 and one["numbers"].dtype != torch.uint8:
             one = _coded(one)
         numels = {segment.name: segment.numel for segment in states[kind].layout.segments} if kind in states else {}
-        theirs = dict(zip(one["names"], one["numels"], strict=True))
-        wanted = theirs.keys() & numels.keys() if kind in dispensable else theirs.keys()
-        if lost := [name for name in names if name in wanted and numels.get(name) != theirs[name]]:
-            raise ValueError(f"{kind} of {', '.join(lost[:3])} was saved with other settings and has no place in these")
+        sizes = dict(zip(one["names"], one["numels"], strict=True))
+        wanted = sizes.keys() & numels.keys() if kind in dispensable else sizes.keys()
+        if lost := [name for name in names if name in wanted and numels.get(name) != sizes[name]]:
+            raise ValueError(
+                f"{kind} of {', '.join(lost[:3])} was saved with other settings and does not fit this run's; resume "
+                "with the settings that it was saved with"
+            )
         if kind not in states:
             continue
         if one["holder"] != states[kind].holder:
-            raise ValueError(f"{kind} was saved as that of {one['holder']!r}, and is that of {states[kind].holder!r}")
-        layout = Layout.of((name, (numel,)) for name, numel in zip(one["names"], one["numels"], strict=True))
+            raise ValueError(f"{kind} was saved with holder {one['holder']!r}, but has {states[kind].holder!r} here")
+        layout = Layout.of((name, (numel,)) for name, numel in sizes.items())
         old = State(layout, one["numbers"].device, holder=one["holder"], dtype=one["numbers"].dtype)
         old.committed = one["numbers"]
         states[kind].adopt(old, names)
 
 
-def total(snapshots: Iterable[StateDict]) -> StateDict:
-    """Sum over ranks of what each has for itself; what all share is the first one's.
+def total(states: Iterable[StateDict]) -> StateDict:
+    """Sum the per-rank values over the ranks; shared values are taken from the first rank.
 
     Args:
-        snapshots: at least one; each is needed until the next one is asked for.
+        states: one per rank, at least one; each has to stay valid until the next is requested.
 
     Raises:
-        ValueError: they were not taken at the same moment of the same run.
+        ValueError: they are of different steps or groups.
     """
-    made: StateDict = {}
+    result: StateDict = {}
     first = 0
-    for each in snapshots:
-        if not made:
-            first, made = checksum(common(each)), zeroed(each)
-        if checksum(common(each)) != first:
+    for state in states:
+        if not result:
+            first, result = checksum(common(state)), zeroed(state)
+        if checksum(common(state)) != first:
             raise ValueError("the ranks' files are of different steps or groups")
-        for group, theirs in zip(made["groups"], each["groups"], strict=True):
+        for group, addend in zip(result["groups"], state["groups"], strict=True):
             for kind, one in group["states"].items():
                 if one["holder"] != "shared":
-                    one["numbers"] += opened(theirs["states"][kind])["numbers"]
-    return made
+                    one["numbers"] += opened(addend["states"][kind])["numbers"]
+    return result
 
 
-def mapped(snapshot: StateDict, change: Callable[[StateDict], StateDict]) -> StateDict:
-    """The same with every state of a group changed, in the order of their names; what is given stays as it is."""
+def mapped(state: StateDict, change: Callable[[StateDict], StateDict]) -> StateDict:
+    """Return a copy with ``change`` applied to every state of every group, ordered by name."""
     groups = [
         group | {"states": {kind: change(one) for kind, one in sorted(group["states"].items())}}
-        for group in snapshot["groups"]
+        for group in state["groups"]
     ]
-    return snapshot | {"groups": groups}
+    return state | {"groups": groups}
 
 
-def zeroed(snapshot: StateDict) -> StateDict:
-    """The same with zeros for what each rank has for itself."""
+def zeroed(state: StateDict) -> StateDict:
+    """Return a copy with zeros for all per-rank values."""
 
     def change(one: StateDict) -> StateDict:
         if one["holder"] == "shared":
@@ -211,11 +199,11 @@ def zeroed(snapshot: StateDict) -> StateDict:
         one = opened(one)
         return one | {"numbers": torch.zeros_like(one["numbers"], dtype=torch.float32)}
 
-    return mapped(snapshot, change)
+    return mapped(state, change)
 
 
 def opened(one: StateDict) -> StateDict:
-    """One state of a group with float32 numbers, where they were coded in 8 bits."""
+    """Return one state with float32 values, decoded if they were coded in 8 bits."""
     if one["numbers"].dtype != torch.uint8:
         return one
     parts = [blocks.decode(part) for part in one["numbers"].split(one["numels"])]
@@ -223,13 +211,13 @@ def opened(one: StateDict) -> StateDict:
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat([nothing, *parts])}
 
 
-def common(snapshot: StateDict) -> StateDict:
-    """What is the same on all ranks: all but the numbers that each has for itself."""
-    return mapped(snapshot, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
+def common(state: StateDict) -> StateDict:
+    """Return what is the same on all ranks: everything except the per-rank values."""
+    return mapped(state, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """A tree of mappings and lists with its tensors on a device."""
+    """Return a tree of mappings and lists with its tensors on ``device``."""
     if isinstance(tree, dict):
         return {name: moved(each, device) for name, each in tree.items()}
     if isinstance(tree, list | tuple):
@@ -238,7 +226,7 @@ def moved(tree: Any, device: torch.device) -> Any:
 
 
 def checksum(tree: object, value: int = 0) -> int:
-    """CRC-32 of tensors and primitives in mappings and lists."""
+    """Return the CRC-32 of tensors and primitives in mappings and lists."""
     if isinstance(tree, Mapping):
         for name in sorted(tree, key=repr):
             value = checksum(tree[name], zlib.crc32(repr(name).encode(), value))
@@ -255,35 +243,35 @@ def checksum(tree: object, value: int = 0) -> int:
     return value
 
 
-def check(snapshot: object) -> StateDict:
-    """Refuse what is not a snapshot; nothing is taken for granted that a file may hold.
+def check(state: object) -> StateDict:
+    """Validate a state read from a file, which may hold anything.
 
     Returns:
         its known parts.
 
     Raises:
-        ValueError: a part is missing, of the wrong type, or numbers and names do not fit together.
+        ValueError: a part is missing or of the wrong type, or values and names do not fit together.
     """
-    parts = _fields(snapshot, "the state", PARTS)
+    parts = _fields(state, "the state", PARTS)
     if parts["format"] != FORMAT:
-        raise ValueError(f"the state has format {parts['format']!r}; this version reads format {FORMAT}")
+        raise ValueError(f"the state has format {parts['format']!r}, but this version reads format {FORMAT}")
     if not {"compressor", "error_feedback", "scheduled"} <= parts["running"].keys():
         raise ValueError("the state does not say what ran")
     _check_running(parts["running"])
     if not 0 <= parts["step"] < MOST_STEPS:
-        raise ValueError(f"the state is of a step below 0, or of {MOST_STEPS} or more")
+        raise ValueError(f"the state's step {parts['step']} must be in [0, {MOST_STEPS})")
     rates = parts["rates"].items()
     if not all(isinstance(name, str) and type(rate) is float and 0 < rate < math.inf for name, rate in rates):
-        raise ValueError("the learning rates are not all numbers above 0")
+        raise ValueError("the state's learning rates must be finite floats above 0, by name")
     for group in parts["groups"]:
         fields = _fields(group, "a group", {"names": list, "states": dict})
         if not all(isinstance(name, str) for name in fields["names"]):
-            raise ValueError("a group's names are not all text")
+            raise ValueError("the state has a group with names that are not text")
         for kind, one in fields["states"].items():
             _check_one(kind, one, set(fields["names"]))
     names = [name for group in parts["groups"] for name in group["names"]]
     if len(set(names)) != len(names):
-        raise ValueError("a parameter is in two groups")
+        raise ValueError("the state has a parameter in two groups")
     known = {name: parts[name] for name in PARTS}
     return known | {"orders": _checked_orders(parts["orders"])} if "orders" in parts else known
 
@@ -292,29 +280,29 @@ def _checked_orders(orders: Any) -> Orders:
     fits = isinstance(orders, dict) and all(isinstance(name, str) for name in orders)
     if not fits or not all(_is_order(order) for order in orders.values()):
         raise ValueError("the state does not say in which order the numbers of its parameters are")
-    made: Orders = orders
-    return made
+    checked: Orders = orders
+    return checked
 
 
-def _is_order(given: Any) -> bool:
-    whole = isinstance(given, list) and all(type(each) is int for each in given)
-    return whole and sorted(given) == list(range(len(given)))
+def _is_order(order: Any) -> bool:
+    integers = isinstance(order, list) and all(type(dimension) is int for dimension in order)
+    return integers and sorted(order) == list(range(len(order)))
 
 
 def _check_running(running: Mapping[object, object]) -> None:
-    """Numbers, texts, and mappings and lists of them, and not too many: other code prints and compares them."""
+    """Accept a limited number of primitives in mappings and lists only: other code prints and compares them."""
     feedback, scheduled, compressor = (running[name] for name in ("error_feedback", "scheduled", "compressor"))
     fits = isinstance(feedback, bool) and isinstance(scheduled, dict) and isinstance(compressor, dict | None)
-    waiting: list[object] = [running]
-    for each in waiting:  # which grows on the way
-        if isinstance(each, dict):
-            fits = fits and all(isinstance(name, str) for name in each)
-            waiting += islice(each.values(), MOST_SETTINGS + 1)
-        elif isinstance(each, list | tuple):
-            waiting += each[: MOST_SETTINGS + 1]
+    values: list[object] = [running]
+    for value in values:  # grows inside the loop
+        if isinstance(value, dict):
+            fits = fits and all(isinstance(name, str) for name in value)
+            values += islice(value.values(), MOST_SETTINGS + 1)
+        elif isinstance(value, list | tuple):
+            values += value[: MOST_SETTINGS + 1]
         else:
-            fits = fits and (each is None or isinstance(each, bool | int | float | str))
-        if not fits or len(waiting) > MOST_SETTINGS:
+            fits = fits and (value is None or isinstance(value, bool | int | float | str))
+        if not fits or len(values) > MOST_SETTINGS:
             raise ValueError("the state does not say what ran in numbers and texts")
 
 
@@ -325,27 +313,27 @@ def _check_one(kind: object, one: object, owners: set[str]) -> None:
     fields = _fields(one, f"state {kind!r}", wanted)
     names, numels, numbers = fields["names"], fields["numels"], fields["numbers"]
     if not all(isinstance(name, str) and name in owners for name in names) or len(set(names)) != len(names):
-        raise ValueError(f"state {kind!r} is of {len(names)} parameters, not all of its group, or of one twice")
+        raise ValueError(f"the {len(names)} parameters of state {kind!r} must be different ones of its group")
     if fields["holder"] not in get_args(Holder):
         raise ValueError(
             f"state {kind!r} has the holder {fields['holder']!r}; it must be one of {', '.join(get_args(Holder))}"
         )
     if len(numels) != len(names) or not all(type(each) is int and each >= 0 for each in numels):
-        raise ValueError(f"state {kind!r} has {len(numels)} lengths for {len(names)} parameters, or some below 0")
+        raise ValueError(f"state {kind!r} must have a length of at least 0 for each of its {len(names)} parameters")
     dense = numbers.dtype in (torch.float32, torch.bfloat16, torch.uint8) and numbers.layout == torch.strided
     plain = type(numbers) is torch.Tensor and not numbers.requires_grad and not numbers.is_meta
-    if not dense or not plain or not numbers.is_contiguous():  # one number can be a tensor longer than memory
-        raise ValueError(f"state {kind!r} is no plain float32, bfloat16 or uint8 tensor with memory of its own")
+    if not dense or not plain or not numbers.is_contiguous():  # a strided view of one value can exceed the memory
+        raise ValueError(f"state {kind!r} must be a contiguous float32, bfloat16 or uint8 tensor")
     if numbers.shape != (sum(numels),):
         raise ValueError(f"state {kind!r} is {numbers.dtype} of shape {tuple(numbers.shape)}, not ({sum(numels)},)")
     if not bool(numbers.isfinite().all()):
-        raise ValueError(f"state {kind!r} has numbers that are not finite")
+        raise ValueError(f"state {kind!r} has values that are not finite")
 
 
-def _fields(given: object, what: str, wanted: Mapping[str, type]) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ValueError(f"{what} is {type(given).__name__}, not a mapping")
+def _fields(part: object, what: str, wanted: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise ValueError(f"{what} is {type(part).__name__}, not a mapping")
     for name, kind in wanted.items():
-        if not isinstance(given.get(name), kind) or isinstance(given[name], bool):
+        if not isinstance(part.get(name), kind) or isinstance(part[name], bool):
             raise ValueError(f"{what} has no {name!r} of type {kind.__name__}")
-    return given
+    return part

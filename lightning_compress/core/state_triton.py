@@ -1,4 +1,4 @@
-"""Rolls numbers back where a flag is set; see ``state.py``."""
+"""Conditional copies, to roll values back if a flag is set; see ``state.py``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from lightning_compress.kernels.triton.launch import OPTIONS, kernel
 
 _TILE = 2048
-"""Elements that a program handles."""
+"""Elements per program."""
 
 
 def replace(condition: Tensor, target: Tensor, source: Tensor) -> None:
-    """``target = source``, of one dtype and length, if the bool scalar ``condition`` is true."""
+    """Set ``target = source``, of one dtype and length, if the bool scalar ``condition`` is true."""
     if len(target):
         _replace[(triton.cdiv(len(target), _TILE),)](condition, target, source, len(target), _TILE, **OPTIONS)
 

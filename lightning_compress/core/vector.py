@@ -1,4 +1,4 @@
-"""What a group averages in a backward pass: gradients, and what becomes of them before they are encoded and after."""
+"""What a group averages in a backward pass: its gradients, before they are encoded and after."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.core.workspace import pieces
+from lightning_compress.core.workspace import pieces, scratch
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
@@ -21,36 +21,35 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 class Vector:
     """The gradients of a group's parameters in one backward pass on this rank.
 
-    They stay in pieces, where DistributedDataParallel has them, as long as every stage does its work in one pass over
-    them. ``whole`` copies them side by side, where something has to be done to the gradients themselves.
+    They stay in pieces, in DistributedDataParallel's memory, as long as every stage does its work in one pass over
+    them. A stage that has to change the gradients themselves calls ``whole``, which copies them into one vector.
 
     Args:
-        pieces: the gradients, one-dimensional, contiguous, of one dtype, of the parameters that are not empty. Each
-            becomes its mean over the ranks, or what else the optimizer is given.
-        take: returns float32 ``[numel]`` of undefined content by a name, which vectors that come later share.
-        step: how many steps were committed.
-        scale: what the loss was multiplied by, or None.
-        draws: what random numbers are drawn from, equal on all ranks.
-        left_out: names of parameters whose gradients on this rank are the means of the pass before.
+        pieces: the gradients of parameters that are not empty: one-dimensional, contiguous, of one dtype. Each becomes
+            its mean over the ranks, or another input of the optimizer.
+        step: number of committed steps.
+        scale: the factor of the loss, float32 scalar, or None.
+        draws: key parts for random numbers, equal on all ranks.
+        left_out: names of parameters whose gradients on this rank are still the means of the pass before.
         limit: a larger magnitude counts as not finite.
-        dense: the stretches that are sent as they are.
-        in_place: some ranks may average in this pass where gradients are, with none of the stages.
+        dense: slices that are sent uncompressed.
+        in_place: some ranks may average in place in this pass, without any stage.
         fast: ``kernel_of`` the device.
 
     Attributes:
-        flag: float32 scalar, 0.0, or NaN if a gradient is not finite; in the end of any rank.
-        gradient: float32 ``[numel]``, the gradients that stages change, once they were copied; zeros where they were
-            not finite.
-        factors: of gradients in pieces, what each is to be multiplied by, if that was not done; or None.
-        sent: float32 ``[numel]``, what is averaged, once it was made; afterwards what this rank did not send.
-        summands: two vectors whose sum ``sent`` is to be, if the exchange is to add them up as it encodes.
-        sound: every parameter has a gradient that is finite and not 0 everywhere; else nothing is known.
+        flag: float32 scalar, 0.0, or NaN if a gradient is not finite; after the exchange, of any rank.
+        gradient: float32 ``[numel]``, the copied gradients that stages change; zeros if any was not finite. None before
+            the copy.
+        factors: function of the pieces that returns the factor of each, if they were not multiplied yet; or None.
+        sent: float32 ``[numel]``, what is averaged; after the exchange, what this rank did not send. None before a
+            stage sets it.
+        summands: two vectors whose sum is ``sent``, if the exchange is to add them while it encodes.
+        sound: True if every gradient is finite and not all zeros; False means unknown.
         means: float32, the means, in pieces.
-        mean: float32 ``[numel]``, the same, where they stand side by side; or None.
+        mean: float32 ``[numel]``, the means as one vector; None if they are not contiguous.
     """
 
     pieces: list[Tensor]
-    take: Callable[[str], Tensor]
     step: int = 0
     scale: Tensor | None = None
     draws: tuple[int, ...] = (0,)
@@ -72,8 +71,12 @@ class Vector:
         self.flag = torch.zeros((), device=self.device)
         self.sizes = [each.numel() for each in self.pieces]
 
+    def take(self, name: str) -> Tensor:
+        """Return float32 ``[numel]`` of undefined content, shared by all vectors under this name; see ``scratch``."""
+        return scratch(name, sum(self.sizes), torch.float32, self.device)
+
     def whole(self) -> Tensor:
-        """The gradients side by side, as ``gradient``; copied when it is called first."""
+        """Return ``gradient``, the gradients as one vector; the first call copies them."""
         if self.gradient is None:
             self.gradient = self.take("gradient")
             if self.limit < kernels.LARGEST or not self._copy(self.gradient):
@@ -84,13 +87,13 @@ class Vector:
 
     @property
     def raw(self) -> bool:
-        """Whether the gradients are in pieces alone, and as they are to be."""
+        """Whether the gradients are in pieces only, and unchanged."""
         return self.gradient is None and self.factors is None
 
     def rescale(self, factors: Callable[[list[Tensor]], Tensor]) -> None:
-        """Multiply the gradients by ``factors(pieces)``, float32 ``[pieces]``; once they are copied, if they are not.
+        """Multiply the gradients by ``factors(pieces)``, float32 ``[pieces]``: now, or when ``whole`` copies them.
 
-        A stage that reads the pieces in one pass may do it there instead.
+        A stage that reads the pieces in one pass may multiply there instead.
         """
         self.factors = factors
         if self.gradient is not None:
@@ -98,25 +101,25 @@ class Vector:
             torch._foreach_mul_(gradients, list(factors(gradients).unbind()))
 
     def _copy(self, out: Tensor) -> bool:
-        """Copy the gradients in one pass; returns whether there is one, and no number is above ``kernels.LARGEST``."""
+        """Copy the gradients in one pass; return False if no kernel can, or a value is above ``kernels.LARGEST``."""
         if not self.fast or self.pieces[0].dtype != torch.float32:
             return False
         parts = zip(self.pieces, self.split(out), strict=True)
         return all(self.fast.copy(*_read(piece), part.numpy()) <= kernels.LARGEST_BITS for piece, part in parts)
 
     def add(self, addend: Tensor, out: Tensor, factor: float = 1.0) -> bool:
-        """Send gradients and something else, added up in one pass on a CPU.
+        """Set ``sent`` to the gradients plus an addend, in one pass on a CPU.
 
         Args:
             addend: float32 ``[numel]``.
-            out: float32 ``[numel]``, written; becomes what is sent.
+            out: float32 ``[numel]``, overwritten; becomes ``sent``.
             factor: of the addend.
 
         Returns:
-            whether that was done: every gradient is float32, no number is above ``kernels.LARGEST`` and none is all
-            zeros; if not, ``out`` has no meaning.
+            True if the gradients are ``raw`` and float32, no value is above ``kernels.LARGEST``, and no gradient is all
+                zeros. Otherwise nothing was set, and the content of ``out`` is undefined.
         """
-        if self.pieces[0].dtype != torch.float32:
+        if not self.raw or self.pieces[0].dtype != torch.float32:
             return False
         for piece, before, after in zip(self.pieces, self.split(addend), self.split(out), strict=True):
             if self.fast and factor == 1:
@@ -131,21 +134,21 @@ class Vector:
         return True
 
     def made(self) -> Tensor:
-        """What is sent: the gradients, if no stage made anything else of them."""
+        """Return ``sent``, which is the gradients if no stage set it."""
         if self.sent is None:
             self.sent = self.whole()
         return self.sent
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Its parts, as long as the pieces."""
+        """Split a vector into parts as long as the pieces."""
         return list(vector.split(self.sizes))
 
     def sends_all(self, span: slice) -> bool:
-        """Whether this stretch is sent as it is, with no error."""
+        """Whether this slice is sent uncompressed, without error."""
         return any(each.start <= span.start and span.stop <= each.stop for each in self.dense)
 
     def stretches(self, most: int) -> Iterator[tuple[slice, Tensor]]:
-        """The means, at most so many elements at a time, and where they stand in the vector."""
+        """Yield slices of at most ``most`` elements of the vector, each with the means there."""
         start = 0
         for mean in self.means if self.mean is None else [self.mean]:
             for piece in pieces(len(mean), most):
@@ -153,7 +156,7 @@ class Vector:
             start += len(mean)
 
     def out(self, in_pieces: bool) -> Tensor | list[Tensor]:
-        """Where the means are written: over the gradients, if ``in_pieces`` and these are float32, or to one vector."""
+        """Return where to write the means: over the float32 gradients if ``in_pieces``, else one vector."""
         if in_pieces and self.pieces[0].dtype == torch.float32:
             self.means = self.pieces
             return self.pieces
@@ -162,45 +165,45 @@ class Vector:
         return self.mean
 
     def give(self) -> None:
-        """Replace the gradients by the means, which saturate in float16, and are NaN where the flag is."""
-        if self.scale is None and self.pieces[0].dtype == torch.float16:  # a residual can bring it above what it holds
+        """Write the means to the gradients: clamped to the range of float16, and NaN if the flag is."""
+        if self.scale is None and self.pieces[0].dtype == torch.float16:  # a residual can exceed its range
             torch._foreach_clamp_min_(self.means, -_LARGEST_HALF)
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
-        spoil(self.means if self.mean is None else [self.mean], self.flag)
+        poison(self.means if self.mean is None else [self.mean], self.flag)
         if self.means is not self.pieces:
             torch._foreach_copy_(self.pieces, self.means)
 
 
 def kernel_of(device: torch.device) -> ModuleType | None:
-    """The kernels by which a CPU adds up gradients and something else, or None."""
+    """Return the kernels that a CPU copies and adds gradients with, or None."""
     return kernels.backend(__name__, device, "numba")
 
 
 class Stage:
-    """Something that is done to gradients before they are averaged, and to their means after."""
+    """A transformation of gradients before they are averaged, and of their means after."""
 
     def before(self, vector: Vector) -> None:
         """Change what will be sent; stages are called in order."""
 
     def after(self, vector: Vector) -> None:
-        """Change the means, or what was not sent; stages are called from the last one to the first."""
+        """Change the means, or what was not sent; stages are called in reverse order."""
 
 
 def _read(piece: Tensor) -> tuple[Any, Any]:
-    """A float32 tensor of a CPU as an array, and its bits as integers."""
+    """Return a float32 CPU tensor as an array, and its bits as int32."""
     array = piece.numpy()
     return array, array.view(np.int32)
 
 
 def clean(gradient: Tensor, limit: float) -> Tensor:
-    """Write zeros where a gradient is not finite; on an accelerator without waiting for the result.
+    """Zero a gradient where it is not finite; on an accelerator without waiting for the result.
 
     Args:
         gradient: float32 ``[n]``; becomes 0 at least where it is not finite.
-        limit: a larger magnitude counts as not finite, and stays.
+        limit: a larger magnitude counts as not finite, but may stay.
 
     Returns:
-        float32 scalar: 0.0, or NaN where anything was not finite.
+        float32 scalar: 0.0, or NaN if a value was not finite.
     """
     if fused := kernels.backend(__name__, gradient.device, "triton"):
         flag = torch.zeros((), device=gradient.device)
@@ -215,8 +218,8 @@ def clean(gradient: Tensor, limit: float) -> Tensor:
     return flag
 
 
-def spoil(means: Sequence[Tensor], flag: Tensor) -> None:
-    """Make means, float32, what their flag says: themselves at 0.0, and NaN everywhere at NaN."""
+def poison(means: Sequence[Tensor], flag: Tensor) -> None:
+    """Add the flag to float32 means: they stay as they are at 0.0, and become NaN at NaN."""
     if flag.device.type == "cpu" and float(flag) == 0.0:
         return
     fused = kernels.backend(__name__, flag.device, "triton")
@@ -232,7 +235,7 @@ _BLOCK = 1 << 20
 
 
 def squares(tensor: Tensor, other: Tensor | None = None) -> Tensor:
-    """The sum of squares of a tensor, or of what it differs by from another one, in float64, block by block."""
+    """Return the sum of squares of a tensor, or of its difference from another, in float64, block by block."""
     parts = tensor.reshape(-1).split(_BLOCK)
     others = [0.0] * len(parts) if other is None else other.reshape(-1).split(_BLOCK)
     return torch.stack([(each - less).double().square().sum() for each, less in zip(parts, others, strict=True)]).sum()

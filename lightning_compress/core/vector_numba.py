@@ -1,4 +1,4 @@
-"""Gradients into a vector, with a residual or without; see ``vector.py``."""
+"""Copy gradients into a vector, or add a residual to them; see ``vector.py``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from lightning_compress.kernels.numba import kernel
 
 @kernel
 def add(gradient, bits, residual, out):
-    """``out = gradient + residual``.
+    """Compute ``out = gradient + residual``.
 
     Args:
         gradient: float32 ``[n]``.
-        bits: the same memory as int32.
+        bits: the gradient's memory as int32.
         residual: float32 ``[n]``.
-        out: float32 ``[n]``, written.
+        out: float32 ``[n]``, overwritten.
 
     Returns:
-        the largest of the gradient's magnitudes, as the bits of a float32: integers know NaN from a number at once.
+        the gradient's largest magnitude, as the bits of a float32: as integers, NaN and infinity are above all others.
     """
     largest = np.int32(0)
     for index in range(len(gradient)):
@@ -29,7 +29,7 @@ def add(gradient, bits, residual, out):
 
 @kernel
 def copy(gradient, bits, out):
-    """``out = gradient``; otherwise as ``add``."""
+    """Compute ``out = gradient``; otherwise like ``add``."""
     largest = np.int32(0)
     for index in range(len(gradient)):
         out[index] = gradient[index]

@@ -1,4 +1,4 @@
-"""Memory that plans share, or allocate at first use; and pieces that fit a cache."""
+"""Memory that plans share or allocate at first use, and slices that fit a cache."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Elements that a loop over a vector handles at a time on a CPU: they fit its caches; half as many cost 10 % more."""
+"""Elements per loop iteration over a vector on a CPU: they fit its caches; half as many cost 10 % more time."""
 
 
 def chunk_size(device: torch.device) -> int:
-    """Elements to handle at a time: a cache's worth on a CPU, as many as scratch may hold on an accelerator."""
+    """Return the elements to handle at a time: what fits the caches of a CPU, and more on an accelerator."""
     return CHUNK if device.type == "cpu" else 1 << 24
 
 
 class Workspace:
-    """Scratch memory that plans share; plans that may run at the same time need one each."""
+    """Scratch memory that plans share; plans that may run at the same time need one workspace each."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
@@ -29,7 +29,7 @@ class Workspace:
         """See ``scratch``."""
         key = name, device
         if key not in self._memory or self._memory[key].numel() < numel:
-            self._memory.pop(key, None)  # before there is a larger one
+            self._memory.pop(key, None)  # free it before the larger one is allocated
             self._memory[key] = torch.empty(numel, dtype=dtype, device=device)
         return self._memory[key][:numel]
 
@@ -39,7 +39,7 @@ class Workspace:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """What this thread takes inside is of this workspace."""
+        """Use this workspace for all ``scratch`` calls of this thread inside the context."""
         before = _local.workspace
         _local.workspace = self
         try:
@@ -57,27 +57,34 @@ _local = _Local()
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[numel]`` elements of undefined content, which all users of a workspace share under this name.
+    """Return ``[numel]`` elements of undefined content, shared by all users of a workspace under this name.
 
-    They are valid until the next ``scratch`` of that name. A plan takes them when it is made; those made before a
-    larger one keep the memory that they have. Without a ``Workspace`` in use, each thread has its own.
+    The content is valid until the next ``scratch`` of that name. A plan takes its scratch when it is made. If a later
+    plan needs more, earlier plans keep the memory that they have. Without a ``Workspace`` in use, each thread has its
+    own.
+
+    Args:
+        name: of the memory.
+        numel: number of elements.
+        dtype: of the elements; one dtype per name.
+        device: of the memory.
     """
     return _local.workspace.take(name, numel, dtype, device)
 
 
 def release(*names: str) -> None:
-    """Free the scratch memory of these names, or all of it, but for what plans hold."""
+    """Free the scratch memory of these names, or all of it, except what plans hold."""
     _local.workspace.release(*names)
 
 
 def pieces(numel: int, size: int) -> Iterator[slice]:
-    """Cut ``numel`` elements into runs of ``size``; the last one may be shorter."""
+    """Yield slices of ``size`` elements that cover ``numel`` elements; the last one may be shorter."""
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))
 
 
 class Messages:
-    """Buffers for ``count`` messages; zero at first, since encoding writes no padding."""
+    """Buffers for ``count`` messages, zero at first because encoding does not write the padding."""
 
     def __init__(self, count: int, size: int, device: torch.device) -> None:
         self._shape, self.device = (count, size), device
@@ -89,13 +96,13 @@ class Messages:
 
 
 class Growing:
-    """Memory for messages whose length varies: as much as was ever needed, and an eighth more."""
+    """Memory for messages of varying length: the largest size so far, plus an eighth."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def rows(self, count: int, width: int) -> Tensor:
-        """``[count, width]``; what was there before has no meaning."""
+        """Return uint8 ``[count, width]`` of undefined content."""
         size = count * width
         if self._buffer.numel() < size:
             self._buffer = torch.zeros(size + size // 8, dtype=torch.uint8, device=self._buffer.device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_compress.core.registry import Names
+from lightning_compress.core.registry import Registry
 from lightning_compress.corrections.correction import Corrected, Correction, CorrectionPlan
 from lightning_compress.corrections.dgc import DGC, WARMUP_DENSITIES
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.corrections.onebit_adam import OneBitAdam
 
-CORRECTED: Names[Corrected] = Names({"dgc": DGC, "onebit_adam": OneBitAdam}, (Corrected,))
+CORRECTED: Registry[Corrected] = Registry({"dgc": DGC, "onebit_adam": OneBitAdam}, (Corrected,))
 """What ``compressor=`` takes by name, beside the codecs and reducers."""
 
 __all__ = [

@@ -19,7 +19,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout, Segment
-from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Stage
 from lightning_compress.core.workspace import scratch
 
@@ -68,7 +68,7 @@ class Correction(ABC):
     optimizes: ClassVar[bool] = True
 
     @abstractmethod
-    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
+    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
         """What is kept from step to step, by a name of it.
 
         Args:

@@ -16,7 +16,7 @@ from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
-from lightning_compress.core.state import Declared, State, States, place_of
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Vector
 from lightning_compress.core.workspace import chunk_size, pieces
 from lightning_compress.corrections.correction import (
@@ -39,10 +39,10 @@ class MomentumCorrection(Correction):
     nesterov: bool
     masking: bool
 
-    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
+    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
         """``velocity`` of each rank, and the one ``momentum`` of what stays dense."""
         dense = Layout.of((each.name, each.shape) for each in dense_segments(layout, compressed))
-        return {"velocity": Declared(layout), "momentum": Declared(dense, "shared")}
+        return {"velocity": StateSpec(layout), "momentum": StateSpec(dense, "shared")}
 
     def plan(
         self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None
@@ -221,8 +221,8 @@ class _Plan(CorrectionPlan):
         self._chunk = min(chunk_size(world.device), layout.numel)
         self._compressed, self._pieces = compressed, [_cut(part, self._chunk) for part in compressed]
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
-        self._dense = {segment.offset: place_of(own) for segment, own in dense if own.numel}
-        self._places = [place_of(segment) for segment in layout.segments if segment.numel]
+        self._dense = {segment.offset: own.span for segment, own in dense if own.numel}
+        self._places = [segment.span for segment in layout.segments if segment.numel]
         self._fast = kernels.backend(__name__, world.device, "numba")
 
     def before(self, vector: Vector) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.core import blocks
 from lightning_compress.core.layout import Layout, Segment
-from lightning_compress.core.state import Declared, State, place_of
+from lightning_compress.core.state import State, StateSpec
 from lightning_compress.core.vector import Stage, Vector
 
 
@@ -58,10 +58,10 @@ class LoCo:
             raise ValueError(f"LoCo(reset_every={every!r}): it must be a number of steps, 1 or more, or null for never")
 
     @staticmethod
-    def state(segments: Sequence[Segment]) -> Declared:
+    def state(segments: Sequence[Segment]) -> StateSpec:
         """The errors of these parameters, coded."""
         layout = Layout.of((each.name, (blocks.coded_bytes(each.numel),)) for each in segments)
-        return Declared(layout, dtype=torch.uint8)
+        return StateSpec(layout, dtype=torch.uint8)
 
     def fresh(self, step: int) -> bool:
         """Whether the error begins at 0 in this step."""
@@ -80,7 +80,7 @@ class LoCoPlan(Stage):
 
     def __init__(self, settings: LoCo, layout: Layout, state: State, alone: bool) -> None:
         self._settings, self._state, self._alone = settings, state, alone
-        coded = {segment.name: place_of(segment) for segment in state.layout.segments}
+        coded = {segment.name: segment.span for segment in state.layout.segments}
         self._segments = [each for each in layout.segments if each.numel]
         self._coded = [coded.get(each.name) for each in self._segments]
         device = state.committed.device
@@ -93,7 +93,7 @@ class LoCoPlan(Stage):
         gradient, base = vector.whole(), self._state.base()
         for segment, place in zip(self._segments, self._coded, strict=True):
             if place is not None and self._has_errors(segment, vector):
-                blocks.add(base[place], gradient[place_of(segment)])
+                blocks.add(base[place], gradient[segment.span])
 
     def _fed(self, vector: Vector) -> bool:
         """Write gradients and errors to what is sent in one pass; not of gradients that are all zeros."""
@@ -101,7 +101,7 @@ class LoCoPlan(Stage):
             return False
         base, sent = self._state.base(), vector.take("mean")
         for segment, place, gradient in zip(self._segments, self._coded, vector.pieces, strict=True):
-            out = sent[place_of(segment)]
+            out = sent[segment.span]
             if place is None or not self._has_errors(segment, vector):
                 largest = int(out.copy_(gradient).abs().view(torch.int32).max())
             else:
@@ -118,13 +118,13 @@ class LoCoPlan(Stage):
         for segment, place in zip(self._segments, self._coded, strict=True):
             if place is None:
                 continue
-            if not vector.sends_all(place_of(segment)):
+            if not vector.sends_all(segment.span):
                 kept = 0.0 if self._begins(segment, vector.step) else 1.0 - beta
-                blocks.blend(old[place], kept, sent[place_of(segment)], beta, new[place])
+                blocks.blend(old[place], kept, sent[segment.span], beta, new[place])
             elif new is not old:
                 new[place] = old[place]
             if not self._alone:
-                sent[place_of(segment)] = 0.0
+                sent[segment.span] = 0.0
 
     def norm(self) -> Tensor:
         """Of the committed errors: a scalar."""
@@ -134,7 +134,7 @@ class LoCoPlan(Stage):
         return torch.stack(norms).norm() if norms else torch.zeros((), device=coded.device)
 
     def _has_errors(self, segment: Segment, vector: Vector) -> bool:
-        return not vector.sends_all(place_of(segment)) and not self._begins(segment, vector.step)
+        return not vector.sends_all(segment.span) and not self._begins(segment, vector.step)
 
     def _begins(self, segment: Segment, step: int) -> bool:
         """Whether the errors of a parameter begin at 0, and there is no pass of this step before."""

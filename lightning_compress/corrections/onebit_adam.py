@@ -14,7 +14,7 @@ from lightning_compress.codecs import CODECS, Codec, EFSign
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
-from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Vector
 from lightning_compress.core.workspace import chunk_size, scratch
 from lightning_compress.corrections.correction import Corrected, Correction, CorrectionPlan, zero_where_zero
@@ -39,9 +39,9 @@ class AdamCorrection(Correction):
             )
         return replace(self, freeze_steps=dense_steps)
 
-    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
+    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
         """Adam's two moments, the same on all ranks."""
-        return {"momentum": Declared(layout, "shared"), "variance": Declared(layout, "shared")}
+        return {"momentum": StateSpec(layout, "shared"), "variance": StateSpec(layout, "shared")}
 
     def plan(
         self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None

@@ -1,13 +1,14 @@
-"""The backward passes that make a step, parameter by parameter.
+"""The backward passes of a step, parameter by parameter.
 
-A step of a parameter begins with the first pass that averages its gradient, and ends when the optimizer that owns it
-steps: optimizers may step at different times, and gradients may add up over several passes. What earlier passes made
-counts as long as it is in ``grad``. Before another pass accumulates, it is looked for there; where it is gone, those
-gradients were thrown away, and what was kept of them is, too.
+A parameter's step begins with the first pass that averages its gradient. It ends when the optimizer that owns the
+parameter steps. Different optimizers may step at different times, and gradients may add up over several passes.
 
-What a method makes may be a mean, to which the next pass may add its gradient, or a velocity, a vote, a step of Adam,
-to which it may not. There the output is set aside first, and the method is given the sum of this rank's gradients
-again, from the state with which the step began: as if all passes but the last had been under ``no_sync``.
+The averaged gradient of an earlier pass counts as long as it is in ``grad``, which is checked before another pass
+accumulates. If it is gone, it was discarded, and what was kept of it is discarded too.
+
+A method's output may be a mean, to which the next pass may add its gradient. Or it may be a velocity, a vote or a step
+of Adam, to which nothing may be added. Then the old output is set aside first. The method gets the sum of this rank's
+gradients, and the state at the start of the step, as if all passes but the last had run under ``no_sync``.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from lightning_compress.engine.optimizers import skip_step
 from lightning_compress.settings.run_state import RunState
 
 _PATIENCE = 100
-"""Steps of a single pass after which several are not expected any more."""
+"""Steps of a single pass after which several passes are no longer expected."""
 
 Kept = Mapping[str, bool | Tensor]
-"""By parameter, whether what earlier passes of its step made counts; on an accelerator it may be a bool scalar."""
+"""By parameter: whether the averaged gradient of earlier passes counts; a bool, or a bool scalar on an accelerator."""
 
 
 class Passes:
-    """The backward passes of the steps under way.
+    """The backward passes of the current steps.
 
     Args:
-        parameters: names and tensors of those that several passes may bring before a step; of others, what earlier
-            passes made always counts.
-        sums: keep the sum of each parameter's gradients, in their own dtype, for methods whose output is no mean;
-            without it these refuse a second pass.
-        owned: returns the parameters that the optimizers have, once all are known; else None.
+        parameters: names and tensors of those that several passes may average before a step. For all others, the result
+            of earlier passes always counts.
+        sums: keep the sum of each parameter's gradients, in its dtype, for methods whose output is not a mean. Without
+            it, these methods raise at a second pass.
+        owned: returns the names of all parameters that optimizers own; None if not all optimizers are known.
 
     Attributes:
-        number: how many passes came before this one, since an optimizer stepped last.
-        patience: steps for which ``made`` is to be called, since they may have several passes.
-        open: names of the parameters in a step that is under way.
+        number: earlier passes since the last optimizer step.
+        patience: steps for which ``made`` has to be called, since they may have several passes.
+        open: names of the parameters whose step is not complete.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class Passes:
         self._tensors = {name: weakref.ref(parameter) for name, parameter in parameters}
         self._sums, self._owned = sums, owned
         self.patience = 1
-        self._no_means: set[str] = set()  # what was made of them last may not be added to
+        self._no_means: set[str] = set()  # nothing may be added to their last output
         self._averaged: set[str] = set()  # in this pass
         self.open: set[str] = set()
         self._looked: dict[str, bool | Tensor] = {}  # see ``Kept``; of those that accumulated since they were averaged
-        self._zero: dict[str, Tensor] = {}  # whether all that was made is 0, as where few elements are sent
+        self._zero: dict[str, Tensor] = {}  # whether the last output was all 0, as sparse methods make it
         self._totals: dict[str, Tensor] = {}
-        self._hooks: dict[str, tuple[RemovableHandle, object]] = {}  # and the node that it is of
+        self._hooks: dict[str, tuple[RemovableHandle, object]] = {}  # each with its node, which has to live
         self.number = 0
 
     def watch(self) -> None:
-        """A backward pass may begin: see what is in ``grad`` before it accumulates, where a step is under way."""
+        """Prepare for a backward pass: hook parameters of open steps, to check ``grad`` before it accumulates."""
         if not self.open:
             self._unhook()
         for name in self.open - self._hooks.keys():
@@ -79,7 +80,7 @@ class Passes:
                 self._hooks[name] = accumulates.register_prehook(partial(self._look, name)), accumulates
 
     def _look(self, name: str, _: object) -> None:
-        """Called before a gradient is accumulated."""
+        """Check ``grad`` before a gradient is accumulated into it."""
         parameter = self._parameter(name)
         if parameter is None or name not in self.open:
             return
@@ -91,7 +92,7 @@ class Passes:
             parameter.grad = None
 
     def _holds(self, name: str) -> bool | Tensor:
-        """Whether ``grad`` is what earlier passes made."""
+        """Whether ``grad`` is the result of earlier passes."""
         parameter = self._parameter(name)
         if parameter is None:
             return True
@@ -106,36 +107,36 @@ class Passes:
         return self._tensors[name]() if name in self._tensors else None
 
     def again(self, names: Collection[str]) -> bool:
-        """Whether any of these parameters was averaged in this pass already, so that another one has begun."""
+        """Whether one of these parameters was averaged in this pass already: then another pass has begun."""
         return not self._averaged.isdisjoint(names)
 
     def goes_on(self, names: Iterable[str]) -> bool:
-        """Whether what earlier passes made of any of these parameters counts."""
+        """Whether the result of earlier passes counts for any of these parameters."""
         return any(bool(self._looked[name] if name in self._looked else self._holds(name)) for name in names)
 
     def next(self, goes_on: bool) -> None:
-        """Another pass begins, and no optimizer stepped since the last one."""
+        """Begin another pass; no optimizer stepped since the last one."""
         self._averaged.clear()
         self.number = self.number + 1 if goes_on else 0
 
     def arrive(self, names: Sequence[str], averages: bool) -> tuple[Kept, frozenset[str], bool]:
-        """These parameters are averaged now.
+        """Note that these parameters are averaged now.
 
         Args:
             names: of the parameters.
-            averages: a mean is made of them.
+            averages: whether the method's output is a mean.
 
         Returns:
-            whether what earlier passes made counts, for those whose step is under way; those of them for which this
-            pass has no gradient on this rank, so that DistributedDataParallel brings what ``grad`` holds; and whether
-            the sum over the passes of a step is to be averaged, see ``add_up``.
+            three values. Whether the result of earlier passes counts, for parameters of open steps. The names among
+                these without a gradient on this rank in this pass: DistributedDataParallel sends what ``grad`` holds.
+                And whether the sum over the step's passes is to be averaged, see ``add_up``.
         """
         missing = [name for name in names if name in self.open and name not in self._looked]
         kept = {name: self._holds(name) for name in missing}
         kept |= {name: self._looked.pop(name) for name in names if name in self._looked}
-        for each in kept.values():
-            if isinstance(each, Tensor):  # made on the stream of backward
-                each.record_stream(torch.cuda.current_stream(each.device))
+        for counts in kept.values():
+            if isinstance(counts, Tensor):  # made on the stream of backward
+                counts.record_stream(torch.cuda.current_stream(counts.device))
         self._averaged.update(names)
         self.open.update(names)
         left_out = frozenset(name for name in missing if name in self._hooks and kept[name] is not False)
@@ -152,24 +153,24 @@ class Passes:
         return True
 
     def add_up(self, names: Sequence[str], gradients: Sequence[Tensor], kept: Kept, left_out: Collection[str]) -> None:
-        """Make each gradient, of what one pass brought, the sum over the passes of its step, in place.
+        """Replace each gradient of one pass by the sum over the passes of its step, in place.
 
         Args:
             names: of the parameters.
-            gradients: of each.
+            gradients: one per name.
             kept: from ``arrive``.
-            left_out: likewise.
+            left_out: from ``arrive``.
 
         Raises:
-            RuntimeError: earlier passes count, whose sum is not kept.
+            RuntimeError: earlier passes count, but their sum was not kept.
         """
         if not self._sums:
             held = [name for name, counts in kept.items() if counts is not False]
             owned = self._owned() if held else None
             if late := [name for name in held if owned is None or name in owned]:
                 raise RuntimeError(
-                    f"{late[0]} got a second gradient before its optimizer stepped, and its first one is still in "
-                    "grad: the compressor's output is no mean of gradients, to which another one could be added. Use "
+                    f"{late[0]} got a second gradient before its optimizer stepped, and the first is still in grad: "
+                    "the compressor's output is not a mean, so no gradient can be added to it. Use "
                     "accumulate_grad_batches, or call zero_grad() before each backward"
                 )
             return
@@ -187,26 +188,30 @@ class Passes:
                 gradient.copy_(total)
 
     def made(self, names: Sequence[str], outputs: Sequence[Tensor], left_out: Collection[str]) -> None:
-        """Averaging made these of them.
+        """Record the averaged gradients.
 
         Args:
             names: of the parameters.
-            outputs: of each.
-            left_out: from ``arrive``; where no rank has a gradient, ``grad`` stays, and has to be what was made last.
-
+            outputs: one per name.
+            left_out: from ``arrive``; if no rank has a gradient, ``grad`` stays, so the last output is copied to it.
         """
         for name, output in zip(names, outputs, strict=True):
             if self.patience:
                 self._zero[name] = ~output.any()
-            kept = self._parameter(name) if name in left_out and name in self._no_means else None
-            if kept is not None and kept.grad is not None and kept.grad.data_ptr() != output.data_ptr():
-                kept.grad.copy_(output)
+            parameter = self._parameter(name) if name in left_out and name in self._no_means else None
+            grad = None if parameter is None else parameter.grad
+            if grad is not None and grad.data_ptr() != output.data_ptr():
+                grad.copy_(output)
 
     def end(self, names: set[str], first: bool = True) -> set[str]:
-        """The optimizer of these parameters stepped, the ``first`` one in this step: passes are counted again.
+        """End the step of these parameters after their optimizer stepped.
+
+        Args:
+            names: of the parameters.
+            first: no other optimizer stepped before in this step; the passes are then counted from 0.
 
         Returns:
-            these names, and those of parameters that no optimizer will step.
+            these names, and those of open parameters that no optimizer owns.
         """
         if first:
             self._averaged.clear()
@@ -224,7 +229,7 @@ class Passes:
         return names
 
     def drop(self) -> None:
-        """All that was averaged since optimizers stepped is thrown away."""
+        """Discard everything that was averaged since the last optimizer step."""
         self._averaged.clear()
         self.number = 0
         self.open.clear()
@@ -236,85 +241,78 @@ class Passes:
         self._hooks.clear()
 
     def close(self) -> None:
-        """Stop looking, and give memory back."""
+        """Remove the hooks and free the memory."""
         self._unhook()
         self._totals.clear()
         self._zero.clear()
 
 
 class FiniteGuard:
-    """Whether the current step's gradients are finite, on the device; equal on all ranks.
+    """Track on the device whether the current step's gradients are finite; the same on all ranks.
 
     Args:
-        device: where gradients are.
-        settings: what is done about it.
+        device: of the gradients.
+        settings: say what to do about non-finite gradients.
 
     Attributes:
-        count: int64 scalar, steps so far with gradients that were not finite.
-        flags: what groups found in this step, and the names of their parameters.
-        refused: the optimizers of this step were kept from stepping.
+        count: int64 scalar, steps so far with a non-finite gradient.
+        flags: for each group of this step, its flag (0.0 or NaN) and the names of its parameters.
+        checks: whether ``before_step`` has to be called before an optimizer steps.
+        refused: optimizers were kept from stepping in this step.
     """
 
     def __init__(self, device: torch.device, settings: RunState) -> None:
-        self.flags: list[tuple[Tensor, frozenset[str]]] = []
+        self.flags: list[tuple[Tensor, Collection[str]]] = []
         self._zero = torch.zeros((), device=device)
         self._policy = settings.options.on_nonfinite
+        self.checks = self._policy != "pass"
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.refused = False
 
-    @property
-    def looks(self) -> bool:
-        """Whether something is done about it before an optimizer steps."""
-        return self._policy != "pass"
-
     def begin_step(self) -> None:
-        """Nothing is known."""
+        """Forget the last step's flags."""
         self.refused = False
         self.flags.clear()
 
-    def add(self, flag: Tensor, names: Iterable[str]) -> None:
-        """Note what a group of these parameters found: 0.0, or NaN."""
-        self.flags.append((flag, frozenset(names)))
-
     def found(self, names: Collection[str] | None = None) -> Tensor:
-        """Bool scalar: a gradient was not finite, of a group that has any of these parameters."""
-        flags = [flag for flag, own in self.flags if names is None or not own.isdisjoint(names)]
+        """Bool scalar: a gradient was not finite in a group that has any of these parameters (None: in any group)."""
+        wanted = None if names is None else set(names)
+        flags = [flag for flag, of_group in self.flags if wanted is None or not wanted.isdisjoint(of_group)]
         return torch.stack([self._zero, *flags]).sum().isnan()
 
     def rejected(self, optimizer: Optimizer, names: Collection[str], first: bool) -> Tensor:
-        """Bool scalar: a step that the optimizer of these parameters made does not count: gradients were not finite.
+        """Return whether an optimizer's step does not count, because gradients were not finite.
 
         Args:
             optimizer: has stepped.
             names: of its parameters.
-            first: no other one has stepped before in this step.
+            first: no other optimizer stepped before in this step.
+
+        Returns:
+            bool scalar.
         """
         if first:
             self.note()
-        found, scaled = self.found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        found, scaled = self.found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips on its own
         return found if scaled is None else found | (scaled > 0).to(found.device).squeeze()
 
     def note(self) -> None:
         """Count the step if its gradients were not finite."""
         self.count.add_(self.found())
 
-    def forget(self) -> None:
-        """Begin again."""
-        self.begin_step()
-
     def before_step(self, optimizer: Optimizer, problem: str) -> None:
-        """Keep the optimizer from stepping with gradients that are not finite; waits for the device.
+        """Keep the optimizer from stepping with non-finite gradients; waits for the device.
 
         Args:
             optimizer: is about to step.
-            problem: what to say then.
+            problem: beginning of the error message.
 
         Raises:
-            FloatingPointError: they are not, and the policy is "raise"; on all ranks.
+            FloatingPointError: a gradient is not finite and the policy is "raise"; on all ranks.
         """
         self.refused = self.refused or bool(self.found())
         if not self.refused:
             return
         if self._policy == "raise":
-            raise FloatingPointError(f"{problem}; on_nonfinite='skip' leaves such steps out")
+            raise FloatingPointError(f"{problem}; on_nonfinite='skip' skips such steps")
         skip_step(optimizer)

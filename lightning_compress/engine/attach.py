@@ -1,4 +1,4 @@
-"""The entry point: compress the averaging of a DistributedDataParallel model."""
+"""The entry point: compress the gradient averaging of a DistributedDataParallel model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_compress.settings.run_state import RunState
 log = logging.getLogger("lightning_compress")
 
 _FIRST_BUCKET = 1 << 20
-"""Bytes of DistributedDataParallel's first bucket, unless its cap is given."""
+"""Bytes of DistributedDataParallel's first bucket, unless the user set a cap."""
 
 
 def attach(
@@ -41,43 +41,44 @@ def attach(
 ) -> Compression:
     """Compress the gradient averaging of a bare DistributedDataParallel model.
 
-    Call it on every rank, once, before the first backward. ``none``, also where ``auto`` chooses it, and one rank leave
-    the model as it is. Rank 0 says in a line what runs: to the log, or where none is shown to stderr.
+    Call it on every rank, once, before the first backward. The model stays as it is with ``none``, if ``auto`` chooses
+    ``none``, and on one rank. Rank 0 logs one line that says what runs, or prints it to stderr if logging is not
+    configured.
 
     Args:
         ddp: the model.
         compressor: see ``CompressedDDPStrategy``.
-        exchange: likewise.
-        scale: returns what the loss is multiplied by, so that residuals survive a change of it; None where there is no
-            scaler. With a GradScaler, enabled or not: ``lambda: getattr(scaler, "_scale", None)``.
-        optimizer: the model's, one or several, on which ``error_feedback`` depends where that is left to the method; it
-            need not be given, and then every biased method keeps a full residual. A run that goes on from a state with
-            ``residual_follows_lr``, or a schedule by the learning rate, needs it to go on exactly: it would be known
-            from its first step on only.
-        **settings: ``error_feedback`` and the others of ``CompressedDDPStrategy``, from ``warmup_steps``
-            to ``check_drift_every``; but for those on checkpoints, ``state`` and ``strict_state``. Where a schedule
-            goes by epochs, or ``dgc`` warms up, set the handle's ``epoch`` when one begins.
+        exchange: see ``CompressedDDPStrategy``.
+        scale: returns the factor of the loss, so that residuals survive a change of it; None if there is no scaler.
+            With a GradScaler, enabled or not: ``lambda: getattr(scaler, "_scale", None)``.
+        optimizer: the model's optimizer, or several. ``error_feedback="auto"`` needs it to choose. Otherwise it may be
+            left out; then every biased method keeps a full residual. To resume a run exactly with
+            ``residual_follows_lr`` or a schedule by the learning rate, give it: it would only be known from its first
+            step on.
+        **settings: ``error_feedback`` and the other arguments of ``CompressedDDPStrategy`` from ``warmup_steps`` to
+            ``check_drift_every``, but not ``state`` and ``strict_state``, which are about checkpoints. If a schedule
+            counts epochs, or ``dgc`` warms up, set the handle's ``epoch`` at the start of each epoch.
 
     Returns:
-        the handle: ``summary`` (what runs, in a line), ``stats()``, ``retune()``, ``roll_back()`` (throws away what
-        was averaged since an optimizer stepped) and ``close()``.
+        the handle: ``summary`` (one line that says what runs), ``stats()``, ``retune()``, ``roll_back()`` (discards
+            what was averaged since an optimizer stepped) and ``close()``.
 
     Raises:
-        ValueError: settings, module or ranks that cannot work together; on every rank.
+        ValueError: settings, module or ranks cannot work together; on every rank.
     """
     chosen = RunState.of(compressor, exchange, **settings)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     if chosen.options.error_feedback.asks and not optimizers:
         raise ValueError(
-            "error_feedback='auto' depends on the optimizer; give it as attach(..., optimizer=optimizer), or leave "
-            "error_feedback out for a full residual where the method is biased"
+            "error_feedback='auto' depends on the optimizer: pass attach(..., optimizer=optimizer), or leave "
+            "error_feedback out to keep a full residual if the method is biased"
         )
     checks.check_ddp(ddp)
     by_epoch = chosen.options.schedule.by_epoch and not settings.get("schedule")
     if by_epoch and TorchCollective(ddp.process_group).rank == 0:
         log.warning(
-            "%s begins with other settings, epoch by epoch: set the handle's epoch when one begins, or give a schedule "
-            "by steps, or schedule='none'",
+            "%s changes its settings in the first epochs: set the handle's epoch at the start of each epoch, or give a "
+            "schedule by steps, or schedule='none'",
             chosen.compressor,
         )
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
@@ -91,15 +92,14 @@ def attach(
 
 
 def say(compression: Compression) -> None:
-    """Show what runs, and what is wrong with it: on one rank."""
-    made = compression.forecast
-    announce(made.line)
-    if made.warning and log.level <= logging.INFO:
-        log.warning(made.warning)
+    """Announce what runs, and its warning; call it on one rank."""
+    announce(compression.forecast.line)
+    if compression.forecast.warning and log.level <= logging.INFO:
+        log.warning(compression.forecast.warning)
 
 
 def announce(line: str) -> None:
-    """Show a line: in the log, or where none is shown on stderr; not where the log was turned down by hand."""
+    """Log a line, or print it to stderr if logging is not configured; do nothing if the log level was raised."""
     if log.level > logging.INFO:
         return
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
@@ -109,15 +109,15 @@ def announce(line: str) -> None:
 
 
 def check_setup(settings: RunState, module: nn.Module, collective: Collective, device: torch.device) -> None:
-    """Everything that can be refused before training; talks to the other ranks first, so that none of them waits.
+    """Check everything that can be checked before training; a problem on one rank stops all, so that none waits.
 
     Raises:
-        ValueError: on every rank.
+        ValueError: something is wrong on any rank; on every rank.
     """
     problem = None
     try:
         checks.check_module(module, settings)
-        kernels.compiler(device)  # may refuse what the environment asks for
+        kernels.compiler(device)  # raises if the environment asks for kernels that are not there
     except ValueError as error:
         problem = error
     checks.check_ranks_agree(settings, module, problem, collective, device)
@@ -130,12 +130,12 @@ def compress(
     kept: object = None,
     accumulates: bool = True,
 ) -> Compression:
-    """``attach`` for what was checked already.
+    """``attach`` for a model and settings that were checked already.
 
     Args:
         ddp: the model.
-        settings: likewise.
-        scale: likewise.
+        settings: the user's settings.
+        scale: see ``attach``.
         kept: what an earlier run chose, see ``decide``.
         accumulates: see ``Compression``.
     """
@@ -148,7 +148,7 @@ def compress(
     idle = alone or settings.plain
     own = None
     if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
-        own = collective.apart()  # Gloo goes by order
+        own = collective.apart()  # Gloo matches collectives by their order
     unused = ddp.find_unused_parameters or ddp.static_graph
     compression = Compression(
         ddp.module,
@@ -168,7 +168,7 @@ def compress(
         compression.at_close(lambda: None if compression.active else own.close())
 
     def loaded() -> None:
-        """A state says what goes on."""
+        """Switch to what the loaded state runs."""
         runs = compression.next_settings
         if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
@@ -180,6 +180,6 @@ def compress(
 
 
 def _caps(ddp: DistributedDataParallel) -> tuple[int, int]:
-    """Bytes at which the model's first bucket is full, and the others, once it has rebuilt them."""
+    """Return the bytes at which the first bucket and all others are full, after they were rebuilt."""
     first = _FIRST_BUCKET if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
     return min(first, ddp.bucket_bytes_cap), ddp.bucket_bytes_cap

@@ -1,4 +1,4 @@
-"""What cannot work is refused before training, on every rank."""
+"""Checks before training: raise on every rank if something cannot work."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState
 
 _STOCK = "or use CompressedDDPStrategy('none') with its default settings, which is DistributedDataParallel itself"
-_OWN_HOOK = "it brings a communication hook of its own, and DistributedDataParallel takes one only"
+_OWN_HOOK = "it registers a communication hook, and DistributedDataParallel supports only one"
 _BYPASS = "these parameters would bypass the compression; use rules=[{'match': [...], 'compressor': 'none'}] instead"
 _REFUSED_DDP_ARGUMENTS = {
     "ddp_comm_hook": "compression is itself the communication hook; choose it with compressor=",
     "ddp_comm_state": "compression keeps its own state; remove the argument",
-    "ddp_comm_wrapper": "there is no hook to wrap; for 16 bit on the wire use compressor='bf16' or 'fp16'",
+    "ddp_comm_wrapper": "there is no hook to wrap; to send 16 bits use compressor='bf16' or 'fp16'",
     "mixed_precision": f"{_OWN_HOOK}; use Trainer(precision=...) instead",
     "delay_all_reduce_named_params": _BYPASS,
     "param_to_hook_all_reduce": _BYPASS,
@@ -33,7 +33,7 @@ _GIVEN_BY_LIGHTNING = {"self", "module", "device_ids"}
 
 
 def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
-    """Refuse arguments of DistributedDataParallel that take its communication hook away.
+    """Raise ValueError for arguments of DistributedDataParallel that occupy its communication hook.
 
     Raises:
         ValueError: one of them is given.
@@ -44,26 +44,25 @@ def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
 
 
 def check_known(arguments: Collection[str], strategy: type, ours: Sequence[str]) -> None:
-    """Refuse what neither the strategy that ours is made of nor DistributedDataParallel takes.
+    """Raise ValueError for arguments that neither the strategy's base classes nor DistributedDataParallel take.
 
     Args:
-        arguments: names that are none of ours.
+        arguments: names of arguments that the strategy itself does not have.
         strategy: the class.
-        ours: names that are ours, or may be meant.
+        ours: names of the strategy's own arguments, which may be meant.
 
     Raises:
         ValueError: one of them is unknown.
     """
     check_gone(arguments)
-    makers = [
-        each.__dict__["__init__"] for each in [*strategy.__mro__, DistributedDataParallel] if "__init__" in vars(each)
-    ]
-    theirs = {name for make in makers for name in _named(make)} - _GIVEN_BY_LIGHTNING - set(ours)
+    bases = [*strategy.__mro__, DistributedDataParallel]
+    constructors = [base.__dict__["__init__"] for base in bases if "__init__" in vars(base)]
+    inherited = {name for make in constructors for name in _named(make)} - _GIVEN_BY_LIGHTNING - set(ours)
     for name in arguments:
-        if name not in theirs:
-            close = difflib.get_close_matches(name, [*ours, *sorted(theirs)], n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join([*ours, *sorted(theirs)])}"
-            raise ValueError(f"{strategy.__name__} has no argument {name!r}{meant}")
+        if name not in inherited:
+            close = difflib.get_close_matches(name, [*ours, *sorted(inherited)], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join([*ours, *sorted(inherited)])}"
+            raise ValueError(f"{strategy.__name__} has no argument {name!r}{hint}")
 
 
 def _named(make: Callable[..., None]) -> list[str]:
@@ -75,7 +74,7 @@ def _named(make: Callable[..., None]) -> list[str]:
 
 
 def check_accumulation(static_graph: bool, accumulate: int) -> None:
-    """Refuse a static graph with accumulation, which DistributedDataParallel itself cannot do.
+    """Raise ValueError for a static graph with accumulation, which DistributedDataParallel does not support.
 
     Raises:
         ValueError: both are on.
@@ -88,29 +87,29 @@ def check_accumulation(static_graph: bool, accumulate: int) -> None:
 
 
 def check_clipping(settings: RunState, clip: float | None) -> None:
-    """Refuse to clip what the optimizer is given, by norm or by value, where that is no mean of gradients.
+    """Raise ValueError if gradient clipping would apply to a method whose output is not a mean of gradients.
 
     Raises:
-        ValueError: it would be clipped.
+        ValueError: it would.
     """
     if not clip or clip < 0 or (by := settings.steps_by) is None:
         return
     raise ValueError(
-        f"gradient_clip_val={clip} cannot be combined with {by}, which gives the optimizer steps and no mean of "
-        "gradients: clipping would shorten every step. Clip the gradients of each rank before they are compressed, by "
-        f"local_clip_norm={clip} of the strategy, and set gradient_clip_val=None"
+        f"gradient_clip_val={clip} cannot be combined with {by}, which gives the optimizer steps instead of mean "
+        "gradients, so clipping would shorten every step. Use the strategy's "
+        f"local_clip_norm={clip}, which clips each rank's gradients before compression, and gradient_clip_val=None"
     )
 
 
 def check_ddp(ddp: DistributedDataParallel) -> None:
-    """Refuse what is no DistributedDataParallel, or was built with what ``check_ddp_arguments`` refuses.
+    """Raise ValueError if this is not a DistributedDataParallel, or has arguments that ``check_ddp_arguments`` rejects.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is not, or has.
     """
-    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # which torch.compile wraps
+    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps it
         raise ValueError(
-            f"{type(ddp).__name__} is no DistributedDataParallel: give "
+            f"{type(ddp).__name__} is not a DistributedDataParallel: pass "
             "torch.nn.parallel.DistributedDataParallel(module), on every rank"
         )
     check_ddp_arguments(
@@ -122,12 +121,12 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
 
 
 def check_module(module: nn.Module, settings: RunState) -> None:
-    """Refuse modules whose gradients cannot be compressed as they reach the communication hook, and idle patterns.
+    """Raise ValueError for modules whose gradients cannot be compressed, and for rules that match no parameter.
 
     Raises:
-        ValueError: a module is lazy; an embedding has sparse gradients, an optimizer runs inside backward, a parameter
-            is complex, or they are on several devices, which ``none`` leaves to DistributedDataParallel; or a rule
-            takes nothing.
+        ValueError: a module is lazy, an embedding has sparse gradients, an optimizer runs inside backward, a parameter
+            is complex, parameters are on several devices, or a rule matches no parameter. ``none`` leaves all but the
+            first and the last to DistributedDataParallel.
     """
     check_initialized(module)
     parameters = trained_parameters(module)
@@ -136,32 +135,33 @@ def check_module(module: nn.Module, settings: RunState) -> None:
     optimize_ddp = getattr(torch._dynamo.config, "optimize_ddp", True)
     if isinstance(optimize_ddp, str) and optimize_ddp.startswith("python_reducer"):
         raise ValueError(
-            f"torch._dynamo.config.optimize_ddp={optimize_ddp!r} calls hooks with other arguments; set it to True"
+            f"torch._dynamo.config.optimize_ddp={optimize_ddp!r} calls hooks with arguments that compression does not "
+            "support; set it to True"
         )
     settings.rules.bound(kinds_of(module)).check([name for name, _ in parameters])
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Refuse lazy modules that have seen no batch.
+    """Raise ValueError for lazy modules that have not seen a batch.
 
     Raises:
-        ValueError: there is one; it is named.
+        ValueError: there is one; the message names it.
     """
     for name, child in module.named_modules():
-        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        if any(is_lazy(each) for each in own):
+        tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if any(is_lazy(tensor) for tensor in tensors):
             raise ValueError(
                 f"{name or 'the module'} is a {type(child).__name__} whose parameters have no shape yet: run one batch "
-                "through the model before the fit"
+                "through the model before training"
             )
 
 
 def _check_gradients(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse modules whose gradients do not reach the communication hook as dense real numbers of one device."""
+    """Raise ValueError if gradients do not reach the hook as dense real numbers on one device."""
     if len(devices := {str(parameter.device) for _, parameter in parameters}) > 1:
         raise ValueError(
-            f"the model is on {', '.join(sorted(devices))}: what one process compresses has to be on one device; put "
-            f"it there, {_STOCK}"
+            f"the model is on {', '.join(sorted(devices))}, but compression needs one device per process: move the "
+            f"model to one device, {_STOCK}"
         )
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
@@ -169,62 +169,64 @@ def _check_gradients(module: nn.Module, parameters: Sequence[tuple[str, nn.Param
     for name, parameter in parameters:
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
-                f"{name} is stepped inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
+                f"the optimizer of {name} runs inside backward (_apply_optimizer_in_backward): {_OWN_HOOK}; "
                 f"step the optimizer after backward, {_STOCK}"
             )
         if parameter.is_complex():
             raise ValueError(
-                f"{name} is {parameter.dtype}, and must be real. Keep it as a real parameter of shape (..., 2) and use "
+                f"{name} is {parameter.dtype}, but must be real. Use a real parameter of shape (..., 2) and "
                 f"torch.view_as_complex in forward, {_STOCK}"
             )
 
 
 def check_running(ddp: DistributedDataParallel) -> None:
-    """Refuse ``Join``, under which ranks without data would go on exchanging messages of nothing.
+    """Raise ValueError inside ``Join``, where ranks without data would keep exchanging messages.
 
     Raises:
         ValueError: the model runs inside ``torch.distributed.algorithms.Join``.
     """
     if ddp._join_config.enable:
         raise ValueError(
-            "Join (uneven inputs) cannot be combined with compression; give all ranks the same number of batches "
-            "(a DistributedSampler does), or use compressor='none'"
+            "Join (uneven inputs) cannot be combined with compression; give all ranks the same number of batches, as "
+            "DistributedSampler does, or use compressor='none'"
         )
 
 
 def check_ranks_agree(
     settings: RunState, module: nn.Module, problem: ValueError | None, collective: Collective, device: torch.device
 ) -> None:
-    """Compare settings and parameters over the ranks, and let all of them stop where one has to.
+    """Compare settings and parameters over the ranks, and raise on all ranks if one has a problem.
 
     Args:
         settings: this rank's.
         module: this rank's.
         problem: why this rank cannot train, or None.
         collective: the ranks.
-        device: where to exchange.
+        device: of the tensors that are exchanged.
 
     Raises:
-        ValueError: on every rank, naming those that differ from rank 0, or this rank's problem, or whose it is.
+        ValueError: on every rank. It is this rank's own problem, the problem of the first rank that has one, or the
+            list of ranks that differ from rank 0.
     """
     named = trained_parameters(module)
     try:
         used = kernels.compiler(device)
-    except ValueError as error:  # the rank whose problem it is raises it
+    except ValueError as error:  # check_setup has caught it as this rank's problem
         used = str(error)
-    said = {
+    compared = {
         "compression settings": settings,
         "trained parameters (names, shapes, dtypes)": [
-            (name, None if is_lazy(each) else tuple(each.shape), str(each.dtype)) for name, each in named
+            (name, None if is_lazy(parameter) else tuple(parameter.shape), str(parameter.dtype))
+            for name, parameter in named
         ],
-        # on an accelerator they add up in another order than tensor operations do
+        # on an accelerator, kernels sum in another order than tensor operations do
         f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": used,
     }
-    consensus.check(said, problem, collective, device, f"{consensus.ALIKE}. Rank {collective.rank} has {settings}")
+    consensus.check(compared, problem, collective, device, f"{consensus.ALIKE}. Rank {collective.rank} has {settings}")
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that get gradients, by the names a user knows them under."""
+    """Return parameters that require a gradient, with the names that a user knows (without ``_orig_mod.``)."""
     return [
         (name.replace("_orig_mod.", ""), parameter)
         for name, parameter in module.named_parameters()
@@ -233,16 +235,16 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
 
 
 BESIDE = "_averaged_beside"
-"""Attribute of a module: names of parameters that leave DistributedDataParallel, and are averaged all the same."""
+"""Attribute of a module: names of parameters that DistributedDataParallel ignores but something else averages."""
 
 
 def averaged_beside(module: nn.Module) -> set[str]:
-    """Names of parameters that something else averages, as ``BESIDE`` says."""
+    """Return the names of parameters that something else averages, see ``BESIDE``."""
     return set(getattr(module, BESIDE, ()))
 
 
 def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: Collective) -> dict[int, str]:
-    """Names of parameters that are not averaged, though that was not asked for, by their ``id``; none on one rank."""
+    """Return names of parameters that are not averaged although not ignored, by their ``id``; none on one rank."""
     named = module.named_parameters() if collective.size > 1 else ()
     return {
         id(parameter): name.replace("_orig_mod.", "")

@@ -1,9 +1,9 @@
-"""The compression of one model, step by step: gradients are taken over; what is kept is committed or rolled back."""
+"""The compression of one model: average gradients in every step, then commit or roll back the states."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 
 import torch
@@ -35,32 +35,34 @@ ScaleSource = Callable[[], Tensor | None]
 
 
 class Compression:
-    """The compression of one model's gradients, from ``attach`` to ``close``.
+    """Compress the gradients of one model, from ``attach`` to ``close``.
 
-    A step begins with the first bucket after an optimizer stepped, and ends when an optimizer that owns any of the
-    model's parameters has really stepped: then the residuals of its parameters are committed. The others' wait as long
-    as ``grad`` holds what was averaged, and are rolled back where it is gone, or was not finite; see ``Passes``.
+    A step begins with the first bucket after an optimizer stepped. It ends when an optimizer that owns any of the
+    model's parameters has really stepped. Then the residuals of its parameters are committed. The residuals of other
+    parameters stay pending as long as ``grad`` holds their averaged gradient. They are rolled back if that gradient is
+    gone or was not finite; see ``Passes``.
 
     Args:
         module: the model.
-        settings: what the user chose, equal on all ranks.
+        settings: the user's settings, equal on all ranks.
         collective: the ranks to average over.
-        scale: returns what the loss is multiplied by (a GradScaler's scale), or None.
+        scale: returns the factor of the loss (a GradScaler's scale), float32 scalar, or None.
         ignored: names of parameters that are not averaged.
         unused: parameters may be without a gradient in a step; see ``Group``.
-        accumulates: passes that synchronise may add up, also for methods whose output is no mean, which else refuse it.
+        accumulates: allow several synchronising passes in a step for methods whose output is not a mean. They raise
+            otherwise.
         caps: see ``Groups``.
-        kinds: of the parameters, where ``module`` is not what owns them in the model; see ``kinds_of``.
+        kinds: kind of each parameter by name, where ``module`` is not the module that owns them; see ``kinds_of``.
 
     Attributes:
-        active: it does the averaging; otherwise DistributedDataParallel does.
-        family: what the run began with, which state is of.
-        settings: what runs now.
-        next_settings: what the next step begins with.
+        active: whether compression averages the gradients; otherwise DistributedDataParallel does.
+        family: the method that the run began with; a state can only be loaded into the same family.
+        settings: the settings of the current step.
+        next_settings: the settings of the next step.
         step: optimizer steps so far.
-        epoch: the current one; the training loop sets it, where a schedule counts epochs.
-        meter: counts.
-        forecast: what runs, and what it sends, once it was computed.
+        epoch: the current epoch; the training loop sets it, for schedules that count epochs.
+        meter: counters of bytes, time and error.
+        forecast: the description of what runs and what it sends, once it was computed.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Compression:
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
         self.settings = self.next_settings = settings.bound(kinds_of(module) if kinds is None else kinds)
-        self._scheduled: dict[str, object] = {}  # what the schedule said last, as primitives
+        self._scheduled: dict[str, object] = {}  # the schedule's last values, as primitives
         self.family, self._keeper = settings.family, settings.optimizing
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
@@ -88,7 +90,7 @@ class Compression:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
-        self._workspace = Workspace()  # other models of the process average at the same time
+        self._workspace = Workspace()  # its own, since other models of the process may average at the same time
         self._finite = FiniteGuard(self.device, settings)
         self._passes = Passes(parameters, accumulates, self._optimizers.all_owned)
         self._last_state: StateDict | None = None
@@ -102,14 +104,16 @@ class Compression:
         watch(self)
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Replace gradients by their mean over the ranks; a collective call, with equal parameters in equal order.
+        """Replace gradients by their mean over the ranks.
+
+        Collective: all ranks call it with the same parameters in the same order.
 
         Args:
-            parameters: of the model, in any order and number; those that come together once do so in every step.
-            gradients: of each, contiguous, of one floating-point dtype.
+            parameters: of the model, any number in any order; those of one call come together in every step.
+            gradients: one per parameter, contiguous, of one floating-point dtype.
         """
         with self._workspace.used():
-            names = [self._names[id(each)] for each in parameters]
+            names = [self._names[id(parameter)] for parameter in parameters]
             if not self._stepped and self._passes.again(names):
                 self._begin_pass(names)
             if self._stepped:
@@ -121,49 +125,44 @@ class Compression:
                 self._average(group, [gradients[place] for place in places])
 
     def _average(self, group: Group, gradients: Sequence[Tensor]) -> None:
-        kept, left_out, adds_up = self._passes.arrive(group.given, group.averages)
+        kept, left_out, adds_up = self._passes.arrive(group.bucket_names, group.averages)
         if kept:
             group.forget(kept)
         turn, missing = self._passes.number, left_out
-        if adds_up:  # of all gradients of this step, from where it began
-            self._passes.add_up(group.given, gradients, kept, left_out)
+        if adds_up:  # average the sum of this step's gradients, from the state at its start
+            self._passes.add_up(group.bucket_names, gradients, kept, left_out)
             turn, missing = 0, frozenset()
             for state in group.states.values():
                 state.roll_back()
         try:
             flag = group.reduce(gradients, self.step, self._scale(), turn, missing)
         except Exception as error:
-            errors.explain(error, f"step {self.step}, averaging {group.given[0]} and on", self._collective.rank)
+            where = f"step {self.step}, averaging the group that begins with {group.bucket_names[0]}"
+            errors.explain(error, where, self._collective.rank)
         if left_out or self._passes.patience:
-            self._passes.made(group.given, gradients, left_out)
-        self._finite.add(flag, group.names)
+            self._passes.made(group.bucket_names, gradients, left_out)
+        self._finite.flags.append((flag, group.names))
         if self._drift.every and (self.step + 1) % self._drift.every == 0:
-            self._drift.note(group.given, gradients)
+            self._drift.record(group.bucket_names, gradients)
 
-    def beside(self, names: Iterable[str], sent: int, dense: int, flag: Tensor) -> None:
-        """These parameters were averaged in this backward by something else; to be called at its end.
+    def count(self, sent: int, dense: int, flag: Tensor | None = None, names: Collection[str] = ()) -> None:
+        """Count what something else averaged in this backward pass.
 
         Args:
-            names: of the model's parameters.
-            sent: bytes that this rank sent for them.
-            dense: bytes that stock DDP would have sent.
-            flag: float32 scalar, 0.0, or NaN if a rank's gradient is not finite.
+            sent: bytes that this rank sent.
+            dense: bytes that stock DistributedDataParallel would have sent.
+            flag: float32 scalar, 0.0, or NaN if any rank's gradient is not finite; None: not known.
+            names: of the parameters that the flag is about.
         """
         if self._stepped:
             self._begin_step()
         self.meter.bytes_sent += sent
         self.meter.bytes_dense += dense
-        self._finite.add(flag, names)
-
-    def count(self, sent: int) -> None:
-        """DistributedDataParallel averages in this backward, with so many bytes."""
-        if self._stepped:
-            self._begin_step()
-        self.meter.bytes_sent += sent
-        self.meter.bytes_dense += sent
+        if flag is not None:
+            self._finite.flags.append((flag, names))
 
     def _begin_step(self) -> None:
-        """The first bucket of a step."""
+        """Prepare a step, at its first bucket."""
         self._stepped = False
         if self._passes.open:
             self.groups.reject(self._finite.found)
@@ -175,11 +174,11 @@ class Compression:
             self._follow_schedule()
         if self.next_settings is not self.settings:
             self.settings = self.next_settings
-            self.groups.look_again()  # groups are rebuilt, and take over their states by name
+            self.groups.by_bucket.clear()  # each bucket rebuilds its groups, which copy their states by name
         self.meter.begin_step()
 
     def _follow_schedule(self) -> None:
-        """Retune where the schedule's values change; in between, ``retune`` decides."""
+        """Retune if the schedule's values changed; between two changes, ``retune`` decides."""
         rate = self._optimizers.rate() if self.settings.options.schedule.by_rate else None
         values = self.next_settings.options.schedule.values(Progress(self.step, self.epoch, rate))
         described = {
@@ -190,33 +189,35 @@ class Compression:
             self.next_settings = self.next_settings.retuned(None, values)
 
     def _begin_pass(self, names: Sequence[str]) -> None:
-        """Another backward begins, and no optimizer stepped: its gradients add up, or the step was skipped."""
+        """Begin another backward pass without an optimizer step: its gradients add up, or the step was skipped."""
         self.groups.reject(self._finite.found)
         self._finite.note()
         self._finite.begin_step()
-        # ranks draw alike, whatever one of them throws away
+        # all ranks have to draw the same random numbers, even if only one of them discards its gradients
         (goes_on,) = consensus.anywhere([self._passes.goes_on(names)], self._collective, self.device)
         self._stepped = not goes_on
         self._passes.next(goes_on)
 
     def state_dict(self) -> StateDict:
-        """What the optimizer steps have committed so far, on this rank: tensors and primitives.
+        """Return this rank's state as committed by the last optimizer step: tensors and primitives.
 
-        Every rank has its own. It refers to memory that later steps replace or reuse: save or copy it at once.
+        Each rank has its own. The tensors' memory is replaced or reused by later steps: save or copy it at once.
         """
         if self._last_state is not None:
             return self._last_state
         running = kept_of(self.settings, self.next_settings, self._scheduled)
-        return self.groups.save(self.family, self.step, self._optimizers.rates, running)
+        states = [(group.bucket_names, group.states) for group in self.groups.all]
+        rates, orders = self._optimizers.rates, self.groups.orders
+        return state_dict.build(self.family, self.step, rates, running, states, orders)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from a ``state_dict``, in its groups; parameters that it does not know begin anew.
+        """Continue from a ``state_dict`` and its groups; parameters that it lacks start from zero.
 
         All ranks must call it.
 
         Raises:
-            ValueError: it is none, or of another method, and nothing changed; or parts of it have no place here, and
-                everything begins anew.
+            ValueError: it is not a state, or of another method; then nothing changed. Or parts of it do not fit; then
+                all states are reset.
         """
         state_dict.check(state)
         if state["method"] not in self.settings.families:
@@ -228,20 +229,20 @@ class Compression:
             if self.active or not self.settings.plain:
                 with self._workspace.used():
                     self.groups.restore(state, self.settings)
-        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # nothing of it stays
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # keep nothing of it
             self.settings, self.next_settings, self._scheduled = before
             self.reset()
             raise ValueError(str(error)) from error
         self._optimizers.rates.update(state["rates"])
         self.step = state["step"]
-        theirs, ours = coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
-        if theirs != ours and self._collective.rank == 0:
-            log.warning("the checkpoint was trained with %s; this run goes on with %s", theirs, ours)
+        saved, chosen = coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
+        if saved != chosen and self._collective.rank == 0:
+            log.warning("the checkpoint was trained with %s; this run continues with %s", saved, chosen)
         for callback in self._at_load:
             callback()
 
     def stepped_by(self, optimizers: Sequence[Optimizer]) -> None:
-        """These are the model's optimizers, on which ``error_feedback="auto"`` depends; before the first step."""
+        """Set the model's optimizers, on which ``error_feedback="auto"`` depends; call it before the first step."""
         self._optimizers.complete = bool(optimizers)
         if len(self.groups) or not self.active:
             return
@@ -250,27 +251,27 @@ class Compression:
             callback()
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """Let a method that takes over a part of the optimizer's work check that the optimizer does not repeat it.
+        """Let a method that does part of the optimizer's work check that the optimizer does not repeat it.
 
         Raises:
             ValueError: the method cannot work with this optimizer.
         """
         self._optimizers.see(optimizer)
-        workers = [each for each in (self.settings.correction, self._keeper) if each]
-        for said in self._optimizers.take_over(optimizer, workers) if self.active else ():
+        workers = [worker for worker in (self.settings.correction, self._keeper) if worker]
+        for line in self._optimizers.take_over(optimizer, workers) if self.active else ():
             if self._collective.rank == 0:
-                log.info(said)
+                log.info(line)
 
     @property
-    def looks(self) -> bool:
-        """Whether something is done about gradients that are not finite."""
-        return self.active and self._finite.looks and self._scale() is None  # a GradScaler skips such steps itself
+    def checks_gradients(self) -> bool:
+        """Whether ``before_step`` has to see the gradients before an optimizer uses them."""
+        return self.active and self._finite.checks and self._scale() is None  # a GradScaler skips such steps itself
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Keep the optimizer from stepping with gradients that are not finite.
+        """Keep the optimizer from stepping with non-finite gradients.
 
         Raises:
-            FloatingPointError: they are not, and that is to be an error; on all ranks.
+            FloatingPointError: a gradient is not finite and ``on_nonfinite="raise"``; on all ranks.
         """
         if self._optimizers.owned(optimizer):
             names = [name for group in self.groups for name in group.nonfinite]
@@ -278,10 +279,10 @@ class Compression:
             self._finite.before_step(optimizer, f"step {self.step}: gradients are not finite {where}")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer stepped: the residuals of its parameters are committed, unless a gradient was not finite."""
+        """Commit the residuals of the optimizer's parameters, unless a gradient was not finite."""
         if not (names := self._optimizers.owned(optimizer)) or self._finite.refused:
             return
-        first = not self._stepped  # of several optimizers, or an optimizer inside another one
+        first = not self._stepped  # a step may have several optimizers, or an optimizer inside another one
         rejected = self._finite.rejected(optimizer, names, first)
         follows, ended = self.settings.options.error_feedback.residual.follows_lr, self._passes.end(names, first)
         moved = names - self._optimizers.stepped(optimizer) if follows else names
@@ -294,16 +295,16 @@ class Compression:
             self.meter.end_step()
 
     def before_forward(self) -> None:
-        """The model is about to be trained; see ``DriftGuard.look``."""
+        """Compare the ranks before a training forward, see ``DriftGuard.compare``."""
         if self._stepped:
-            self._drift.look(self.step)
+            self._drift.compare(self.step)
 
     def before_backward(self) -> None:
-        """A backward pass may follow."""
+        """Prepare for a backward pass."""
         self._passes.watch()
 
     def roll_back(self) -> None:
-        """Throw away what was averaged since an optimizer stepped, as ``zero_grad`` before the next backward does."""
+        """Discard what was averaged since an optimizer stepped, as ``zero_grad`` before the next backward does."""
         if not self._stepped:
             self._finite.note()
             self._passes.drop()
@@ -312,34 +313,30 @@ class Compression:
             self._stepped = True
 
     def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
-        """Compress otherwise from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
+        """Change the compression from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
 
-        A collective call, in the same step, with the same arguments: else ranks cannot read each other's messages.
-        States stay; a residual that the new method does not use is sent with the next gradient. On one rank only the
-        settings change.
+        Collective: call it on all ranks in the same step with the same arguments, or ranks cannot read each other's
+        messages. States stay. If the new method has no residual, the old one is sent with the next gradient. On one
+        rank only the settings change.
 
         Args:
-            compressor: as in ``attach``; None: the one that runs.
-            **changes: of its settings.
+            compressor: as in ``attach``; None keeps the current one.
+            **changes: new values of its settings.
 
         Raises:
-            ValueError: there is no such setting, a value is out of range, the exchange cannot carry the method, another
-                part of the optimizer's work would be taken over, or the run began with ``none``, which has no hook.
+            ValueError: a setting does not exist or is out of range, the exchange cannot carry the method, the method
+                would take over another part of the optimizer's work, or the run began with ``none``, which has no hook.
         """
         if not self.active and self._collective.size > 1:
-            began = (
-                "compressor='auto', which chose float32 here and"
-                if self.settings.chosen
-                else "compressor='none', which"
-            )
+            began = "'auto', which chose float32 here and" if self.settings.chosen else "'none', which"
             raise ValueError(
-                f"the run began with {began} leaves the average to DistributedDataParallel for good; "
+                f"the run began with compressor={began} leaves the average to DistributedDataParallel for good; "
                 "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
             )
         self.next_settings = self.next_settings.retuned(compressor, changes)
 
     def follow(self, before: Compression) -> None:
-        """Go on from where another one of this run is, with what it was retuned to, and without any residual."""
+        """Continue the run of another compression: its steps, counters and retuned settings, but not its residuals."""
         self.step, self.epoch, kinds = before.step, before.epoch, self.settings.rules.kinds
         self.settings = self.next_settings = before.next_settings.bound(kinds)
         self._scheduled = before._scheduled
@@ -347,24 +344,26 @@ class Compression:
         self._finite.count.copy_(before._finite.count)
 
     def reset(self) -> None:
-        """Begin again: no residuals, no steps."""
+        """Start from step 0 with empty states."""
         for state in self.groups.states():
             state.reset()
-        self._optimizers.forget()
-        self._finite.forget()
+        self._optimizers.rates.clear()
+        self._finite.begin_step()
         self._passes.drop()
         self._stepped = True
         self.step = 0
 
     def stats(self) -> dict[str, float]:
-        """Traffic of the last step and in total, time and error of the last sampled step; waits for the device.
+        """Return traffic of the last step and in total, time and error of the last sampled step.
+
+        Waits for the device. Sampled steps are the first one and every ``meter.sample_every``-th.
 
         Returns:
-            ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio`` of the last step; ``encode_ms``,
-            ``exchange_ms``, ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus
-            residual) of the last of the steps that are sampled: the first, and each ``meter.sample_every``-th;
-            ``residual_norm`` now, in which errors that LoCo keeps count too; ``total_bytes_sent``,
-            ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
+            of the last step: ``bytes_sent``, ``bytes_dense`` (what stock DistributedDataParallel sends), ``ratio``. Of
+                the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, and ``relative_error``: the norm
+                of what was not sent over the norm of gradient plus residual. Now: ``residual_norm``, including the
+                errors that LoCo keeps. In total: ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
+                ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
         nonfinite = self._finite.count if self._stepped else self._finite.count + self._finite.found()
@@ -372,21 +371,21 @@ class Compression:
 
     @property
     def summary(self) -> str:
-        """What runs, in a line, as it was said at the start."""
+        """One line that says what runs, as logged at the start."""
         return self.forecast.summary
 
     def at_load(self, callback: Callable[[], None]) -> None:
-        """Have it called after each ``load_state_dict``."""
+        """Register a callback for after each ``load_state_dict``."""
         self._at_load.append(callback)
 
     def at_close(self, callback: Callable[[], None]) -> None:
-        """Have it called by ``close``."""
+        """Register a callback for ``close``."""
         self._at_close.append(callback)
 
     def close(self) -> None:
-        """Stop watching the optimizers and give memory back, when the model will not be trained any more.
+        """Stop watching the optimizers and free the memory; call it when training is over.
 
-        ``state_dict`` keeps returning the last state, held on the CPU, and ``stats`` the last figures.
+        Afterwards ``state_dict`` returns the last state, on the CPU, and ``stats`` the last figures.
         """
         if self.active and self._last_state is None:
             self._last_state = state_dict.moved(self.state_dict(), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""One group of parameters: gradients in, mean out, what was not sent kept."""
+"""One group of parameters: average its gradients, and keep what was not sent."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from lightning_compress.codecs.cast import StochasticRounding, dense_of
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
-from lightning_compress.core.state import Declared, State, States
-from lightning_compress.core.vector import Stage, Vector, kernel_of, spoil
-from lightning_compress.core.workspace import scratch
+from lightning_compress.core.state import State, States, StateSpec
+from lightning_compress.core.vector import Stage, Vector, kernel_of, poison
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
@@ -32,33 +31,33 @@ from lightning_compress.settings.run_state import RunState
 
 RESIDUAL, LOCO = "residual", "loco"
 MEMORY = ("gradient", "mean")
-"""Scratch that groups share."""
+"""Names of scratch memory that all groups share."""
 
 
 class Group:
-    """The plans and the state of an ordered list of parameters.
+    """The plans and states of an ordered list of parameters.
 
-    Gradients pass the stages that the settings ask for, then the exchange, then the stages in reverse. Where there is
-    no stage and nothing is encoded, they are averaged where they are.
+    Gradients go through the stages that the settings ask for, then the exchange, then the stages in reverse order. If
+    there is no stage and nothing is encoded, they are averaged in place.
 
     Args:
         parameters: names and shapes, in the bucket's order.
-        settings: what the user chose.
+        settings: the user's settings.
         world: the ranks to average over.
-        unused: parameters may be without a gradient in a step, and have zeros there.
+        unused: parameters may be without a gradient in a step; it is then zeros.
         dtype: of the gradients.
         had_residual: these parameters may have a residual already.
 
     Attributes:
-        settings: what the user chose.
-        given: names of the parameters, in the bucket's order.
-        names: the same, in the vector's order.
-        averages: the optimizer is given a mean of the ranks' gradients.
-        states: what is kept from step to step: the residual, and what reducers and the correction declare.
-        residual: what encoding left behind, or None.
-        errors: averages of what was not sent, where these are fed back (LoCo), or None.
-        nonfinite: names of parameters whose gradients on this rank were not finite last time; on CUDA always empty,
-            since reading them would wait.
+        settings: the user's settings.
+        bucket_names: names of the parameters, in the bucket's order.
+        names: the same names, in the vector's order.
+        averages: whether the optimizer gets a mean of the ranks' gradients.
+        states: what is kept from step to step, by name: the residual, and the states of reducers and of the correction.
+        residual: what encoding did not send, or None.
+        errors: moving averages of what was not sent, if these are fed back (LoCo), or None.
+        nonfinite: names of parameters whose last gradients on this rank were not finite; always empty on CUDA, because
+            reading them would wait for the device.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Group:
         had_residual: bool = True,
     ) -> None:
         self.settings, self._world = settings, world
-        self.given = tuple(name for name, _ in parameters)
+        self.bucket_names = tuple(name for name, _ in parameters)
         self.order, sections = settings.rules.sections(parameters)
         self.layout = Layout.of(parameters[place] for place in self.order)
         self.names = self.layout.names
@@ -100,12 +99,12 @@ class Group:
 
     def _make_states(self, fed_back: bool) -> None:
         settings, layout = self.settings, self.layout
-        kept = {RESIDUAL: Declared(layout, dtype=settings.residual.dtype)} if fed_back else {}
+        kept = {RESIDUAL: StateSpec(layout, dtype=settings.residual.dtype)} if fed_back else {}
         corrected = settings.correction.state(layout, self._compressed) if settings.correction else {}
         self._corrected = list(corrected)
         declared = composite.declared(self._sections, settings.exchange, layout)
         exchanged = [name for name in declared if name.startswith(f"{composite.EXCHANGE}.")]
-        self._always = [*kept, *corrected, *exchanged]  # also in dense steps
+        self._always = [*kept, *corrected, *exchanged]  # the states that dense steps write, too
         averaged = [each for each in self._sections if isinstance(settings.compensation(each.method), LoCo)]
         errors = {LOCO: LoCo.state([each for part in averaged for each in part.layout.segments])} if averaged else {}
         everything = {**kept, **declared, **corrected, **errors}
@@ -119,7 +118,7 @@ class Group:
         self._keeps = looking is not None and bool(looking.kept)
         if looking and self._keeps:
             stages.append(KeptStates(looking))
-        # State outlives the scale of its step, and what is no average of gradients (a vote) has no scale of its own.
+        # states outlive the scale of their step, and an output that is not a mean (a vote) cannot be scaled back
         means = all(each.method.conserves for each in self._sections)
         self._unscales = bool(self.states) or settings.options.local_clip_norm is not None or not means
         if clipping := settings.options.local_clip_norm:
@@ -150,8 +149,8 @@ class Group:
         return composite.plan_group(fed, self.settings.exchange, self._world, self.states)
 
     def plan(self, step: int) -> ExchangePlan:
-        """The exchange of a step: dense while the compression warms up."""
-        # on one rank they are the optimizer exactly, and nothing has to be compressed
+        """Return the exchange of a step: dense while the compression warms up."""
+        # a dense step would leave out what corrections and clipping do, and one rank has nothing to send anyway
         clips = self.settings.options.local_clip_norm is not None
         alone = self._world.collective.size == 1 and (self._corrects or clips)
         if step >= self._dense_steps and not alone:
@@ -168,16 +167,16 @@ class Group:
 
     @property
     def _kept(self) -> tuple[list[Section], World, States]:
-        """What the exchange's keeper keeps, and of what."""
+        """The arguments of the exchange's keeper: sections, ranks and the exchange's states."""
         return self._encoded, self._world, composite.states_of(composite.EXCHANGE, self.states)
 
     def adopted(self) -> None:
-        """State was taken over from other groups."""
+        """Tell the exchange's keeper that states were copied from other groups."""
         if keeper := self.settings.exchange.keeper:
             keeper.adopted(*self._kept)
 
     def forget(self, kept: Kept) -> None:
-        """Roll back what is kept of parameters whose averaged gradients were thrown away."""
+        """Roll back the states of parameters whose averaged gradients were discarded."""
         gone = [name for name, counts in kept.items() if counts is False]
         for state in self.states.values():
             state.discard(gone)
@@ -196,11 +195,11 @@ class Group:
         """Replace gradients by their mean over the ranks.
 
         Args:
-            gradients: contiguous, in the bucket's order; NaN everywhere afterwards if any rank's are not finite.
-            step: how many steps were committed.
-            scale: what the loss was multiplied by (automatic mixed precision), or None.
-            turn: how many backward passes of this step came before.
-            left_out: parameters whose gradients on this rank are the means of the pass before.
+            gradients: contiguous, in the bucket's order; all NaN afterwards if any rank's are not finite.
+            step: number of committed steps.
+            scale: the factor of the loss (automatic mixed precision), float32 scalar, or None.
+            turn: number of earlier backward passes in this step.
+            left_out: names of parameters whose gradients on this rank are still the means of the pass before.
 
         Returns:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
@@ -212,9 +211,8 @@ class Group:
             return torch.zeros((), device=self._world.device)
         if plan.in_place and (flag := self._averaged_in_place(pieces, plan, scale)) is not None:
             return flag
-        vector = self._vector(
-            pieces, plan, step, scale, (self._key, step, turn) if turn else (self._key, step), left_out
-        )
+        draws = (self._key, step, turn) if turn else (self._key, step)
+        vector = self._vector(pieces, plan, step, scale, draws, left_out)
         stages = self._stages if vector.scale is None else [Unscale(), *self._stages]
         for stage in stages:
             stage.before(vector)
@@ -238,63 +236,59 @@ class Group:
         draws: tuple[int, ...],
         left_out: Collection[str],
     ) -> Vector:
-        limit = torch.inf if scale is None or self._unscales else self._limit  # beyond which a message saturates
+        limit = torch.inf if scale is None or self._unscales else self._limit  # larger values saturate the message
         limit = min(limit, kernels.LARGEST) if self.states else limit
         dense = [slice(0, self.layout.numel)] if plan is self._dense else plan.dense_spans
         scale = scale if self._unscales else None
-        return Vector(pieces, self._take, step, scale, draws, left_out, limit, dense, plan.in_place, self._fast)
+        return Vector(pieces, step, scale, draws, left_out, limit, dense, plan.in_place, self._fast)
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
-        """Average gradients where they are; returns the flag, or None where there is more to do than that."""
+        """Average gradients in their own memory and return the flag; return None if more has to be done."""
         if self._corrects or self.settings.options.local_clip_norm is not None:
             return None
-        if not self.states and (self._own or plan is self._dense):  # as DistributedDataParallel does, on all ranks
-            if self.settings.options.on_nonfinite == "raise":  # and names the parameters
+        if not self.states and (self._own or plan is self._dense):  # all ranks average as DistributedDataParallel does
+            if self.settings.options.on_nonfinite == "raise":  # the error names the parameters
                 self._note((extremes(pieces) * 0.0).sum(), pieces)
             return average_in_place(pieces, self._world.collective)
         if not self._nothing_else(pieces, scale):
             return None
-        found = extremes(pieces)
+        bounds = extremes(pieces)
         on_cpu = self._world.device.type == "cpu"
-        if on_cpu and float(found.abs().max()) > self._limit:  # a number would be cut off
+        if on_cpu and float(bounds.abs().max()) > self._limit:  # a value would saturate
             return None
-        flag = self._note((found * 0.0).sum(), pieces)
+        flag = self._note((bounds * 0.0).sum(), pieces)
         plan.mean(cast(Tensor, pieces), pieces, 0, flag)
-        if on_cpu:  # on an accelerator the means have it
-            spoil(pieces, flag)
+        if on_cpu:  # on an accelerator the means are non-finite already
+            poison(pieces, flag)
         return flag
 
     def _nothing_else(self, pieces: Sequence[Tensor], scale: Tensor | None) -> bool:
-        """Whether what is sent is all there is: nothing is added to the gradients, and nothing of them is kept."""
+        """Whether gradients are sent unchanged: nothing is added to them, and no residual is kept."""
         bounded = bool(self.states) or self._limit < kernels.LARGEST
-        if bounded and self._world.device.type != "cpu":  # looking would wait for the device
+        if bounded and self._world.device.type != "cpu":  # a check would wait for the device
             return False
         if (scale is not None and self._unscales) or pieces[0].dtype != torch.float32:
             return False
         return not self._keeps and (self.residual is None or self.residual.empty)
 
     def _exchange_vector(self, vector: Vector, sent: Tensor, plan: ExchangePlan) -> None:
-        """Average what the stages made over the ranks; what was not sent stays in it."""
+        """Average the vector over the ranks; what was not sent stays in it."""
         meter = self._world.meter
         before = reduce(torch.add, vector.summands or (sent,)).norm() if meter.sampling else None
         plan.mean(sent, vector.out(plan.in_pieces), mix(*vector.draws), vector.flag, vector.summands)
         if before is not None:
             meter.add_error(before, sent.norm())
 
-    def _take(self, name: str) -> Tensor:
-        """Memory for a vector, shared with other groups."""
-        return scratch(name, self.layout.numel, torch.float32, self._world.device)
-
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        """Note parameters with non-finite gradients, on the CPU only, where it costs no wait. Returns the flag."""
+        """Record which parameters have non-finite gradients, and return the flag. CPU only: reading is free there."""
         if flag.device.type == "cpu" and float(flag) != 0.0:
-            named = zip(self._segments, pieces, strict=True)
-            self.nonfinite = [segment.name for segment, each in named if not each.abs().max() <= kernels.LARGEST]
+            pairs = zip(self._segments, pieces, strict=True)
+            self.nonfinite = [segment.name for segment, piece in pairs if not piece.abs().max() <= kernels.LARGEST]
         return flag
 
 
 class Unscale(Stage):
-    """Divide by what the loss was multiplied by, since state outlives the scale of its step."""
+    """Divide gradients by the loss scale, because states outlive the scale of their step."""
 
     def before(self, vector: Vector) -> None:
         """See ``Stage``."""
@@ -308,11 +302,11 @@ class Unscale(Stage):
 
 
 class ErrorFeedback(Stage):
-    """Add what was not sent before, in full; what is not sent now stays in the same memory.
+    """Add the residual to the gradients; what is not sent becomes the next residual, in the same memory.
 
     Args:
-        residual: where that is kept.
-        decay: of what stayed behind, once a step.
+        residual: the state that holds it.
+        decay: factor of the old residual, once per step.
     """
 
     def __init__(self, residual: State, decay: float) -> None:
@@ -324,13 +318,13 @@ class ErrorFeedback(Stage):
     def before(self, vector: Vector) -> None:
         """See ``Stage``."""
         residual, decay = self._residual, self._decay
-        if vector.sent is not None:  # by a stage that added what was kept, too
+        if vector.sent is not None:  # the correction has added the residual
             return
         untouched, kept = not residual.touched, (residual.committed, residual.pending)
-        if self._feeds and untouched and vector.raw and vector.add(*kept, decay):
+        if self._feeds and untouched and vector.add(*kept, decay):
             return
         gradient = vector.whole()
-        if not untouched and decay != 1:  # once a step, which some of the parameters may begin
+        if not untouched and decay != 1:  # a later pass: decay only the parameters whose step begins with it
             residual.decay(decay)
             decay = 1.0
         vector.sent = vector.take("mean") if self._halved else residual.pending
@@ -341,12 +335,12 @@ class ErrorFeedback(Stage):
 
 
 class KeptErrors(Stage):
-    """What is kept of what was not sent is less than all of it, or rounded.
+    """Reduce the residual: round it to its dtype, or drop the part that is noise.
 
     Args:
-        residual: where it is kept; if not as float32, it is rounded there at random.
-        noise: the stretches of which nothing is kept: what an unbiased method leaves is noise.
-        rank: this rank's number.
+        residual: the state that holds it; if it is not float32, values are rounded to it stochastically.
+        noise: slices without a residual, because an unbiased method's error is noise.
+        rank: of this process.
     """
 
     def __init__(self, residual: State, noise: Sequence[slice], rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The groups of a model: which buckets they form, and what happens when DDP rebuilds its buckets."""
+"""The groups of a model: which groups a bucket consists of, also after DistributedDataParallel rebuilt its buckets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import state_dict
+from lightning_compress.core.errors import few
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import squares
 from lightning_compress.core.workspace import release
@@ -33,11 +34,13 @@ class Groups:
         parameters: names and tensors.
         world: the ranks to average over.
         unused: see ``Group``.
-        caps: bytes of gradients at which a group is full: the first one, and the others; None: a bucket is one group.
+        caps: gradient bytes at which a group is full: of the first group, and of all others. None: one group per
+            bucket.
 
     Attributes:
         all: the groups.
-        by_bucket: what buckets are made up of, by the ``id`` of their parameters, as far as that is known.
+        by_bucket: the groups of each known bucket; a bucket is the tuple of its parameters' ``id``.
+        orders: see ``state_dict.orders``; DistributedDataParallel has laid the parameters out by now.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Groups:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._dtypes = {name: parameter.dtype for name, parameter in parameters}
-        self._orders = state_dict.orders(parameters)  # in which DistributedDataParallel has laid them out by now
+        self.orders = state_dict.orders(parameters)
         self._world = world
         self.all: list[Group] = []
         self._owner: dict[str, Group] = {}
@@ -65,10 +68,12 @@ class Groups:
         return iter(self.all)
 
     def of(self, bucket: tuple[int, ...], settings: RunState) -> Parts:
-        """What a bucket of these parameters, by their ``id``, is made up of, under these settings.
+        """Return the groups of a bucket under these settings, and make those that are missing.
 
-        A bucket is one new group, or several where it is above the cap, as the first one of a run, which holds all
-        parameters; unless it is made up of groups that there are.
+        Args:
+            bucket: the ``id`` of each parameter. If its groups exist, they are reused. Otherwise it becomes one group,
+                or several if it is above the cap, like the first bucket of a run, which holds all parameters.
+            settings: rebuild groups that were made with other settings.
         """
         if bucket not in self.by_bucket:
             names = [self._names[each] for each in bucket]
@@ -76,15 +81,17 @@ class Groups:
             if sorted(name for group in owners for name in group.names) != sorted(names):
                 owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
             elif any(group.settings is not settings for group in owners):
-                owners = [self.add(part, settings) for each in owners for part in self._split(each.given, settings)]
+                owners = [
+                    self.add(part, settings) for each in owners for part in self._split(each.bucket_names, settings)
+                ]
             places = {name: place for place, name in enumerate(names)}
             size = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in names)
-            parts = [(group, [places[name] for name in group.given]) for group in owners]
+            parts = [(group, [places[name] for name in group.bucket_names]) for group in owners]
             self.by_bucket[bucket] = all_reduce_bytes(size, self._world.collective.size), parts
         return self.by_bucket[bucket]
 
     def _runs(self, names: Sequence[str]) -> list[list[str]]:
-        """Groups as DistributedDataParallel makes its buckets, where gradients arrive from the last parameter on."""
+        """Cut names into groups as DistributedDataParallel cuts its buckets: gradients arrive from the last one on."""
         if self._caps is None or len(self._filled(names, self._caps[1:])) == 1:
             return [list(names)]
         return self._filled(names[::-1], self._caps)
@@ -101,7 +108,7 @@ class Groups:
         return runs
 
     def _split(self, names: Sequence[str], settings: RunState) -> list[list[str]]:
-        """What is dense of float64 is a group of its own, since vectors are float32."""
+        """Separate float64 parameters that are sent dense from the others, because vectors are float32."""
         if self._dtypes[names[0]] != torch.float64:
             return [list(names)]
         dense = [isinstance(settings.rules.method_of(name, self._shapes[name]), Dense) for name in names]
@@ -109,9 +116,9 @@ class Groups:
         return [part for part in parts if part]
 
     def add(self, names: Sequence[str], settings: RunState, had_residual: bool = False) -> Group:
-        """A new group, with its parameters' state so far; groups without parameters are removed."""
+        """Make a group and copy its parameters' states from their old groups; remove groups left without parameters."""
         shaped = [(name, self._shapes[name]) for name in names]
-        release(*MEMORY)  # while two states of some parameters are held
+        release(*MEMORY)  # two states of some parameters are held below
         had_residual = had_residual or any(old.residual and not set(names).isdisjoint(old.names) for old in self.all)
         group = Group(shaped, settings, self._world, self._unused, self._dtypes[names[0]], had_residual)
         for old in self.all:
@@ -129,46 +136,33 @@ class Groups:
         }
         return group
 
-    def save(
-        self, method: str, step: int, rates: Mapping[str, float], running: Mapping[str, object]
-    ) -> state_dict.StateDict:
-        """The states of all groups, and what else belongs to them; see ``state_dict.take``."""
-        groups = [(group.given, group.states) for group in self.all]
-        return state_dict.take(method, step, rates, running, groups, self._orders)
-
     def restore(self, state: state_dict.StateDict, settings: RunState) -> None:
-        """Make the groups of a checked snapshot anew, with their states; errors that LoCo kept are dispensable.
+        """Rebuild the groups and their states from a validated state; LoCo's errors may be missing.
 
         Raises:
-            ValueError: there is no place for some of it, or it is of other parameters.
+            ValueError: a part of it does not fit, or all of it is of other parameters.
         """
         saved_names = [name for saved in state["groups"] if saved["states"] for name in saved["names"]]
         dropped = [name for name in saved_names if name not in self._shapes]
         if dropped and len(dropped) == len(saved_names):
             raise ValueError(
-                f"the state is of parameters that are not trained here ({', '.join(dropped[:3])}), where there are "
-                f"{', '.join(list(self._shapes)[:3])}: give the model's modules the names that they had"
+                f"the state is of parameters that this model does not train ({', '.join(dropped[:3])}; it trains "
+                f"{', '.join(list(self._shapes)[:3])}): give the model's modules the names that they had"
             )
         if dropped and self._world.collective.rank == 0:
-            log.warning(
-                "the checkpoint's state of %s is dropped: there is no such parameter in training", _few(dropped)
-            )
-        for saved in state_dict.reordered(state, self._shapes, self._orders):
+            log.warning("the checkpoint's state of %s is ignored: the model trains no such parameter", few(dropped))
+        for saved in state_dict.reordered(state, self._shapes, self.orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
                 group = self.add(names, settings, had_residual=True)
                 state_dict.fill(group.states, saved, names, dispensable=(LOCO,))
                 group.adopted()
 
-    def look_again(self) -> None:
-        """RunState have changed: the groups of each bucket are rebuilt when it is next averaged."""
-        self.by_bucket.clear()
-
     def states(self) -> list[State]:
-        """Everything that is kept from step to step."""
+        """Return all states of all groups."""
         return [state for group in self.all for state in group.states.values()]
 
     def reject(self, found: Callable[[Collection[str]], Tensor]) -> None:
-        """Roll back what no optimizer has committed yet of groups with gradients that were ``found`` not finite."""
+        """Roll back the pending states of groups for which ``found(names)``, a bool scalar, says not finite."""
         for group in self.all:
             if pending := [state for state in group.states.values() if state.touched]:
                 rejected = found(group.names)
@@ -176,31 +170,25 @@ class Groups:
                     state.reject(rejected)
 
     def shared(self) -> list[Tensor]:
-        """What is kept and the same on all ranks."""
+        """Return the committed states that are the same on all ranks."""
         return [state.committed for state in self.states() if state.holder == "shared"]
 
     def residuals(self) -> list[State]:
-        """What encoding left behind."""
+        """Return the residual of each group that has one."""
         return [group.residual for group in self.all if group.residual]
 
     def scale_residuals(self, factors: Mapping[str, float]) -> None:
-        """Multiply those of the named parameters."""
+        """Multiply the residuals of the named parameters."""
         for residual in self.residuals() if factors else ():
             residual.scale(factors)
 
     def residual_norm(self) -> float:
-        """Of all residuals and LoCo's errors together, committed; waits for the device."""
+        """Return the norm of all committed residuals and LoCo's errors together; waits for the device."""
         norms = [float(squares(residual.committed).sqrt()) for residual in self.residuals()]
         return hypot(*norms, *(float(group.errors.norm()) for group in self.all if group.errors))
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.all.clear()
         self._owner.clear()
         self.by_bucket.clear()
-
-
-def _few(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"

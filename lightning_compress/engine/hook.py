@@ -1,4 +1,4 @@
-"""Where compression meets DistributedDataParallel: its buckets in, their means out."""
+"""The communication hooks of DistributedDataParallel: each gets a bucket and returns its mean."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Work = tuple[Callable[[], None], Callable[[], None]]
 
 
 class Background:
-    """Runs submitted work in order in a thread; after an error, nothing more until ``wait`` has raised it.
+    """Run submitted work in order in one thread; after an error, run nothing until ``wait`` has raised it.
 
-    The thread begins with the first work. It is a daemon: a process that exits in the middle of a step does not wait
-    for the other ranks.
+    The thread starts with the first work. It is a daemon: a process that exits in the middle of a step does not wait
+    for other ranks.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,12 @@ class Background:
         self._begun = False
 
     def submit(self, work: Callable[[], None], done: Callable[[], None]) -> None:
-        """Have ``work`` done, unless an earlier one failed, and then ``done`` called, whatever happened."""
+        """Queue ``work``, and ``done`` after it.
+
+        Args:
+            work: skipped if earlier work failed.
+            done: always called, even if ``work`` failed or was skipped.
+        """
         if not self._begun:
             self._begun = True
             arguments = self._queue, self._errors
@@ -45,19 +50,19 @@ class Background:
 
     @property
     def idle(self) -> bool:
-        """Whether everything is done."""
+        """Whether all work is done."""
         return not self._queue.unfinished_tasks
 
     @property
     def failed(self) -> bool:
-        """Whether something has raised an error, which ``wait`` raises."""
+        """Whether work has raised an error that ``wait`` will raise."""
         return bool(self._errors)
 
     def wait(self) -> None:
-        """Wait until everything is done.
+        """Wait until all work is done.
 
         Raises:
-            BaseException: what the work that failed raised.
+            BaseException: the error of the work that failed.
         """
         self._queue.join()
         if self._errors:
@@ -65,7 +70,7 @@ class Background:
 
 
 def _end(queue: Queue[Work | None], thread: threading.Thread) -> None:
-    """Let an idle thread end before the interpreter does, which would abort where a thread wakes up during exit."""
+    """Let an idle thread end before the interpreter does: a thread that wakes up during exit aborts the process."""
     idle = not queue.unfinished_tasks
     queue.put(None)
     if idle and thread is not threading.current_thread():
@@ -73,28 +78,28 @@ def _end(queue: Queue[Work | None], thread: threading.Thread) -> None:
 
 
 def _serve(queue: Queue[Work | None], errors: list[BaseException]) -> None:
-    while (given := queue.get()) is not None:
-        work, done = given
+    while (item := queue.get()) is not None:
+        work, done = item
         try:
             if not errors:
                 with torch.no_grad():
                     work()
-        except BaseException as error:  # of whatever kind, it is raised by ``wait``
+        except BaseException as error:  # ``wait`` raises it
             errors.append(error)
         finally:
             done()
             queue.task_done()
-        del given, work, done  # or they would hold gradients until the next step
+        del item, work, done  # or they would hold gradients until the next step
 
 
-# No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
+# The hooks' reduce methods have no annotations: DistributedDataParallel inspects them, and rejects strings.
 
 
 class StreamHook:
-    """A communication hook for CUDA: works on a stream of its own, beside backward.
+    """The communication hook for CUDA: it works on a stream of its own, in parallel with backward.
 
     Args:
-        compression: averages.
+        compression: averages the gradients.
     """
 
     def __init__(self, compression: Compression) -> None:
@@ -102,9 +107,14 @@ class StreamHook:
         self._stream = _stream_beside(self._device)
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-        """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
+        """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel.
+
+        Raises:
+            RuntimeError: backward is being captured in a CUDA graph. A replay would repeat the random bits and lose the
+                state.
+        """
         buffer = bucket.buffer()
-        if torch.cuda.is_current_stream_capturing():  # a replay would send the same random bits, and keep no state
+        if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the backward pass is captured in a CUDA graph, but compression changes from step to step; capture the "
                 "model alone (torch.compile(mode='reduce-overhead'), make_graphed_callables), or use compressor='none'"
@@ -120,19 +130,19 @@ class StreamHook:
 
 @cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all models of a process: their plans share scratch, and their collectives must have one order."""
+    """Return the process's one stream: its models share scratch memory, and their collectives need one order."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 class ThreadHook:
-    """A communication hook for the CPU: works in a thread of its own, beside backward.
+    """The communication hook for the CPU: it works in a thread of its own, in parallel with backward.
 
-    All collectives come from that thread, in the order of the buckets, and over a separate process group:
-    Gloo matches collectives by their order alone.
+    This thread issues all collectives, in the order of the buckets, over a separate process group. Gloo matches
+    collectives by their order alone.
 
     Args:
-        compression: averages.
-        transport: its process group, destroyed when the compression closes.
+        compression: averages the gradients.
+        transport: the process group; it is destroyed when the compression closes.
     """
 
     def __init__(self, compression: Compression, transport: TorchCollective | None) -> None:
@@ -142,7 +152,7 @@ class ThreadHook:
             compression.at_close(lambda: self._close(transport))
 
     def _close(self, transport: TorchCollective) -> None:
-        if self._background.idle:  # or a rank left in the middle of a step: the exit ends what still waits
+        if self._background.idle:  # otherwise a rank left in the middle of a step, and the exit ends what still waits
             transport.close()
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
@@ -152,8 +162,8 @@ class ThreadHook:
         self._background.submit(
             lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
         )
-        # A future would turn errors into strings: they are raised here, at the end of backward.
-        if torch._C._current_graph_task_id() == -1:  # behind it: static_graph, where Lightning asks for the average
+        # a future would turn errors into strings, so they are raised at the end of backward
+        if torch._C._current_graph_task_id() == -1:  # backward has ended: static_graph, where Lightning averages later
             self._background.wait()
         else:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
@@ -161,7 +171,7 @@ class ThreadHook:
 
 
 def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Average some gradients when all of backward's hooks are through, in their turn after those."""
+    """Average some gradients after all of backward's hooks have finished."""
     if compression.device.type != "cuda":
         compression.reduce(parameters, gradients)
         return
@@ -169,13 +179,13 @@ def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         compression.reduce(parameters, gradients)
-    for each in gradients:
-        each.record_stream(stream)
+    for gradient in gradients:
+        gradient.record_stream(stream)
     current.wait_stream(stream)
 
 
 def register(compression: Compression, ddp: DistributedDataParallel, transport: TorchCollective | None = None) -> None:
-    """Let ``compression`` average for ``ddp``, until the model is deleted; see ``ThreadHook``."""
+    """Let ``compression`` average for ``ddp`` until the model is deleted; see ``ThreadHook``."""
 
     def before(module: DistributedDataParallel, _: object) -> None:
         checks.check_running(module)
@@ -191,22 +201,22 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
 
 
 def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> Callable[[], None]:
-    """Let ``compression`` only count what ``ddp`` sends, which averages by itself; returns what ends that."""
-    parameters = [each for _, each in checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)]
-    sent = all_reduce_bytes(sum(each.nbytes for each in parameters), ranks)
+    """Let ``ddp`` average by itself while ``compression`` counts its bytes; return a function that stops counting."""
+    parameters = [parameter for _, parameter in checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)]
+    sent = all_reduce_bytes(sum(parameter.nbytes for parameter in parameters), ranks)
     last = -1
 
     def count(_: Tensor) -> None:
-        """A gradient has come; the first of each backward that synchronises counts."""
+        """Count the bytes at the first gradient of each backward pass that synchronises."""
         nonlocal last
         task = torch._C._current_graph_task_id()
         if task != last and ddp.require_backward_grad_sync:
             last = task
-            compression.count(sent)
+            compression.count(sent, sent)
 
-    all_come = not (ddp.find_unused_parameters or ddp.static_graph)
-    watched = parameters[-1:] if all_come else parameters
-    handles = [each.register_post_accumulate_grad_hook(count) for each in watched]
+    all_used = not (ddp.find_unused_parameters or ddp.static_graph)
+    watched = parameters[-1:] if all_used else parameters
+    handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in watched]
 
     def end() -> None:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Averages of gradients where they are, in steps in which there is nothing but that to do."""
+"""Averages of gradients in their own memory, for steps in which nothing else has to be done."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_compress.collectives import Collective
 
 
 def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Tensor:
-    """What DistributedDataParallel does: divide, then add up, in the gradients' own dtype and memory.
+    """Average gradients as DistributedDataParallel does: divide, then sum, in their own dtype and memory.
 
     Args:
-        gradients: one-dimensional, contiguous, of one dtype; each becomes its mean over the ranks. Those of a bucket
-            stand side by side in memory, and travel from there.
+        gradients: one-dimensional, contiguous, of one dtype; each becomes its mean over the ranks. If they are
+            contiguous with one another, as in a bucket, they are sent from there without a copy.
         collective: the ranks.
 
     Returns:
-        float32 scalar: 0.0, or NaN where a mean is not finite; the same on all ranks.
+        float32 scalar: 0.0, or NaN if a mean is not finite; the same on all ranks.
     """
     flat = _side_by_side(gradients)
     whole = torch.cat(list(gradients)) if flat is None else flat
@@ -32,18 +32,17 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
 
 
 def extremes(gradients: Sequence[Tensor]) -> Tensor:
-    """The least and the largest number of each, or of all; NaN where there is one."""
+    """Return the minimum and maximum of each gradient, or of all together; NaN if one is NaN."""
     if not gradients[0].is_cpu and (flat := _side_by_side(gradients)) is not None:  # a launch costs more than a pass
         gradients = [flat]
     return torch.cat([torch.stack(torch.aminmax(each)) for each in gradients])
 
 
 def _side_by_side(gradients: Sequence[Tensor]) -> Tensor | None:
-    """One tensor of them all, if they follow one another in memory, in whatever order."""
-    parts = sorted(gradients, key=lambda each: each.data_ptr())
-    first = parts[0]
-    together = all(one.data_ptr() + one.nbytes == two.data_ptr() for one, two in pairwise(parts))
-    shared = all(each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for each in parts)
-    if not together or not shared:
+    """Return one tensor of all gradients if they are contiguous with one another in memory, in any order; else None."""
+    parts = sorted(gradients, key=torch.Tensor.data_ptr)
+    first, storage = parts[0], parts[0].untyped_storage().data_ptr()
+    contiguous = all(one.data_ptr() + one.nbytes == two.data_ptr() for one, two in pairwise(parts))
+    if not contiguous or any(part.untyped_storage().data_ptr() != storage for part in parts):
         return None
-    return first.as_strided((sum(each.numel() for each in parts),), (1,))
+    return first.as_strided((sum(part.numel() for part in parts),), (1,))

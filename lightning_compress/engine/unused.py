@@ -1,9 +1,9 @@
-"""What no rank has a gradient for: it is neither averaged nor changed.
+"""Parameters without a gradient on any rank: they are neither averaged nor changed.
 
-A codec whose blocks cross the borders of parameters turns zeros into small numbers. DistributedDataParallel throws the
-mean of a parameter away that no rank used, and with it what was sent of its residual. Both are taken back here, once
-all ranks know what none of them uses: one byte for each parameter, and for each row of an embedding whose zeros would
-not stay zeros, in an all-reduce that goes on beside the exchange.
+A codec whose blocks cross the borders of parameters turns zeros into small numbers. And DistributedDataParallel
+discards the mean of a parameter that no rank used, and with it what was sent of its residual. Both are undone here,
+once all ranks know which parameters no rank used. To find out, an all-reduce runs in parallel with the exchange. It
+sends one byte per parameter, and one per row of an embedding whose zeros would not stay zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
-from lightning_compress.core.state import State, place_of
+from lightning_compress.core.state import State
 from lightning_compress.core.vector import Stage, Vector
 from lightning_compress.exchanges.composite import EXCHANGE
 from lightning_compress.exchanges.message import Section
@@ -27,12 +27,12 @@ from lightning_compress.exchanges.message import Section
 
 @dataclass(frozen=True)
 class Block:
-    """A segment that is looked at row by row; a parameter as a whole is one row.
+    """A segment that is checked row by row; a parameter that is checked as a whole is one row.
 
     Attributes:
         segment: not empty.
-        number: its place among the segments that are not empty.
-        rows: how many rows it has.
+        number: its index among the segments that are not empty.
+        rows: number of rows.
     """
 
     segment: Segment
@@ -40,19 +40,18 @@ class Block:
     rows: int = 1
 
     def of(self, vector: Tensor) -> Tensor:
-        """Its rows, ``[rows, numel / rows]``."""
-        return vector[self.segment.offset : self.segment.end].view(self.rows, -1)
+        """Return its rows in a vector, ``[rows, numel / rows]``."""
+        return vector[self.segment.span].view(self.rows, -1)
 
 
 class Unused(Stage):
-    """Finds what no rank uses, for one group, just before the exchange, and takes it out of the means.
+    """Find what no rank uses in one group, just before the exchange, and remove it from the means.
 
-    Parameters, and rows of embeddings, of methods that do not keep zeros stay zero where what is sent is zero on all
-    ranks.
+    Where a method does not keep zeros, parameters and rows of embeddings that are zero on all ranks stay zero.
 
     Args:
-        kept: parameters that may be without a gradient, and keep their state then.
-        mixed: those of methods that do not keep zeros.
+        kept: parameters that may be without a gradient, and then keep their states.
+        mixed: parameters of methods that do not keep zeros.
         states: of the group, by name.
         world: the ranks.
     """
@@ -68,72 +67,72 @@ class Unused(Stage):
         self._mask = torch.ones(sum(block.rows for block in [*kept, *mixed]), dtype=torch.uint8, device=world.device)
         self._parts = self._mask.split([block.rows for block in [*kept, *mixed]])
         self.kept_parts, self._mixed_parts = self._parts[: len(kept)], self._parts[len(kept) :]
-        self._given: list[tuple[Block, Tensor, Tensor]] = []
+        self._earlier: list[tuple[Block, Tensor, Tensor]] = []  # means of an earlier pass
         self._wait: Callable[[], object] = lambda: None
 
     def remember(self, vector: Vector) -> None:
-        """What is kept, before it changes."""
+        """Remember the states before they change."""
         if self.kept:
             self._bases = [
                 (state, state.base().clone() if state.touched else state.committed) for state in self._states
             ]
 
     def before(self, vector: Vector) -> None:
-        """Tell the other ranks what is used on this one."""
+        """Start the all-reduce that tells other ranks what is used on this one."""
         if not self._looks(vector):
             return
         self._find_kept(vector)
-        self._given = []
+        self._earlier = []
         for block, part in zip(self.kept, self.kept_parts, strict=True) if vector.left_out else ():
             if block.segment.name in vector.left_out:  # the mean of an earlier pass, which stays if no rank has more
                 part.zero_()
-                given = vector.pieces[block.number].float()
-                self._given.append((block, part, given.clone() if vector.scale is None else given / vector.scale))
+                mean = vector.pieces[block.number].float()
+                self._earlier.append((block, part, mean.clone() if vector.scale is None else mean / vector.scale))
         self._find(self._mixed, self._mixed_parts, vector.summands or (vector.made(),))
-        self._wait = self._collective.begin_all_reduce_max(self._mask)
+        self._wait = self._collective.begin_all_reduce(self._mask, "max")
 
     def after(self, vector: Vector) -> None:
-        """Zero what no rank uses in the means, or leave it as given, and what encoding made of zeros in the vector."""
+        """Zero the means of what no rank uses, or leave them as they were; zero what encoding made of zeros."""
         if not self._looks(vector):
             return
         self._wait()
         self._clear(self.kept, self.kept_parts, vector, mixed=False)
         self._clear(self._mixed, self._mixed_parts, vector, mixed=True)
-        for block, part, given in self._given:
+        for block, part, earlier in self._earlier:
             mean = vector.means[block.number]
-            mean.copy_(torch.where(part == 0, given, mean))
-        self._given = []
+            mean.copy_(torch.where(part == 0, earlier, mean))
+        self._earlier = []
 
     def restore(self) -> None:
-        """Put back what is kept of parameters without a gradient."""
+        """Restore the states of parameters without a gradient."""
         for state, base in self._bases:
             self._restore(state, base)
         self._bases = []
 
     def _find_kept(self, vector: Vector) -> None:
-        """Note which parameters have a gradient on this rank, by the gradients as they came."""
+        """Record which parameters have a gradient on this rank, from the gradients before any stage."""
         for block, part in zip(self.kept, self.kept_parts, strict=True):
             piece = vector.pieces[block.number]
-            if part.device.type == "cpu":  # most begin with a number
+            if part.device.type == "cpu":  # the first element mostly tells
                 part.fill_(vector.sound or bool(piece[0] != 0) or bool(piece.any()))
             else:
                 part.copy_(piece.any())
 
     def _looks(self, vector: Vector) -> bool:
-        """Not where some ranks may average in place, and so all alike."""
+        """Whether there is something to check; not if some ranks may average in place, for then none may check."""
         return bool(self.kept) or not vector.in_place
 
     def _find(self, blocks: Sequence[Block], parts: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
         """Write 0 where all summands are zero, and 1 elsewhere."""
         for block, part in zip(blocks, parts, strict=True):
-            rows = [block.of(each) for each in summands]
+            terms = [block.of(summand) for summand in summands]
             if block.rows > 1 or part.device.type != "cpu":
-                part.copy_(torch.stack([(each.amax(1) != 0) | (each.amin(1) != 0) for each in rows]).any(0))
-            else:  # most begin with a number
-                part.fill_(any(bool(each[0, 0] != 0) or bool(each.any()) for each in rows))
+                part.copy_(torch.stack([(rows.amax(1) != 0) | (rows.amin(1) != 0) for rows in terms]).any(0))
+            else:  # the first element mostly tells
+                part.fill_(any(bool(rows[0, 0] != 0) or bool(rows.any()) for rows in terms))
 
     def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
-        """Write zeros where nothing is used; ``mixed``: also what encoding made of zeros, and of the owners' state."""
+        """Write zeros where nothing is used; ``mixed``: also in the vector, and restore the owners' states."""
         for block, part, unused in _unused(blocks, parts):
             targets = [vector.means[block.number].view(block.rows, -1), *([block.of(vector.made())] if mixed else [])]
             for rows in targets:
@@ -146,18 +145,21 @@ class Unused(Stage):
                 new.copy_(torch.where((part == 0).unsqueeze(1), old, new))
 
     def _stale(self) -> list[State]:
-        """What owners of shards keep, in a step's first pass."""
+        """Return the states of shard owners, in a step's first pass."""
         return [state for state in self._owned if not state.touched]
 
     def _restore(self, state: State, base: Tensor) -> None:
-        places = {segment.name: place_of(segment) for segment in state.layout.segments}
+        places = {segment.name: segment.span for segment in state.layout.segments}
         for block, part, _ in _unused(self.kept, self.kept_parts):
             if place := places.get(block.segment.name):
                 state.pending[place] = torch.where(part == 0, base[place], state.pending[place])
 
 
 def _unused(blocks: Sequence[Block], parts: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor, Tensor | None]]:
-    """Blocks of which something is unused, and which rows; on an accelerator all blocks, and None: nothing waits."""
+    """Yield each block with unused rows, and their indices.
+
+    On an accelerator, yield all blocks and None, so as not to wait for the device.
+    """
     for block, part in zip(blocks, parts, strict=True):
         if part.device.type != "cpu":
             yield block, part, None
@@ -166,7 +168,7 @@ def _unused(blocks: Sequence[Block], parts: Sequence[Tensor]) -> Iterator[tuple[
 
 
 class FusedUnused(Unused):
-    """The same on an accelerator, in a launch for all blocks, which leaves alone what is used.
+    """``Unused`` for accelerators: one launch for all blocks, which skips what is used.
 
     Args:
         kernel: ``unused_triton.py``.
@@ -200,13 +202,13 @@ class FusedUnused(Unused):
         return self._mask[:count] if blocks is self.kept else self._mask[count:]
 
     def remember(self, vector: Vector) -> None:
-        """See ``Unused.remember``; a correction changes the one vector that the kernel looks at."""
+        """Remember the states, and check the gradients: a correction would change the vector that the kernel reads."""
         super().remember(vector)
         if self.kept:
             self._find(self.kept, self.kept_parts, (vector.whole(),))
 
     def _find_kept(self, vector: Vector) -> None:
-        """It was done."""
+        """Skip: ``remember`` did it."""
 
     def _find(self, blocks: Sequence[Block], parts: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
         used = self._masks(blocks).zero_()
@@ -214,7 +216,7 @@ class FusedUnused(Unused):
             self._kernel.find_used(self._tables[id(blocks)], each, used)
 
     def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
-        if vector.mean is None:  # in the interpreter, on a CPU
+        if vector.mean is None:  # in Triton's interpreter, on a CPU
             super()._clear(blocks, parts, vector, mixed)
             return
         table, used = self._tables[id(blocks)], self._masks(blocks)
@@ -234,10 +236,10 @@ class FusedUnused(Unused):
 
 
 class KeptStates(Stage):
-    """Parameters without a gradient on any rank keep all of their state.
+    """Parameters without a gradient on any rank keep all of their states.
 
     Args:
-        unused: which are these.
+        unused: finds these parameters.
     """
 
     def __init__(self, unused: Unused) -> None:
@@ -260,29 +262,27 @@ def plan_unused(
     world: World,
     unused: bool,
 ) -> Unused | None:
-    """Make ready for vectors of these segments.
+    """Plan the checks for vectors of these segments.
 
     Args:
-        sections: what the vector consists of.
+        sections: of the vector.
         segments: those that are not empty.
-        embeddings: names of parameters that are looked at by rows.
+        embeddings: names of parameters that are checked row by row.
         states: of the group, by name.
         world: the ranks.
         unused: parameters may be without a gradient.
 
     Returns:
-        None where zeros stay zeros and nothing is kept.
+        None if zeros stay zeros and no state has to be kept.
     """
-    mixing = [each for each in sections if not each.method.keeps_zeros]
-    places = {name for each in mixing for name in each.layout.names}
-    kept = [Block(each, number) for number, each in enumerate(segments)] if unused and states else []
+    mixing = {name for section in sections if not section.method.keeps_zeros for name in section.layout.names}
+    kept = [Block(segment, number) for number, segment in enumerate(segments)] if unused and states else []
     mixed = [
-        Block(each, number, each.shape[0] if each.name in embeddings else 1)
-        for number, each in enumerate(segments)
-        if each.name in places
+        Block(segment, number, segment.shape[0] if segment.name in embeddings else 1)
+        for number, segment in enumerate(segments)
+        if segment.name in mixing
     ]
     if not kept and not mixed:
         return None
     fused = kernels.backend(__name__, world.device)
-    given = kept, mixed, states, world
-    return FusedUnused(fused, *given) if fused else Unused(*given)
+    return FusedUnused(fused, kept, mixed, states, world) if fused else Unused(kept, mixed, states, world)

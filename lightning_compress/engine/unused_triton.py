@@ -1,6 +1,6 @@
-"""What is done to the parameters of a vector one by one, all of them in one launch.
+"""Checks and changes to the parameters of a vector, one by one, all in one launch.
 
-A table says which elements each program has: its parameter, its first element and one past its last one.
+A table lists for each program the index of its parameter, its first element, and one past its last element.
 """
 
 from __future__ import annotations
@@ -15,34 +15,38 @@ from torch import Tensor
 from lightning_compress.kernels.triton.launch import OPTIONS, kernel
 
 TILE = 4096
-"""Elements that a program handles, at most."""
+"""Elements per program, at most."""
 
 
 def table(parts: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Cut parts of a vector (number, start, stop) into tiles: int64 ``[tiles, 3]`` of number, start and stop."""
+    """Cut parts of a vector, given as (index, start, stop), into tiles.
+
+    Returns:
+        int64 ``[tiles, 3]``: index, start and stop.
+    """
     rows = [
-        (number, start, min(start + TILE, stop)) for number, first, stop in parts for start in range(first, stop, TILE)
+        (index, start, min(start + TILE, stop)) for index, first, stop in parts for start in range(first, stop, TILE)
     ]
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
 
 
 def find_used(tiles: Tensor, vector: Tensor, used: Tensor) -> None:
-    """Set uint8 ``used [parts]`` to 1 where a part of float32 ``vector [n]`` has an element that is not 0.
+    """Set uint8 ``used [parts]`` to 1 where a part of float32 ``vector [n]`` has a nonzero element.
 
-    Parts that are known to be used are hardly read.
+    Parts that are already marked as used are hardly read.
     """
     if len(tiles):
         _find_used[(len(tiles),)](tiles, vector, used, TILE, **OPTIONS)
 
 
 def zero_unused(tiles: Tensor, used: Tensor, vector: Tensor) -> None:
-    """Zero the parts of ``vector`` that are not used, and read nothing of the others."""
+    """Zero the unused parts of float32 ``vector [n]``; the others are not read."""
     if len(tiles):
         _zero_unused[(len(tiles),)](tiles, used, vector, TILE, **OPTIONS)
 
 
 def restore_unused(tiles: Tensor, used: Tensor, vector: Tensor, kept: Tensor) -> None:
-    """Put back what was kept of the parts of ``vector`` that are not used."""
+    """Copy the unused parts of ``kept [n]`` to ``vector [n]``, which may have another dtype."""
     if len(tiles):
         _restore_unused[(len(tiles),)](tiles, used, vector, kept, TILE, **OPTIONS)
 

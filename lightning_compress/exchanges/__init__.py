@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_compress.core.registry import Names
+from lightning_compress.core.registry import Registry
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Keeper, Pattern, Planner
@@ -10,7 +10,7 @@ from lightning_compress.exchanges.hierarchical import GONE, GROUP, PLAIN, Hierar
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
-EXCHANGES: Names[Pattern] = Names({**PLAIN, "hierarchical": Hierarchical}, (Pattern,), GROUP, GONE)
+EXCHANGES: Registry[Pattern] = Registry({**PLAIN, "hierarchical": Hierarchical}, (Pattern,), GROUP, GONE)
 """What ``exchange=`` takes by name."""
 
 __all__ = [

@@ -13,7 +13,7 @@ from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, of_vectors, scatter
 from lightning_compress.exchanges.message import Section, zero_nonfinite
 from lightning_compress.reducers import Reducer, ReducerPlan
@@ -22,7 +22,7 @@ EXCHANGE = "exchange"
 """Under which name an exchange's state is kept."""
 
 
-def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> dict[str, Declared]:
+def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> dict[str, StateSpec]:
     """What reducers keep, and the exchange of vectors of this layout.
 
     Names of the former say which rule it belongs to, and outlive other settings.
@@ -36,7 +36,7 @@ def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> 
     } | {f"{EXCHANGE}.{name}": each for name, each in kept.items()}
 
 
-def states_by(declared: Mapping[str, Declared], device: torch.device) -> States:
+def states_by(declared: Mapping[str, StateSpec], device: torch.device) -> States:
     """The states that were declared, at their beginning."""
     return {name: State(each.layout, device, each.initial, each.holder, each.dtype) for name, each in declared.items()}
 

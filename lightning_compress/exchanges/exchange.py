@@ -23,7 +23,7 @@ from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
@@ -180,7 +180,7 @@ class Keeper(ABC):
     counts_steps: ClassVar[bool] = False
 
     @abstractmethod
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """Return the states kept for vectors of this layout, by name."""
 
     def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:
@@ -299,7 +299,7 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
         ValueError: a rank reports an impossible length; raised on every rank.
     """
     length = torch.tensor([used], dtype=torch.int64, device=device)
-    collective.all_reduce_max(length)
+    collective.all_reduce(length, "max")
     width = int(length)
     if width > most or width % ALIGNMENT:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
-from lightning_compress.core.registry import Names, build
+from lightning_compress.core.registry import Registry, build
 from lightning_compress.core.state import States
 from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
@@ -30,7 +30,7 @@ GONE = {
     "ranks; or 'split_gather', as 'auto' does, which sends all elements that any rank selected"
 }
 """Removed exchanges, with what to use instead."""
-PLAIN: Names[Pattern] = Names(
+PLAIN: Registry[Pattern] = Registry(
     {
         "all_reduce": AllReduce,
         "all_gather": AllGather,

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import chunk_size, pieces, scratch
 from lightning_compress.exchanges.exchange import Keeper
 from lightning_compress.exchanges.message import Section
@@ -44,9 +44,9 @@ class OwnerAdaGrad(Keeper):
                 "(1e-8 is usual), or null for no AdaGrad"
             )
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """The sum of all squared means, and what encoding left of what was made of them."""
-        return {"history": Declared(layout, "owner"), "residual": Declared(layout, "owner")}
+        return {"history": StateSpec(layout, "owner"), "residual": StateSpec(layout, "owner")}
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
         """Refuse anything but SGD.

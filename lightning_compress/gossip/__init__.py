@@ -10,9 +10,9 @@ from lightning_compress.gossip.algorithm import Algorithm as Algorithm
 from lightning_compress.gossip.dpsgd import DPSGD as DPSGD
 from lightning_compress.gossip.d2 import D2 as D2
 from lightning_compress.gossip.choco import Choco as Choco
-from lightning_compress.core.registry import Names, named
+from lightning_compress.core.registry import Registry, named
 
-ALGORITHMS: Names[Algorithm] = Names(
+ALGORITHMS: Registry[Algorithm] = Registry(
     named(globals(), Algorithm),  # type: ignore[type-abstract]
     (Algorithm,),
     "lightning_compress.algorithms",

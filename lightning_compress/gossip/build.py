@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lightning_compress.codecs import CODECS, Codec, Dense, Method
-from lightning_compress.core.registry import Names, build
+from lightning_compress.core.registry import Registry, build
 from lightning_compress.gossip import ALGORITHMS, Algorithm
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.settings.automatic import Automatic
 
-COMPRESSORS: Names[Codec | Moniqua] = Names({**CODECS, "moniqua": Moniqua}, (Codec,))
+COMPRESSORS: Registry[Codec | Moniqua] = Registry({**CODECS, "moniqua": Moniqua}, (Codec,))
 """What ``compressor=`` takes by name."""
 
 

@@ -27,7 +27,7 @@ class Flat:
     def __init__(self, layout: Layout, device: torch.device, statistics: tuple[str, ...]) -> None:
         self._names = layout.names
         self.vector = torch.zeros(layout.numel, device=device)
-        self._views = [self.vector[each.offset : each.end].view(each.shape) for each in layout.segments]
+        self._views = [self.vector[each.span].view(each.shape) for each in layout.segments]
         self._ends = statistics
         self._statistics: dict[str, Tensor] = {}
 

@@ -71,7 +71,7 @@ class Neighbours:
     def greatest(self, values: Tensor) -> Tensor:
         """The largest over all ranks, element by element: a collective call of a few bytes."""
         if self.size > 1:
-            self.collective.all_reduce_max(values)
+            self.collective.all_reduce(values, "max")
         return values
 
     def _room(self, like: Tensor, slot: int) -> Tensor:

@@ -192,7 +192,7 @@ class LocalSGD(Synchroniser):
         pinned = said.pin_memory() if self.device.type == "cuda" else said  # whose copy holds up no local step
         heard = pinned.to(self.device, non_blocking=True)
         with errors.explained("telling the others of signals and batches", self.ranks.rank):
-            self._transports[-1].all_reduce_max(heard)
+            self._transports[-1].all_reduce(heard, "max")
         if (joined := int(said[0])) != self._told:  # which is sent next
             self.meeting.check_joined(heard.cpu())
             self._told = joined

@@ -85,7 +85,7 @@ class Meeting:
         """
         said = torch.cat([torch.tensor(own, dtype=torch.int64), self.ask()]).to(self.device)
         with errors.explained("meeting the others", self.ranks.rank):
-            self.ranks.all_reduce_max(said)
+            self.ranks.all_reduce(said, "max")
         said = said.cpu()
         self.heed(said[len(own) :])
         return [int(each) for each in said[: len(own)]]

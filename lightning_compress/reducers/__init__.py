@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from lightning_compress.collectives import World as World
 from lightning_compress.collectives.counting import all_reduce_bytes as all_reduce_bytes
-from lightning_compress.core.state import Declared as Declared, States as States
+from lightning_compress.core.state import StateSpec as StateSpec, States as States
 from lightning_compress.reducers.reducer import Reducer as Reducer, ReducerPlan as ReducerPlan
 from lightning_compress.reducers.powersgd import PowerSGD as PowerSGD
-from lightning_compress.core.registry import Names, named
+from lightning_compress.core.registry import Registry, named
 
-REDUCERS: Names[Reducer] = Names(named(globals(), Reducer), (Reducer,))  # type: ignore[type-abstract]
+REDUCERS: Registry[Reducer] = Registry(named(globals(), Reducer), (Reducer,))  # type: ignore[type-abstract]
 """What ``compressor=`` takes by name, beside the codecs."""
 
 __all__ = [
     "REDUCERS",
-    "Declared",
+    "StateSpec",
     "Reducer",
     "ReducerPlan",
     "States",

@@ -16,7 +16,7 @@ from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.random import RandomBits, mix, name_key
-from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 
@@ -77,13 +77,13 @@ class PowerSGD(Reducer):
         whole = segment.numel == rows * columns
         return whole and self.rank * (rows + columns) * self.min_compression_rate <= segment.numel
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """Every Q, transposed, those of equal matrices side by side."""
         stacks = _stacks(layout, self)
         if not stacks or not self.warm_start:
             return {}
         transposed = [(s.name, (self.rank, stack.columns)) for stack in stacks for s in stack.segments]
-        return {"q": Declared(Layout.of(transposed), "shared", self._first)}
+        return {"q": StateSpec(Layout.of(transposed), "shared", self._first)}
 
     def _first(self, segment: Segment) -> Tensor:
         return normal(mix(0, name_key((segment.name,))), segment.numel, torch.device("cpu"))

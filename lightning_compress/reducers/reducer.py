@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_compress.codecs.codec import Method
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import States, StateSpec
 
 
 class ReducerPlan(ABC):
@@ -51,7 +51,7 @@ class ReducerPlan(ABC):
 class Reducer(Method, ABC):
     """A whole method, which issues collectives itself; it keeps the law above if it ``conserves``."""
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """What is kept from step to step, by a name of it."""
         return {}
 

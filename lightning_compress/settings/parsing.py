@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_compress.codecs import CODECS, Codec, Method
-from lightning_compress.core.registry import Names, build, rebuild
+from lightning_compress.core.registry import Registry, build, rebuild
 from lightning_compress.corrections import CORRECTED, Corrected
 from lightning_compress.corrections.clipping import Clipping
 from lightning_compress.exchanges import EXCHANGES, Pattern
@@ -18,7 +18,7 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.rules import KINDS, Compressor, Rule
 from lightning_compress.settings.schedule import Schedule
 
-COMPRESSORS: Names[Compressor | Automatic] = Names(
+COMPRESSORS: Registry[Compressor | Automatic] = Registry(
     {"auto": Automatic, **CODECS, **REDUCERS, **CORRECTED},
     (Method, Corrected),
 )

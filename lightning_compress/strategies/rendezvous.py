@@ -141,7 +141,7 @@ class Rendezvous(Meeting):
             self.signals.act()
 
     def _begin(self, words: Tensor) -> Callable[[], Tensor]:
-        wait = self.ranks.begin_all_reduce_max(words)
+        wait = self.ranks.begin_all_reduce(words, "max")
         return lambda: (wait(), words)[1]
 
     def _take(self) -> None:
@@ -173,7 +173,7 @@ class _Beside:
                 self._there = torch.zeros(len(words), dtype=torch.int64, device=self._device)
         self._words.copy_(words)
         with torch.cuda.stream(self._stream):
-            self._ranks.begin_all_reduce_max(self._there.copy_(self._words, non_blocking=True))()
+            self._ranks.begin_all_reduce(self._there.copy_(self._words, non_blocking=True), "max")()
             self._words.copy_(self._there, non_blocking=True)
             event = self._stream.record_event()
         found = self._words

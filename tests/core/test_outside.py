@@ -93,7 +93,7 @@ def test_what_this_run_was_not_given_is_refused(ran):
         ({"name": "nosuch"}, "unknown compressor 'nosuch'"),
         ({"name": "dgc", "sparsifier": {"class": "os.system"}}, "'os.system', which this run"),
         ([], "no mapping of the compressor, but list"),
-        ({}, "compressor={'name': None}: give a name"),
+        ({}, "compressor={'name': None} must be a name"),
         (
             functools.reduce(lambda inner, _: {"name": "dgc", "sparsifier": inner}, range(990), {}),
             "too many others inside",

@@ -137,15 +137,15 @@ def without(*bases, **attributes):
 @pytest.mark.parametrize(
     ("name", "cls", "words"),
     [
-        ("topk", Mine, "'topk' is the name of lightning_compress.codecs.sparse.topk.TopK already"),
-        ("auto", Mine, "'auto' is the name of lightning_compress.settings.automatic.Automatic already"),
-        ("mine", dict, "give a class derived from lightning_compress.Codec or lightning_compress.Reducer"),
-        ("mine", int, "or from Corrected, Exchange or Algorithm"),
-        ("mine", Mine(), "give a class derived from"),
+        ("topk", Mine, "'topk' is already the name of lightning_compress.codecs.sparse.topk.TopK"),
+        ("auto", Mine, "'auto' is already the name of lightning_compress.settings.automatic.Automatic"),
+        ("mine", dict, "pass a class derived from lightning_compress.Codec, lightning_compress.Reducer, Corrected"),
+        ("mine", int, "Reducer, Corrected, Exchange or Algorithm"),
+        ("mine", Mine(), "pass a class derived from"),
         ("my codec", Mine, "letters, digits and underscores"),
         (7, Mine, "letters, digits and underscores"),
         ("mine", without(Codec), "the class lacks plan"),
-        ("mine", type("Odd", (Codec,), {"plan": None}), "decorate it: @dataclass(frozen=True)"),
+        ("mine", type("Odd", (Codec,), {"plan": None}), "decorate it with @dataclass(frozen=True)"),
         ("mine", without(Codec, plan=None, __annotations__={"bits": int}), "'bits' needs a default"),
         ("mine", without(Codec, plan=None, __annotations__={"name": str}, name=""), "cannot be called 'name'"),
     ],
@@ -163,7 +163,7 @@ def test_registered_twice():
     again = dataclasses.dataclass(frozen=True)(type("Mine", (TopK,), {"__module__": __name__}))
     register("mine", again)  # as a cell of a notebook that is run again
     assert build_compressor("mine") == again()
-    with pytest.raises(ValueError, match="is the name of"):
+    with pytest.raises(ValueError, match="is already the name of"):
         register("mine", Votes)
 
 
@@ -189,7 +189,7 @@ def test_a_sparsifier_that_a_package_offers(offered):
     [
         ("nosuch.module:Codec", "which cannot be imported (ModuleNotFoundError: No module named 'nosuch'); repair or"),
         (f"{__name__}:Nosuch", "which cannot be imported (AttributeError"),
-        (f"{__name__}:TABLES", "which is none: register('mine', "),
+        (f"{__name__}:TABLES", "which cannot be registered: register('mine', "),
         ([f"{__name__}:Mine", f"{__name__}:Votes"], "both offer the compressor 'mine'; uninstall one of them"),
     ],
 )
@@ -214,14 +214,14 @@ def test_what_we_offer_is_stronger_than_what_others_do(monkeypatch):
     for table in TABLES:
         table.pop("terngrad", None)
     registry._offered.cache_clear()
-    with pytest.raises(ValueError, match=r"is the name of lightning_compress.contrib.codecs.terngrad.TernGrad already"):
+    with pytest.raises(ValueError, match=r"is already the name of lightning_compress.contrib.codecs.terngrad.TernGrad"):
         register("terngrad", Mine)
     assert type(build_compressor("terngrad")).__name__ == "TernGrad"
 
 
 def test_names_of_ours_without_an_installation_say_so(offered):
     offered()
-    with pytest.raises(ValueError, match=r"there are: .*; lightning_compress is not installed, or not this version"):
+    with pytest.raises(ValueError, match=r"there are: .*; lightning_compress is not installed, or in another version"):
         build_exchange("butterfly_of_mine")
 
 

@@ -172,7 +172,7 @@ def _drift(what, **settings):
 
     def faulty(group, gradients, step, *more):
         flag = reduce(group, gradients, step, *more)
-        if what == "gradient" and step == 3 and last_rank() and "head.2.weight" in group.given:
+        if what == "gradient" and step == 3 and last_rank() and "head.2.weight" in group.bucket_names:
             bump(gradients[group.given.index("head.2.weight")].view(10, 64))
         return flag
 

@@ -24,11 +24,9 @@ class Echo(Collective):
 
     rank, size = 1, 4
 
-    def all_reduce(self, tensor):
-        tensor.mul_(4)
-
-    def all_reduce_max(self, tensor):
-        pass
+    def all_reduce(self, tensor, operation="sum"):
+        if operation == "sum":
+            tensor.mul_(4)
 
     def all_gather(self, tensor, out):
         out.copy_(tensor.expand_as(out))

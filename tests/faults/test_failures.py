@@ -21,13 +21,13 @@ LATE = "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for 
     ("error", "words"),
     [
         (RuntimeError(PEER), "a rank died"),
-        (RuntimeError(PEER), "had no batch left where this one has: give all ranks the same number"),
+        (RuntimeError(PEER), "had fewer batches than this rank (give all ranks the same number)"),
         (RuntimeError(LATE), "did not answer within 8 s"),
-        (RuntimeError(LATE), "has no batch left where this one has (give all ranks the same number)"),
+        (RuntimeError(LATE), "has fewer batches than this rank (give all ranks the same number)"),
         (RuntimeError("Application timeout caused pair closure"), "did not answer within the time limit"),
         (
             RuntimeError("gloo: op.preamble.length <= op.nbytes. 8 vs 4"),
-            "did not do the same, as where one has no batch left",
+            "issued different collectives, as with different numbers of batches",
         ),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), "a rank died"),
         (dist.DistBackendError("Watchdog caught collective operation timeout: Timeout(ms)=600000"), "within 600 s"),

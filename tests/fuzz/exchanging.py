@@ -50,16 +50,10 @@ class Liar(Collective):
         mutate(spoilt.view(-1).view(torch.uint8).numpy(), random)
         return spoilt
 
-    def _in_place(self, way, tensor):
+    def all_reduce(self, tensor, operation="sum"):
         sent = self._spoilt(tensor)
-        way(sent)
+        self.inner.all_reduce(sent, operation)
         tensor.copy_(sent)
-
-    def all_reduce(self, tensor):
-        self._in_place(self.inner.all_reduce, tensor)
-
-    def all_reduce_max(self, tensor):
-        self._in_place(self.inner.all_reduce_max, tensor)
 
     def all_gather(self, tensor, out):
         self.inner.all_gather(self._spoilt(tensor), out)

@@ -663,7 +663,7 @@ def test_means_of_models_take_one_message_a_dtype():
 
 def test_a_rank_that_is_gone_is_an_error_that_says_so():
     def run(collective, average):
-        def lost(_):
+        def lost(*_):
             raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
         collective.all_reduce = lost

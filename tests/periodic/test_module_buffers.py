@@ -53,7 +53,7 @@ def test_a_rank_that_is_gone_is_said():
     class Gone:
         rank, size = 0, 2
 
-        def all_reduce_max(self, tensor):
+        def all_reduce(self, tensor, operation):
             raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:5173")
 
     with pytest.raises(ExchangeError, match="averaging the buffers: a rank died or stopped"):
@@ -150,10 +150,8 @@ def test_what_is_normed_stays_so_in_the_model_that_all_have(size, rounds):
 class _One:
     rank, size = 0, 1
 
-    def all_reduce_max(self, tensor):
+    def all_reduce(self, tensor, operation="sum"):
         pass
-
-    all_reduce = all_reduce_max
 
 
 def test_a_round_waits_for_an_accelerator_some_times_and_not_for_each_buffer(monkeypatch):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_compress.collectives import Collective, CountingCollective, LocalCollective, World, run_threads
+from lightning_compress.collectives.collective import Operation
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
@@ -34,9 +35,9 @@ class Rank:
 class _Counted(CountingCollective):
     calls = 0
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, operation: Operation = "sum") -> None:
         self.calls += 1
-        super().all_reduce(tensor)
+        super().all_reduce(tensor, operation)
 
 
 def gradient(layout: Layout, rank: int, step: int) -> torch.Tensor:

@@ -459,7 +459,7 @@ def test_from_a_named_one_to_auto_and_back(pools, tmp_path, first, second, runs)
             continue
         assert not warned
         assert len(lines) == (2 if rank == 0 else 0)
-        assert rank or "goes on with {'name': " in lines[0]
+        assert rank or "continues with {'name': " in lines[0]
 
 
 def _named(link):

@@ -33,7 +33,7 @@ from tests.helpers.training import Net, fit
         ({"warm_up_steps": 3}, "has no argument 'warm_up_steps'; did you mean 'warmup_steps'?"),
         ({"find_unused": True}, "did you mean 'find_unused_parameters'?"),
         ({"device_ids": [0]}, "has no argument 'device_ids'"),
-        ({"zzz": 1}, "has no argument 'zzz'; there are compressor, exchange"),
+        ({"zzz": 1}, "has no argument 'zzz'; it has compressor, exchange"),
         ({"compressor": {"name": "topk", "ratio": 3}}, "no setting 'ratio'; it has: density, scope, selection"),
         ({"compressor": {"density": 0.1}}, "a mapping with a 'name'"),
         ({"compressor": 7}, "compressor=7"),
@@ -168,7 +168,9 @@ def _complex():
 
 def test_a_model_on_two_devices_is_refused_but_for_none():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta"))
-    with pytest.raises(ValueError, match=r"on cpu, meta: .* put it there, or use CompressedDDPStrategy\('none'\)"):
+    with pytest.raises(
+        ValueError, match=r"on cpu, meta, but .* move the model to one device, or use CompressedDDPStrategy\('none'\)"
+    ):
         check_module(model, RunState.of("onebit"))
     check_module(model, RunState.of("none"))
 
@@ -181,7 +183,7 @@ def test_a_model_on_two_devices_is_refused_but_for_none():
         (_static_graph, "static_graph=True with accumulate_grad_batches=2"),
         (_pattern, "takes no parameter by 'nosuch.*'"),
         (_sparse, "words has sparse gradients; build it with sparse=False"),
-        (_stepped, "stepped inside backward"),
+        (_stepped, "runs inside backward"),
         (
             _complex,
             "torch.view_as_complex in forward, or use CompressedDDPStrategy('none') with",
@@ -214,7 +216,7 @@ def _lazy():
 
 
 def test_a_lazy_module_is_named(pools):
-    words = "head.0 is a LazyLinear whose parameters have no shape yet: run one batch through the model before the fit"
+    words = "head.0 is a LazyLinear whose parameters have no shape yet: run one batch through the model before training"
     assert pools[2].run(_lazy) == [[words] * 4] * 2
 
 
@@ -303,5 +305,5 @@ def test_none_takes_every_model(pools):
 
 
 def test_what_is_no_distributed_model_is_refused():
-    with pytest.raises(ValueError, match=r"Linear is no DistributedDataParallel: give torch\.nn\.parallel"):
+    with pytest.raises(ValueError, match=r"Linear is not a DistributedDataParallel: pass torch\.nn\.parallel"):
         attach(nn.Linear(3, 3))

@@ -25,8 +25,7 @@ def _steps(choice, nesterov, device, by):
     found = []
     for number in range(2):
         gradient = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(number)).to(device)
-        memory = gradient.clone()
-        vector = Vector(list(gradient.split([2103, 10])), lambda _, memory=memory: memory, number)
+        vector = Vector(list(gradient.split([2103, 10])), number)
         plan.before(vector)
         gradient = vector.whole()
         states["velocity"].touch()

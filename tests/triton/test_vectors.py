@@ -5,7 +5,7 @@ import torch
 
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
-from lightning_compress.core.vector import clean, spoil
+from lightning_compress.core.vector import clean, poison
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def test_cleaning(numel, bad, device):
 def test_spoiling(device):
     mean = torch.randn(5000, device=device)
     before = mean.clone()
-    spoil([mean], torch.zeros((), device=device))
+    poison([mean], torch.zeros((), device=device))
     assert mean.equal(before)
-    spoil([mean], torch.full((), torch.nan, device=device))
+    poison([mean], torch.full((), torch.nan, device=device))
     assert mean.isnan().all()
 
 

@@ -256,7 +256,7 @@ class Factors:
             dense = sum(layer.matrix_bytes(self._ranks) for layer in [*formed, *alone])
             flag = torch.stack(flags).sum() if flags else torch.zeros((), device=self._device)
             names = [name for layer in formed for name in layer.names]
-            self._compression.beside(names, self.sent, dense, flag)
+            self._compression.count(self.sent, dense, flag, names)
         self._task, self._seen = None, True
         if self._problem:
             raise self._problem

@@ -23,7 +23,7 @@ from lightning_compress.contrib.exchanges.rounds import new_messages
 from lightning_compress.contrib.exchanges.selection import Compact, check_fed_back, keeps_all
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
-from lightning_compress.core.state import Declared, States, place_of
+from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import Growing
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Keeper, longest, of_vectors
@@ -41,11 +41,11 @@ BINS = 64
 """Parts of a parameter in which selected elements are counted."""
 
 
-def declared(layout: Layout) -> Mapping[str, Declared]:
+def declared(layout: Layout) -> Mapping[str, StateSpec]:
     """Counts of selected elements, thresholds and clocks; the same on all ranks."""
     one = Layout.of((segment.name, (1,)) for segment in layout.segments)
     bins = Layout.of((segment.name, (min(BINS, segment.numel),)) for segment in layout.segments)
-    return {"load": Declared(bins, "shared"), "threshold": Declared(one, "shared"), "clock": Declared(one, "shared")}
+    return {"load": StateSpec(bins, "shared"), "threshold": StateSpec(one, "shared"), "clock": StateSpec(one, "shared")}
 
 
 class Memory:
@@ -63,7 +63,7 @@ class Memory:
 
     def __init__(self, sections: Sequence[Section], states: States, device: torch.device) -> None:
         self._states = states
-        bins = {each.name: place_of(each) for each in states["load"].layout.segments}
+        bins = {each.name: each.span for each in states["load"].layout.segments}
         ones = {each.name: each.offset for each in states["threshold"].layout.segments}
         edges, start = [0], 0
         slots: list[int] = []
@@ -234,7 +234,7 @@ class OwnersPlan(ExchangePlan):
             ValueError: a rank says what no message takes; on every rank.
         """
         found = torch.tensor(numbers, dtype=torch.int64, device=self._ends.device)
-        self._collective.all_reduce_max(found)
+        self._collective.all_reduce(found, "max")
         width, *counts = found.tolist()
         if not FLAG <= width <= self._most or width % ALIGNMENT:
             raise ValueError(f"a rank says that its message takes {width} bytes; {self._most} is the most")
@@ -371,7 +371,7 @@ class OkTopK(Exchange):
 
 
 class _Thresholds(Keeper):
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         return declared(layout)
 
     def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:

@@ -14,7 +14,7 @@ from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import PER_WORD, RandomBits, draw_places
-from lightning_compress.core.state import Declared, States
+from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import scratch
 from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
@@ -82,9 +82,9 @@ class AdamMask(Reducer):
         """Not known to be."""
         return False
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """The moment."""
-        return {"moment": Declared(layout, "shared")}
+        return {"moment": StateSpec(layout, "shared")}
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout; see the base class."""

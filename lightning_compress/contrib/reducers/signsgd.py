@@ -22,7 +22,7 @@ from lightning_compress.collectives.counting import (
 from lightning_compress.contrib.reducers.tally import Tally
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, mix
-from lightning_compress.core.state import Declared, State, States
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.workspace import chunk_size, pieces, scratch
 from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
@@ -88,9 +88,9 @@ class SignSGD(Reducer):
         """Adam would normalise a second time, by the size of signs."""
         return False
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """The momentum, if there is any."""
-        return {MOMENTUM: Declared(layout)} if self.momentum else {}
+        return {MOMENTUM: StateSpec(layout)} if self.momentum else {}
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """Make ready for vectors of this layout; see the base class."""

@@ -114,7 +114,7 @@ class _TernGradSharedPlan(ReducerPlan):
         with self._meter.encode:
             own = self._ternary.measure(vector)
             self._scales.copy_(own)
-        self._collective.all_reduce_max(self._scales)
+        self._collective.all_reduce(self._scales, "max")
         scales, factors = fit(self._scales.double(), 1.0)
         with self._meter.encode:
             stream = Stream(mix(key, self._collective.rank))
