@@ -164,7 +164,7 @@ def test_the_log_says_what_and_why(caplog):
         assert words in first.message
     assert second.levelno == logging.WARNING
     assert "all_reduce of float32, since " in second.message
-    assert "without fallback='dense'" in second.message
+    assert "leave out fallback='dense'" in second.message
     assert third.levelno == logging.WARNING
     assert "all_reduce of float32, since all_gather would send " in third.message
 

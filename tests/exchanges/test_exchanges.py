@@ -126,7 +126,7 @@ def test_nodes_by_host_name():
 
 
 def test_nodes_of_several_sizes_are_refused():
-    with pytest.raises(ValueError, match="nodes of one size; there are 2, 2, 1 of 5 ranks"):
+    with pytest.raises(ValueError, match="nodes of one size, but the 5 ranks are on nodes of 2, 2, 1"):
         run_threads(5, lambda collective: nodes_of(collective, 2, CPU))
 
 
