@@ -118,10 +118,10 @@ class Auto(Planner):
         """Measure what the choice depends on, unless it is known. Collective over ``deciding``."""
         (collective, device, _), codecs = world, codecs_of(sections)
         if self.link is None and collective.size > 1 and device != META:  # on META it was measured before
-            self._measured.look(codecs, collective, deciding or collective, device, self.node_size)
+            self._measured.measure(codecs, collective, deciding or collective, device, self.node_size)
             counts = collective.size, collective.size // self._nodes(collective.size)
             sums = [codec.refined(count) for codec in codecs for count in counts]
-            self._measured.look(sums, collective, deciding or collective, device, self.node_size)
+            self._measured.measure(sums, collective, deciding or collective, device, self.node_size)
 
     def choose(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> Exchange:
         """See ``Pattern.choose``.
