@@ -96,7 +96,7 @@ def run_summary(settings: RunState, parameters: Parameters, world: World, steps:
     plans = [(sections, _plan(settings, made, sections, world)) for made, sections in _sections(settings, parameters)]
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
-        small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or rules keep them all in float32"
+        small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or rules keep all in float32"
         chosen = AUTO if settings.chosen else NONE
         return _off(chosen if isinstance(settings.method, Dense) else small, why)
     if all(plan.is_dense(each.span) for each, plan in coarse):
@@ -161,9 +161,9 @@ def _on(
         warning += f"{name} keeps no residual here, so {idle} has no effect; leave it out. "
     if ratio < 1:
         warning += (
-            f"{name} by {way} sends {sent:,} bytes per rank and {unit}, more than float32 ({dense:,}). To send less, use "
-            "a coarser setting, compressor='auto' (float32 where that is faster), or exchange={'name': 'auto', "
-            "'fallback': 'dense'}"
+            f"{name} by {way} sends {sent:,} bytes per rank and {unit}, more than float32 ({dense:,}). To send less, "
+            "use a coarser setting, compressor='auto' (float32 where that is faster), or exchange={'name': "
+            "'auto', 'fallback': 'dense'}"
         )
     return RunSummary(
         name, way, steps * ratio, f"{name} by {way}, {less}{_compensation(settings)}{later}", why, warning
