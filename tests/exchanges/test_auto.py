@@ -440,7 +440,7 @@ def test_settings_that_cannot_go_by_what_is_measured():
     ("exchange", "words"),
     [
         ({"name": "auto", "fallback": "no"}, "fallback='no'"),
-        ({"name": "auto", "link": 5}, "link=5 must be null"),
+        ({"name": "auto", "link": 5}, "link=5: use null"),
         ({"name": "auto", "node_size": 0}, "node_size=0"),
     ],
 )
