@@ -173,21 +173,21 @@ WRONG = {
     "gradients is int": (3, {}),
     "gradients is list": ([torch.ones(2)], {}),
     "gradients is empty": ({}, {}),
-    "empty: there is nothing": ([], {}),
+    "gradients is empty; use": ([], {}),
     "'a' is NoneType, not a tensor": ({"a": None}, {}),
     "'a' is torch.int64": ({"a": torch.ones(64, 64, dtype=torch.int64)}, {}),
     "'a' is torch.complex64": ({"a": torch.ones(64, 64, dtype=torch.complex64)}, {}),
     "sparse": ({"a": torch.eye(64).to_sparse()}, {}),
-    "'a' holds NaN": ({"a": torch.full((64, 64), torch.nan)}, {}),
-    "'a' of step 1 holds NaN": ([{"a": torch.ones(64, 64)}, {"a": torch.full((64, 64), torch.inf)}], {}),
-    "more than float32 can": ({"a": torch.full((64, 64), 1e300, dtype=torch.float64)}, {}),
+    "'a' has NaN": ({"a": torch.full((64, 64), torch.nan)}, {}),
+    "'a' of step 1 has NaN": ([{"a": torch.ones(64, 64)}, {"a": torch.full((64, 64), torch.inf)}], {}),
+    "beyond float32's range": ({"a": torch.full((64, 64), 1e300, dtype=torch.float64)}, {}),
     "names or shapes of 'a'": ([{"a": torch.ones(64, 64)}, {"a": torch.ones(64, 65)}], {}),
     "names or shapes of 'b'": ([{"a": torch.ones(64, 64)}, {"a": torch.ones(64, 64), "b": torch.ones(1)}], {}),
     "min_numel=1024": ({"a": torch.ones(5000), "b": torch.ones(30, 30)}, {}),
-    "all zero": ({"a": torch.zeros(64, 64)}, {}),
-    "chooses by the link": (gradients(), {"compressors": ["auto"]}),
-    "works among several ranks": (gradients(), {"compressors": ["powersgd"]}),
-    "names none": (gradients(), {"compressors": []}),
+    "of a step are zero": ({"a": torch.zeros(64, 64)}, {}),
+    "depends on the link": (gradients(), {"compressors": ["auto"]}),
+    "needs several ranks": (gradients(), {"compressors": ["powersgd"]}),
+    "is empty; leave it out": (gradients(), {"compressors": []}),
     r"compressors=\['topk'\]": (gradients(), {"compressors": "topk"}),
     "unknown compressor 'zip'": (gradients(), {"compressors": ["zip"]}),
     "min_numel=-1 must be an integer, 0 or more": (gradients(), {"min_numel": -1}),
@@ -208,7 +208,7 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("gradients")
     torch.save({"code": print}, tmp_path / "code.pt")  # is not run
     for name in ("notes.txt", "code.pt"):
-        with pytest.raises(ValueError, match=f"{name} is no file of tensors"):
+        with pytest.raises(ValueError, match=f"{name} is not a file of tensors"):
             compare(tmp_path / name)
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     with pytest.raises(ValueError, match="gradients is Tensor"):

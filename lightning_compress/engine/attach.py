@@ -19,7 +19,7 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.planning.decide import decide
-from lightning_compress.planning.summary import forecast
+from lightning_compress.planning.summary import run_summary
 from lightning_compress.settings.parsing import CompressorLike, ExchangeLike
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState
@@ -160,7 +160,7 @@ def compress(
         accumulates,
         _caps(ddp),
     )
-    compression.forecast = forecast(compression.settings, parameters, world)
+    compression.forecast = run_summary(compression.settings, parameters, world)
     if not idle:
         hook.register(compression, ddp, own)
     counting = hook.leave_to(compression, ddp, collective.size) if idle else None
@@ -173,7 +173,7 @@ def compress(
         if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
             hook.register(compression, ddp, own)
-        compression.forecast = forecast(runs, parameters, world)
+        compression.forecast = run_summary(runs, parameters, world)
 
     compression.at_load(loaded)
     return compression

@@ -22,7 +22,7 @@ from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
-from lightning_compress.planning.summary import Forecast
+from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.parsing import COMPRESSORS, CompressorLike
 from lightning_compress.settings.rules import kinds_of
@@ -96,7 +96,7 @@ class Compression:
         self._last_state: StateDict | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
-        self.forecast = Forecast()
+        self.forecast = RunSummary()
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731

@@ -11,7 +11,7 @@ from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
 EXCHANGES: Registry[Pattern] = Registry({**PLAIN, "hierarchical": Hierarchical}, (Pattern,), GROUP, GONE)
-"""What ``exchange=`` takes by name."""
+"""Exchanges and planners that ``exchange=`` accepts by name."""
 
 __all__ = [
     "EXCHANGES",

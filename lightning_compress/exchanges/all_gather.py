@@ -1,4 +1,4 @@
-"""Every rank gets every message and decodes all of them."""
+"""Send every message to every rank; each rank decodes all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from lightning_compress.kernels import Summands
 class AllGather(Exchange):
     """One all-gather, then one fused decode; a rank sends ``W - 1`` messages.
 
-    Encodes once, so nothing is lost twice; right up to three ranks, and for sparse messages.
+    Each vector is encoded once, so there is only one encoding error. Best for up to three ranks, and for sparse
+    messages.
     """
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
@@ -58,8 +59,8 @@ class _Plan(ExchangePlan):
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         rank, size = self._collective.rank, self._collective.size
         self._plan.agree(key, rank, size)
-        own, message = mix(key, rank), self._own.all[0]
-        used = self._plan.encode(vector, message, own, flag, keep=False, summands=summands)
+        message = self._own.all[0]
+        used = self._plan.encode(vector, message, mix(key, rank), flag, keep=False, summands=summands)
         width = self._plan.size
         if self._plan.variable:
             width = agree_length(self._plan, used, self._collective, vector.device)

@@ -1,4 +1,4 @@
-"""Messages that may be summed are summed by the transport."""
+"""Let the transport sum the messages."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 
 PART = 1 << 20
-"""Elements that are worth a message of their own: at 10 Gbit/s they travel for some milliseconds."""
+"""Elements per message of a long vector: at 10 Gbit/s they travel for a few milliseconds."""
 MOST = 8
-"""Messages at most."""
+"""The maximum number of messages per vector."""
 Piece = tuple[int, int, int]
-"""Of which tensor, from which element on, up to which."""
+"""A stretch of a gradient: the gradient's index, the first element, and one past the last."""
 
 
 @dataclass(frozen=True)
 class AllReduce(Exchange):
     """One all-reduce per dtype in the message; a rank sends ``2 (W - 1) / W`` messages.
 
-    Only for methods whose messages may be summed (``Codec.sum_dtype``): none, fp16, bf16. Rounding errors of the
-    transport's own additions are in no rank's residual, so a cast keeps only the local half of the conservation law.
+    Only for methods whose messages may be summed: none, fp16, bf16, randomk. The transport's additions round too, and
+    no residual gets that error. So for a cast, only the local half of the conservation law holds.
     """
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
         if codec.sum_dtype is None:
             raise ValueError(
-                f"exchange='all_reduce' adds messages up, and those of {codec} cannot be added; "
+                f"exchange='all_reduce' sums messages, and those of {codec} cannot be summed; "
                 "use exchange='auto', 'all_gather' or 'two_shot'"
             )
 
@@ -59,7 +59,7 @@ class AllReduce(Exchange):
 
 
 def _parts(sections: Sequence[Section], device: torch.device, ranks: int) -> list[list[Section]]:
-    """On a CPU long vectors go in parts, so that some travel while others are encoded and decoded."""
+    """Split long vectors on a CPU, so that some parts travel while others are encoded or decoded."""
     numel = sum(section.layout.numel for section in sections)
     count = min(MOST, numel // PART)
     divisible = device.type == "cpu" and ranks > 1 and not any(section.codec.sparse for section in sections)
@@ -77,10 +77,11 @@ class _Plan(ExchangePlan):
         self._collective = collective
         self._plans = [(plan, plan.sum_runs or ()) for plan in plans]
         self.messages = [Messages(1, plan.size, device) for plan in plans]
-        runs = [run for _, each in self._plans for run in each]
+        runs = [run for _, runs in self._plans for run in runs]
         self.cost = Cost(
             bytes_sent=sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in runs),
-            rounds=len(self._plans[0][1]) * all_reduce_rounds(collective.size),  # parts wait for the wire, not again
+            rounds=len(self._plans[0][1])
+            * all_reduce_rounds(collective.size),  # parts share the wire and do not wait again
             encodes=1.0,
             decodes=1.0,
             calls=len(plans),
@@ -88,7 +89,7 @@ class _Plan(ExchangePlan):
 
     @cached_property
     def _parts(self) -> list[tuple[MessagePlan, Tensor, list[Tensor]]]:
-        """Each part's plan, message and what of it is summed."""
+        """Each part's plan, its message, and views of what is summed."""
         parts = []
         for (plan, runs), messages in zip(self._plans, self.messages, strict=True):
             sums = [messages.all[0, run.start : run.stop].view(run.dtype) for run in runs]
@@ -106,9 +107,9 @@ class _Plan(ExchangePlan):
         rank, size = self._collective.rank, self._collective.size
         waits = []
         for number, (plan, message, sums) in enumerate(self._parts):
-            own = mix(key, number) if number else key
-            plan.share(own)
-            plan.encode(vector, message[0], mix(own, rank), flag)
+            part_key = mix(key, number) if number else key
+            plan.share(part_key)
+            plan.encode(vector, message[0], mix(part_key, rank), flag)
             waits.append([self._collective.begin_all_reduce(values) for values in sums])
         flag.zero_()
         for (plan, message, _), begun in zip(self._parts, waits, strict=True):
@@ -119,11 +120,11 @@ class _Plan(ExchangePlan):
 
 
 class _InPlace:
-    """The same messages, and to the bit the same means, as those of an all-reduce of sections that are not encoded.
+    """Averages gradients that are only cast, without a vector: messages and means are bit-identical to ``_Plan``'s.
 
     Args:
-        parts: sections that share a message, of each message; together they cover the vector.
-        messages: one of each part, uint8, a header of ``ALIGNMENT`` bytes that begins with the flag.
+        parts: the sections of each message; together they cover the vector.
+        messages: one message per part, uint8, with a header of ``ALIGNMENT`` bytes that begins with the flag.
         world: the ranks.
     """
 
@@ -135,31 +136,31 @@ class _InPlace:
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> _InPlace | None:
-        """None where something is encoded or kept, or the sections leave a part of the vector out."""
+        """Return None unless all sections are casts to one dtype, lose nothing to a residual, and cover the vector."""
         sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
-        together = all(before.stop == after.start for before, after in pairwise(sections))
-        plain = all(each.codec.casts and not (each.fed_back and _loses(each.codec)) for each in sections)
-        alike = len({each.codec.sum_dtype for each in sections}) == 1
-        whole = together and bool(sections) and sections[0].start == 0
-        return cls(parts, messages, world) if whole and plain and alike else None
+        adjacent = all(before.stop == after.start for before, after in pairwise(sections))
+        only_cast = all(each.codec.casts and not (each.fed_back and _loses(each.codec)) for each in sections)
+        one_dtype = len({each.codec.sum_dtype for each in sections}) == 1
+        whole = adjacent and bool(sections) and sections[0].start == 0
+        return cls(parts, messages, world) if whole and only_cast and one_dtype else None
 
     def mean(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
         """Replace the gradients by their mean over the ranks.
 
         Args:
-            gradients: float32, one-dimensional, of all that the vector consists of, in its order; within the limits of
-                what they are cast to.
-            flag: float32 scalar, 0.0 or NaN; gets the sum over the ranks.
+            gradients: float32, one-dimensional; together the whole vector, in its order, within the range of the dtype
+                they are cast to.
+            flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.
         """
         self._cuts = self._cuts or self._cut([each.numel() for each in gradients])
         begun, weight = [], 1 / self._collective.size
         for message, rows, pieces in self._cuts:
-            given = [gradients[index][start:stop] for index, start, stop in pieces]
+            parts = [gradients[index][start:stop] for index, start, stop in pieces]
             with self._meter.encode:
                 message[:1].copy_(flag)
-                torch._foreach_copy_(rows, given)
+                torch._foreach_copy_(rows, parts)
             if self._meter.sampling:
-                self._note_error(rows, given)
+                self._note_error(rows, parts)
             begun.append(self._collective.begin_all_reduce(message))
         flag.zero_()
         for (message, rows, pieces), wait in zip(self._cuts, begun, strict=True):
@@ -169,32 +170,32 @@ class _InPlace:
                 outs = [gradients[index][start:stop] for index, start, stop in pieces]
                 (_scale_each if message.is_cpu else _scale_all)(outs, rows, weight)
 
-    def _note_error(self, rows: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """What casting lost."""
-        lost = [part - row for part, row in zip(given, rows, strict=True)]
-        before, after = (torch.stack(torch._foreach_norm(each)).norm() for each in (list(given), lost))
+    def _note_error(self, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Record what casting lost."""
+        lost = [part - row for part, row in zip(parts, rows, strict=True)]
+        before, after = (torch.stack(torch._foreach_norm(tensors)).norm() for tensors in (list(parts), lost))
         self._meter.add_error(before, after)
 
     def _cut(self, sizes: Sequence[int]) -> list[tuple[Tensor, list[Tensor], list[Piece]]]:
-        """Each message as numbers, and the parts of it, each with the piece of a gradient that it is."""
+        """Return each message as numbers, its rows, and the piece of a gradient that each row holds."""
         ends = list(accumulate(sizes))
         cuts = []
         for sections, messages in self._parts:
             message = messages.all[0]
-            numbers, rows, found = message.view(self._dtype), [], []
+            numbers, rows, row_pieces = message.view(self._dtype), [], []
             start, width = ALIGNMENT, numbers.element_size()
             for section in sections:
                 pieces = _pieces(section.start, section.stop, ends, chunk_size(message.device))
                 row = numbers[start // width : start // width + section.layout.numel]
                 rows += row.split([last - first for _, first, last in pieces])
-                found += pieces
+                row_pieces += pieces
                 start += aligned(width * section.layout.numel)
-            cuts.append((numbers, rows, found))
+            cuts.append((numbers, rows, row_pieces))
         return cuts
 
 
 def _scale_each(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -> None:
-    """Multiply one piece after the other, while it is in the cache."""
+    """Multiply piece by piece, while each is in the cache."""
     for out, row in zip(outs, rows, strict=True):
         if row.dtype == out.dtype:
             torch.mul(row, weight, out=out)
@@ -203,7 +204,7 @@ def _scale_each(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -
 
 
 def _scale_all(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -> None:
-    """The same in a few launches for all pieces."""
+    """Do the same for all pieces in few kernel launches."""
     torch._foreach_copy_(list(outs), list(rows))
     torch._foreach_mul_(list(outs), weight)
 
@@ -213,7 +214,14 @@ def _loses(codec: Codec) -> bool:
 
 
 def _pieces(start: int, stop: int, ends: Sequence[int], most: int) -> list[Piece]:
-    """What of tensors that end at ``ends`` makes up ``[start, stop)`` of them all, at most so many elements each."""
+    """Cut ``[start, stop)`` of concatenated tensors into pieces of single tensors.
+
+    Args:
+        start: first element.
+        stop: one past the last element.
+        ends: where each tensor ends.
+        most: the maximum number of elements per piece.
+    """
     pieces = []
     while start < stop:
         index = bisect_right(ends, start)

@@ -1,4 +1,4 @@
-"""One plan of several: of sections whose methods go different ways."""
+"""Combine plans of sections whose methods use different exchanges into one plan."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_compress.exchanges.message import Section, zero_nonfinite
 from lightning_compress.reducers import Reducer, ReducerPlan
 
 EXCHANGE = "exchange"
-"""Under which name an exchange's state is kept."""
+"""The prefix of an exchange's state names."""
 
 
 def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> dict[str, StateSpec]:
-    """What reducers keep, and the exchange of vectors of this layout.
+    """Return the states that reducers and the exchange keep for vectors of this layout, by name.
 
-    Names of the former say which rule it belongs to, and outlive other settings.
+    A reducer's state name contains the index of its rule, so that it stays valid when other settings change.
     """
     kept = exchange.keeper.state(layout) if exchange.keeper else {}
     return {
@@ -37,25 +37,32 @@ def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> 
 
 
 def states_by(declared: Mapping[str, StateSpec], device: torch.device) -> States:
-    """The states that were declared, at their beginning."""
+    """Return new states for these declarations, at their initial values."""
     return {name: State(each.layout, device, each.initial, each.holder, each.dtype) for name, each in declared.items()}
 
 
 def plan_alone(
     sections: Sequence[Section], exchange: Pattern, layout: Layout, world: World
 ) -> tuple[ExchangePlan, States]:
-    """``plan_group`` with states of its own, for vectors of this layout."""
+    """Return ``plan_group`` for vectors of this layout, with new states, and these states."""
     states = states_by(declared(sections, exchange, layout), world.device)
     return plan_group(sections, exchange, world, states), states
 
 
 def encoded(sections: Sequence[Section]) -> list[Section]:
-    """Those of codecs, which an exchange averages."""
+    """Return the sections whose methods are codecs. An exchange averages them."""
     return [each for each in sections if isinstance(each.method, Codec)]
 
 
 def plan_group(sections: Sequence[Section], exchange: Pattern, world: World, states: States) -> ExchangePlan:
-    """Make ready for vectors that consist of these sections; ``states`` has what ``declared`` names."""
+    """Return the plan for vectors that consist of these sections.
+
+    Args:
+        sections: what the vectors consist of.
+        exchange: averages the sections of codecs.
+        world: the ranks.
+        states: the states that ``declared`` names.
+    """
     messages = encoded(sections)
     if len(messages) == len(sections):
         return exchange.plan(messages, world, states_of(EXCHANGE, states))
@@ -64,8 +71,8 @@ def plan_group(sections: Sequence[Section], exchange: Pattern, world: World, sta
     plans: list[tuple[slice, ReducerPlan]] = []
     for section in sections:
         if isinstance(section.method, Reducer):
-            own = states_of(_keeper(section), states)
-            plans.append((section.span, section.method.plan(section.layout, 0 if plans else carried, world, own)))
+            kept = states_of(_keeper(section), states)
+            plans.append((section.span, section.method.plan(section.layout, 0 if plans else carried, world, kept)))
     if carries:
         return _ReducersPlan(plans, [section.span for section in messages], carried, world)
     both = exchange.plan(messages, world), _ReducersPlan(plans, [], 0, world)
@@ -77,19 +84,19 @@ def _keeper(section: Section) -> str:
 
 
 def states_of(keeper: str, states: States) -> States:
-    """What a method, or the exchange, declared."""
+    """Return the states of one method, or of the exchange, without their prefix."""
     prefix = f"{keeper}."
     return {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
 
 
 class CompositePlan(ExchangePlan):
-    """Several plans, one after the other, each of other sections of the same vector.
+    """Runs plans one after the other, each for other sections of the same vector.
 
     Args:
-        plans: which add their flags up.
-        shares: of the vector that they average, for the cost; 1.0 where that of the others is nothing.
-        description: for the log; empty: those of the plans.
-        one_key: the plans draw from different random streams by themselves.
+        plans: the plans; their flags are added.
+        shares: each plan's share of the vector, which scales its cost; 1.0 if the other plans' cost is not scaled.
+        description: for the log; empty: the plans' descriptions.
+        one_key: the plans already draw from different random streams.
     """
 
     def __init__(
@@ -116,12 +123,12 @@ class CompositePlan(ExchangePlan):
 
 
 class _ReducersPlan(ExchangePlan):
-    """Sections by reducers; the flag and what stays dense are summed along with the first one's numbers.
+    """Averages sections by reducers. The flag and the dense elements travel with the first reducer's values.
 
     Args:
-        plans: with the slices of the vector that they average.
+        plans: each with the slice of the vector that it averages.
         dense: slices that stay dense.
-        carried: one, for the flag, and the elements that stay dense; 0: an exchange beside it averages both.
+        carried: one, for the flag, plus the number of dense elements; 0: another plan averages both.
         world: the ranks.
     """
 
@@ -147,9 +154,9 @@ class _ReducersPlan(ExchangePlan):
         for number, (span, plan) in enumerate(self._plans):
             plan.mean(vector[span], out[span], self._nothing if number else carried, mix(key, number))
         if len(carried):
-            torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, whatever a rank sent
+            torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, for any bytes
             means = carried[1:].mul_(self._weight)
-            zero_nonfinite(means, flag)  # sums may overflow, on all ranks alike
+            zero_nonfinite(means, flag)  # sums may overflow, then on all ranks
             scatter(means, self._dense, out)
         for span, _ in self._plans:
             zero_nonfinite(out[span], flag)

@@ -199,7 +199,7 @@ class Keeper(ABC):
 
 
 class Pattern(ABC):
-    """What ``exchange=`` accepts: an exchange, or a planner that chooses one per group. A frozen dataclass of settings.
+    """What ``exchange=`` accepts: an exchange, or a planner that chooses one per group. A frozen dataclass.
 
     Attributes:
         moves_residual: a part of what one rank sent may end up in another rank's residual.

@@ -1,4 +1,4 @@
-"""Which ranks are on which node, which cluster that is, and the exchange of parts of a node's sum between nodes."""
+"""Which ranks share a node, a description of the cluster, and the exchange of a node's sum between nodes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_compress.exchanges.message import Section, zero_nonfinite
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a run is: what was measured elsewhere does not hold here.
+    """Where a run takes place. Measurements from another cluster are not valid here.
 
     Args:
-        ranks: how many there are.
-        nodes: on so many hosts.
-        hosts: a digest of the hosts' names, in the order of the ranks.
+        ranks: the number of ranks.
+        nodes: the number of hosts.
+        hosts: a digest of the host names, in the order of the ranks.
     """
 
     ranks: int
@@ -44,13 +44,13 @@ class Cluster:
 
     @classmethod
     def of(cls, collective: Collective, device: torch.device) -> Cluster:
-        """The ranks that come; all of them have to."""
+        """Return the cluster of these ranks. Collective."""
         hosts = hosts_of(collective, device)
         return cls(len(hosts), len(set(hosts)), hashlib.sha256(b"".join(hosts)).hexdigest()[:16])
 
 
 def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
-    """Each rank's host name, padded to 256 bytes; a collective call."""
+    """Return each rank's host name, padded to 256 bytes. Collective."""
     own = torch.zeros(256, dtype=torch.uint8, device=device)
     name = socket.gethostname().encode()[:256]
     own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
@@ -58,10 +58,16 @@ def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
 
 
 def nodes_of(collective: Collective, size: int | None, device: torch.device, one_size: bool = True) -> list[list[int]]:
-    """The ranks of each node, in order; a collective call.
+    """Return the ranks of each node, in order. Collective.
+
+    Args:
+        collective: the ranks.
+        size: ranks per node, consecutive in rank order; None: ranks with the same host name form a node.
+        device: where host names are gathered.
+        one_size: all nodes must have the same size.
 
     Raises:
-        ValueError: nodes are of several sizes, and have to be of one.
+        ValueError: nodes differ in size although ``one_size`` is true.
     """
     if size is not None:
         names = [rank // size for rank in range(collective.size)]
@@ -71,19 +77,20 @@ def nodes_of(collective: Collective, size: int | None, device: torch.device, one
     nodes = [[rank for rank, name in enumerate(names) if name == node] for node in dict.fromkeys(names)]
     if one_size and len({len(node) for node in nodes}) > 1:
         raise ValueError(
-            f"exchange='hierarchical' needs nodes of one size; there are {', '.join(str(len(node)) for node in nodes)} "
-            f"of {collective.size} ranks; set node_size to a divisor of it, or use exchange='chain' or 'auto'"
+            f"exchange='hierarchical' needs nodes of one size, but the {collective.size} ranks are on nodes of "
+            f"{', '.join(str(len(node)) for node in nodes)}; set node_size to a divisor of {collective.size}, or use "
+            "exchange='chain' or 'auto'"
         )
     return nodes
 
 
 @dataclass(frozen=True)
 class Between(Exchange):
-    """Each rank takes one part of its node's sum to the ranks of the same index in the other nodes.
+    """Each rank exchanges one part of its node's sum with the ranks of the same index in the other nodes.
 
     Args:
-        outer: by which these exchange it.
-        nodes: the ranks of each: several nodes, of one size above 1.
+        outer: the exchange between nodes.
+        nodes: the ranks of each node: at least two nodes of one size, at least 2.
     """
 
     outer: Pattern
@@ -94,16 +101,16 @@ class Between(Exchange):
         collective, device, _ = world
         inside, between = collective.part(self.nodes), collective.part(list(zip(*self.nodes, strict=True)))
         parts = [[section.shard(index, inside.size) for section in sections] for index in range(inside.size)]
-        own, apart = parts[inside.rank], world.among(between)
+        own, peers = parts[inside.rank], world.among(between)
         widest = max(parts, key=_numel)
-        outer = self.outer.choose(side_by_side(own), apart, collective)
-        plan = outer.plan(side_by_side(own), apart)
-        most = plan if own is widest else outer.plan(side_by_side(widest), apart._replace(device=META))
+        outer = self.outer.choose(side_by_side(own), peers, collective)
+        plan = outer.plan(side_by_side(own), peers)
+        most = plan if own is widest else outer.plan(side_by_side(widest), peers._replace(device=META))
         return _PartsPlan(parts, plan, most.cost, inside, device)
 
 
 def side_by_side(sections: Sequence[Section]) -> list[Section]:
-    """The same in a vector that has nothing else."""
+    """Return the sections as they lie in a vector that contains nothing else."""
     moved, start = [], 0
     for section in sections:
         moved.append(replace(section, start=start))
@@ -129,7 +136,7 @@ class _PartsPlan(ExchangePlan):
         sent = 2 * (inside.size - 1) * 4 * width
         rounds = all_to_all_rounds(inside.size) + all_gather_rounds(inside.size)
         inner = Cost(bytes_sent=sent, rounds=rounds, inner_bytes=sent, inner_rounds=rounds)
-        # copies: into rows, their sum, what is left, out of rows
+        # four copies: into rows, their sum, the residual, out of rows
         self.cost, self._compared = (
             replace(each.scaled(1 / inside.size) + inner, copies=4.0) for each in (outer.cost, most)
         )
@@ -140,25 +147,19 @@ class _PartsPlan(ExchangePlan):
         return self._compared
 
     @cached_property
-    def _rows(self) -> Tensor:
-        return torch.zeros(self._inside.size, self._width, device=self._device)
-
-    @cached_property
-    def _received(self) -> Tensor:
-        return torch.empty_like(self._rows)
-
-    @cached_property
-    def _mean(self) -> Tensor:
-        return torch.empty(self._width, device=self._device)
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows to send, rows received, and one part's mean, allocated in the first ``mean``."""
+        rows = torch.zeros(self._inside.size, self._width, device=self._device)
+        return rows, torch.empty_like(rows), torch.empty(self._width, device=self._device)
 
     @of_vectors
     def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size
-        rows, received = self._rows, self._received
+        rows, received, own_mean = self._buffers
         for row, spans in zip(rows, self._spans, strict=True):
             gather(vector, spans, row)
             row[-1] = flag
-            for span in spans:  # the rest of the vector is another plan's
+            for span in spans:  # other plans handle the rest of the vector
                 vector[span] = 0.0
         self._inside.all_to_all(rows, received)
         total = received[0]
@@ -166,13 +167,13 @@ class _PartsPlan(ExchangePlan):
             total.add_(row)
         flag.copy_(total[-1])
         numel = self._numels[rank]
-        own, mean = total[:numel], self._mean[:numel]
+        own, mean = total[:numel], own_mean[:numel]
         zero_nonfinite(own, flag)
         self._outer.mean(own, mean, mix(key, rank), flag)
         scatter(own, self._spans[rank], vector)
         torch.mul(mean, 1 / size, out=mean)
-        self._mean[-1] = flag
-        self._inside.all_gather(self._mean, rows)
+        own_mean[-1] = flag
+        self._inside.all_gather(own_mean, rows)
         for row, spans in zip(rows, self._spans, strict=True):
             scatter(row, spans, out)
             flag.add_(row[-1])

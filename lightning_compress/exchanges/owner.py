@@ -1,4 +1,4 @@
-"""What the owner of a shard does with the sum before it is encoded again: AdaGrad, in full precision."""
+"""AdaGrad in full precision, applied by the owner of a shard to the mean before it is encoded again."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_compress.exchanges.exchange import Keeper
 from lightning_compress.exchanges.message import Section
 
 LARGEST = torch.finfo(torch.float32).max
-"""Of a history: an infinite one would hold an element still for ever."""
+"""The largest value of a history: an infinite one would stop its element for ever."""
 
 
 @dataclass(frozen=True)
 class OwnerAdaGrad(Keeper):
-    """``out = mean / (sqrt(history) + eps)`` plus what the last encode left, in the shard that a rank owns.
+    """``out = mean / (sqrt(history) + eps)``, plus the last step's encoding error, in each rank's own shard.
 
     Args:
         eps: added to the root, above 0.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: eps is not a finite number above 0.
     """
 
     eps: float
@@ -40,33 +40,29 @@ class OwnerAdaGrad(Keeper):
     def __post_init__(self) -> None:
         if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)) or not 0 < self.eps < math.inf:
             raise ValueError(
-                f"TwoShot(adagrad={self.eps!r}): adagrad is what is added to the root of AdaGrad's history, above 0 "
-                "(1e-8 is usual), or null for no AdaGrad"
+                f"TwoShot(adagrad={self.eps!r}): use a finite number above 0, which is added to the root of AdaGrad's "
+                "history (1e-8 is usual), or null for no AdaGrad"
             )
 
     def state(self, layout: Layout) -> Mapping[str, StateSpec]:
-        """The sum of all squared means, and what encoding left of what was made of them."""
+        """Return the states: the sum of squared means, and the error of the last encode."""
         return {"history": StateSpec(layout, "owner"), "residual": StateSpec(layout, "owner")}
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
-        """Refuse anything but SGD.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Raise ValueError unless the optimizer is SGD."""
         if not isinstance(optimizer, SGD):
             raise ValueError(
-                f"two_shot(adagrad={self.eps}) cannot be combined with {type(optimizer).__name__} (which has "
-                f"{', '.join(names[:3])}): its learning rates would adapt twice; use torch.optim.SGD, or adagrad=None"
+                f"two_shot(adagrad={self.eps}) cannot be combined with {type(optimizer).__name__} (of "
+                f"{', '.join(names[:3])}), as learning rates would adapt twice; use torch.optim.SGD, or adagrad=None"
             )
         return None
 
     def plan(self, sections: Sequence[Section], world: World, states: States) -> OwnerStep:
-        """Make ready for this rank's shards of these sections."""
+        """Return the step for this rank's shards of these sections."""
         return OwnerStep(self.eps, sections, world, states)
 
     def adopted(self, sections: Sequence[Section], world: World, states: States) -> None:
-        """Every element goes to its new owner; the others have 0, so that the sum is the old owner's number."""
+        """Move every element to its new owner. Non-owners hold 0, so that the sum is the old owner's value."""
         owned = _owned(sections, world)
         for state in states.values():
             for numbers in (state.committed, state.pending):
@@ -78,7 +74,7 @@ class OwnerAdaGrad(Keeper):
 
 
 def _owned(sections: Sequence[Section], world: World) -> list[slice]:
-    """Slices of the vector that this rank owns, in pieces that stay in a cache."""
+    """Return the slices of the vector that this rank owns, in pieces that fit a cache."""
     rank, size = world.collective.rank, world.collective.size
     return [
         slice(shard.start + piece.start, shard.start + piece.stop)
@@ -88,13 +84,13 @@ def _owned(sections: Sequence[Section], world: World) -> list[slice]:
 
 
 class OwnerStep:
-    """AdaGrad made ready for the vectors of one group.
+    """AdaGrad for the vectors of one group.
 
     Args:
         eps: see ``OwnerAdaGrad``.
         sections: what the vectors consist of.
         world: the ranks.
-        states: what ``OwnerAdaGrad.state`` declared.
+        states: the states that ``OwnerAdaGrad.state`` declared.
     """
 
     def __init__(self, eps: float, sections: Sequence[Section], world: World, states: States) -> None:
@@ -105,7 +101,7 @@ class OwnerStep:
         self._root = scratch("adagrad root", longest, torch.float32, world.device)
 
     def before(self, vector: Tensor) -> None:
-        """The sum over the ranks, in the own shard of the vector, becomes what is to be sent."""
+        """Turn the sum over the ranks, in the rank's own shard of the vector, into the values to send."""
         old, left = self._history.base(), self._residual.base()
         for piece in self._pieces:
             values, history = vector[piece], self._history.pending[piece]
@@ -115,7 +111,7 @@ class OwnerStep:
             values.div_(root.add_(self._eps)).add_(left[piece])
 
     def after(self, vector: Tensor) -> None:
-        """Take what was not sent out of the vector: it is no gradient."""
+        """Move the encoding error out of the vector into the state, because it is not a gradient."""
         for piece in self._pieces:
             self._residual.pending[piece] = vector[piece]
             vector[piece] = 0.0

@@ -1,7 +1,7 @@
-"""Every rank owns a shard: it sums the others' messages for it, encodes the sum, and sends that to all.
+"""Every rank owns a shard. It sums the messages it receives for that shard, encodes the sum, and sends it to all.
 
-This is the double quantisation of 1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014) with one residual: the
-owner's own shard enters raw, and what the second encode leaves stays in that shard of the owner's vector.
+This is the double quantisation of 1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014) with a single residual: the
+owner's own shard enters unencoded, and the error of the second encode stays in that shard of the owner's vector.
 """
 
 from __future__ import annotations
@@ -42,35 +42,36 @@ from lightning_compress.kernels import Summands
 class TwoShot(Exchange):
     """All-to-all of shards, then all-gather of the encoded sums; a rank sends ``2 (W - 1) / W`` messages.
 
-    Traffic and decoding per rank hardly grow with the ranks. Encodes twice: for sparsifiers the second stage drops
-    what the first one kept, which is another algorithm; ``auto`` never chooses it for them.
+    Traffic and decoding time per rank hardly grow with the number of ranks. It encodes twice. For sparsifiers, the
+    second encode drops what the first one kept. That is another algorithm, so ``auto`` never chooses it for them.
 
-    The noise of unbiased methods averages out over the ranks in the first stage, but not in the second one, so that
-    sums are encoded by a finer codec: with half of log2 of the ranks more bits, 5 for the 4 of ``rotated`` and ``qsgd``
-    at 4 ranks and 6 at 8 and 16 (``Codec.refined``). Then the variance at 8 ranks is at most twice that of
-    ``all_gather``; with ``sums="same"`` it is 8 times that, for a fifth fewer bytes. Methods with error feedback encode
-    both alike, since what the second stage leaves is fed back; but ``fft`` and ``dct``, of whose coefficients more are
-    kept.
+    In the first stage, the noise of unbiased methods averages out over the ranks. In the second it does not, so sums
+    are encoded with more bits: half of log2 of the number of ranks. ``rotated`` and ``qsgd`` with 4 bits use 5 bits at
+    4 ranks, and 6 bits at 8 and 16 ranks (``Codec.refined``). At 8 ranks, the variance is then at most twice that of
+    ``all_gather``. With ``sums="same"`` it is 8 times that, for a fifth fewer bytes. Methods with error feedback use
+    the same codec twice, because the residual also corrects the second error. The exceptions are ``fft`` and ``dct``,
+    which keep more coefficients of a sum.
 
-    With ``adagrad`` the owner of a shard does AdaGrad on the mean in full precision, before it is encoded again::
+    With ``adagrad``, the owner of a shard applies AdaGrad to the mean in full precision, before it is encoded again::
 
         history <- history + mean^2;   out <- mean / (sqrt(history) + adagrad)
 
-    and the optimizer, SGD with or without momentum, is given ``out``; any other one is refused. What the second encode
-    leaves is in units of ``out`` then, not of gradients: it is a second residual, added to ``out`` by the owner before
-    the second encode, also where error_feedback is off. So the mean is not conserved; what is, are both halves: the
-    gradients that the owners got, and what they made of them. ``history`` and ``residual`` are kept by the owners
-    (float32; with their second buffers 16 bytes per parameter on every rank, zeros but in its own shard), and move with
-    the shards when DistributedDataParallel rebuilds its buckets. Dense steps, and one rank alone, do AdaGrad too.
+    The optimizer receives ``out``. It must be SGD, with or without momentum; others raise ValueError. The error of the
+    second encode is then in units of ``out``, not of gradients. It is a second residual, which the owner adds to
+    ``out`` before the next second encode, even with ``error_feedback=False``. So the mean is not conserved; each stage
+    conserves its own values: the gradients that the owners receive, and ``out``. Each rank keeps ``history`` and
+    ``residual`` in float32. With their second buffers they take 16 bytes per parameter on every rank, and are zero
+    outside its own shard. They move with the shards when DistributedDataParallel rebuilds its buckets. Dense steps and
+    single-rank runs apply AdaGrad too.
 
     Args:
-        adagrad: what is added to the root of the history, above 0 (1e-8 is usual), or None for no AdaGrad.
-        sums: "refined": more bits for the second stage of unbiased methods, of ``fft`` and ``dct``, and of biased ones
-            whose errors are not fed back in full; "same": those of the first; or a codec for the second stage whatever
-            the first one is, such as ``{"name": "rotated", "bits": 4}``; a biased one only with error feedback.
+        adagrad: added to the root of the history, above 0 (1e-8 is usual); None for no AdaGrad.
+        sums: how the second stage encodes. "refined": with more bits for unbiased methods, ``fft``, ``dct``, and biased
+            ones without full error feedback. "same": as the first stage. Or a codec for any method, such as ``{"name":
+            "rotated", "bits": 4}``; a biased codec needs error feedback.
 
     Raises:
-        ValueError: adagrad is no such number, or sums is none of these.
+        ValueError: adagrad is not a positive number, or sums is none of these.
     """
 
     moves_residual: ClassVar[bool] = True
@@ -80,18 +81,18 @@ class TwoShot(Exchange):
     def __post_init__(self) -> None:
         object.__setattr__(self, "sums", read_sums("TwoShot", self.sums))  # frozen
         if self.adagrad is not None:
-            OwnerAdaGrad(self.adagrad)  # refuses what is none
+            OwnerAdaGrad(self.adagrad)  # raises if invalid
 
     @property
     def keeper(self) -> OwnerAdaGrad | None:
-        """AdaGrad at the owner, if asked for."""
+        """AdaGrad at the owner, if chosen."""
         return None if self.adagrad is None else OwnerAdaGrad(self.adagrad)
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
         if not codec.repeatable:
             raise ValueError(
-                f"exchange='two_shot' encodes sums of what was decoded, and {codec} would rescale them once more; "
+                f"exchange='two_shot' encodes decoded sums again, and {codec} would rescale them twice; "
                 "use exchange='auto', 'all_reduce' or 'all_gather'"
             )
 
@@ -130,7 +131,7 @@ class _Plan(ExchangePlan):
             bytes_sent=sent,
             rounds=rounds,
             encodes=1.0,
-            decodes=2.0 - 1 / size,  # the others' parts of the own shard, then all shards
+            decodes=2.0 - 1 / size,  # own shard from all others, then all shards
             sum_encodes=1 / size,
             sum_decodes=1.0,
             calls=2 * size + 2,
@@ -139,21 +140,23 @@ class _Plan(ExchangePlan):
 
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         if summands is not None:
-            for span in self._shards[self._collective.rank].spans:  # not encoded until the others' are added
+            for span in self._shards[
+                self._collective.rank
+            ].spans:  # own shard: encoded only after the others' are added
                 torch.add(summands[0][span], summands[1][span], out=vector[span])
         with as_one(out, vector) as mean:
             self._mean(vector, mean, key, flag, summands)
 
     def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor, summands: Summands) -> None:
         rank, size = self._collective.rank, self._collective.size
-        own = self._shards[rank]
+        own_shard = self._shards[rank]
         used = 0
         places = permutation(key, size) if self._correlated else []
         for peer, shard in enumerate(self._shards):
             for plan in {shard, self._sums[peer]}:
                 plan.share(mix(key, peer))
             if peer != rank:
-                if self._correlated:  # the others but the owner, who adds its numbers as they are
+                if self._correlated:  # without the owner, who adds its values unencoded
                     shard.correlate(mix(key, peer), places[rank] - (places[rank] > places[peer]), size - 1)
                 message = self._send.all[peer, : shard.size]
                 used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, summands))
@@ -161,12 +164,12 @@ class _Plan(ExchangePlan):
         received = rows(self._receive.all, size, width)
         self._collective.all_to_all(self._send.all[:, :width].contiguous(), received)
         error = DeferredError()
-        for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
+        for others in (received[:rank, : own_shard.size], received[rank + 1 :, : own_shard.size]):
             if len(others):
                 with error.deferred():
-                    own.decode(others, vector, 1.0, accumulate=True)
-                flag.add_(own.flags(others))
-        own.zero_nonfinite(vector, flag)
+                    own_shard.decode(others, vector, 1.0, accumulate=True)
+                flag.add_(own_shard.flags(others))
+        own_shard.zero_nonfinite(vector, flag)
         error.mark(flag)
         if self._step:
             self._step.before(vector)
@@ -183,10 +186,10 @@ class _Plan(ExchangePlan):
             message = received[peer : peer + 1, : shard.size]
             shard.decode(message, out, 1.0 if self._step else 1 / size, accumulate=False)
             flag.add_(shard.flags(message))
-        # a device whose messages are never refused is not asked
+        # reading the flag waits for the device: only where decoding can fail
         if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
             error.check(shard.reports_error(received[peer]) for peer, shard in enumerate(self._sums))
 
     def _width(self, widest: MessagePlan, used: int) -> int:
-        """Bytes of each rank's row."""
+        """Return the bytes of each rank's row; collective if lengths vary."""
         return agree_length(widest, used, self._collective, self._send.device)

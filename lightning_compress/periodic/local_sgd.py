@@ -24,7 +24,7 @@ from lightning_compress.periodic.fragments import Fragments
 from lightning_compress.periodic.sync_schedule import Rounds, whole
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.planning.decide import decide
-from lightning_compress.planning.summary import forecast
+from lightning_compress.planning.summary import run_summary
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.options import check_gone
 from lightning_compress.settings.rules import kinds_of
@@ -133,7 +133,7 @@ class LocalSGD(Synchroniser):
         alone = RunState.of("none", on_nonfinite=policy, check_drift_every=0)  # there is nothing to compress
         settings = self.settings if self.ranks.size > 1 else alone
         settings = decide(settings.bound(kinds_of(self.model)), trained, world)
-        self._forecast = forecast(settings, trained, world, self.rounds.sync_every)
+        self._forecast = run_summary(settings, trained, world, self.rounds.sync_every)
         self._transports = [self.ranks.apart() if self.rounds.delay else self.ranks for _ in range(parts)]
         ours = self.model, self.optimizers, settings, self.rounds, self.outer
         self.fragments = Fragments(*ours, self._transports, self.rules)

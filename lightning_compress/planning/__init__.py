@@ -1,4 +1,4 @@
-"""One decision: what the link and the codecs can do, what each way would take, and what runs."""
+"""One decision: measure the link and the codecs, predict the cost of each exchange, choose one, and say what runs."""
 
 from __future__ import annotations
 

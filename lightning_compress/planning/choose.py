@@ -1,4 +1,4 @@
-"""Choose the exchange that costs least, by a model of the link and of the ranks' devices."""
+"""Choose the cheapest exchange by a model of the link and of the ranks' devices."""
 
 from __future__ import annotations
 
@@ -26,47 +26,48 @@ from lightning_compress.settings.automatic import TRUST
 log = logging.getLogger(__name__)
 
 TWO_SHOT_RANKS = 4
-"""Below this, two-shot sends as much as all-gather and encodes twice."""
+"""With fewer ranks, two-shot sends as many bytes as all-gather, and encodes twice."""
 
 GAIN = 0.9
 """Another exchange must take less than this share of the time of the one that sends least: measurements vary."""
 
 SPARSE: tuple[Exchange, ...] = (AllGather(), SplitGather())
-"""Ways of sparse messages that add up to the same."""
+"""Exchanges of sparse messages that lead to the same sum."""
 
 THROUGH = 2.0
 """Additional copies of encoded data: gradient plus residual into a vector, and the mean back."""
 
 INSIDE = 10
-"""How many times as fast links within a node are, at least, where that is not measured."""
+"""How many times faster links within a node are at least, if that was not measured."""
 
 Fallback = Literal["dense", "never"]
 
 
 @dataclass(frozen=True)
 class Auto(Planner):
-    """All-reduce for messages that may be summed; else what the cost model says: all-gather, from 4 ranks on two-shot.
+    """All-reduce for summable messages. For others, the cost model chooses: all-gather, or two-shot from 4 ranks on.
 
-    For sparse messages it is all-gather or split-gather from 4 ranks on. Where there are several nodes, the same
-    between nodes is looked at as well (``hierarchical``). The way that sends least is taken, unless another one is
-    predicted to take a tenth less time (``costs``). Sections of several methods share one message, or go each the way
-    that suits it where that saves time. The choice is logged once a group on rank 0.
+    For sparse messages, it chooses between all-gather and split-gather from 4 ranks on. With several nodes, it also
+    considers the same exchanges between nodes (``hierarchical``). It takes the exchange that sends least, unless
+    another one is predicted to take 10 % less time. Sections of several methods share one message, or are exchanged
+    separately if that saves time. Rank 0 logs the choice once per group.
 
-    Who names a compressor has it. With ``fallback="dense"`` alone a group travels as float32 where nothing pays (a fast
-    link, a slow codec), or where all of it would send more bytes than a float32 all-reduce (many ranks).
+    A compressor that you name always compresses. Only with ``fallback="dense"`` does a group travel as float32: if
+    compression does not pay (a fast link, a slow codec), or if it would send more bytes than a float32 all-reduce (many
+    ranks).
 
-    The link and the codecs are measured when the first group is made, which takes below a second; the figures of rank 0
-    decide on all ranks, and go with the checkpoint, so that a resumed run chooses as before; with other ranks or on
-    other hosts they are measured again. Two runs of the same script may measure, and choose, otherwise, and then differ
-    in rounding: set ``link`` where they must not.
+    The link and the codecs are measured when the first group is created, which takes less than a second. Rank 0's
+    figures decide on all ranks. They are saved in the checkpoint, so that a resumed run chooses as before. On another
+    number of ranks or other hosts they are measured again. Two runs of the same script may measure and choose
+    differently, and then differ in rounding: set ``link`` to prevent that.
 
     Args:
-        fallback: "never": compress, whatever it costs; "dense": send float32 where compressing does not pay, which
-            the noise of a measurement may decide.
-        link: what it is, as a mapping of ``latency_s`` and ``bytes_per_s``; then nothing is measured, and codecs are
-            taken for good ones on a CPU. None: measured.
-        node_size: ranks of a node, which are neighbours in the order of ranks; 1: nodes do not matter; None: those with
-            the same host name, or with ``link``, or in a run that is ``deterministic``, 1: name it there.
+        fallback: "never": always compress. "dense": send float32 where compression does not pay; noise of the
+            measurement may decide this.
+        link: a mapping of ``latency_s`` and ``bytes_per_s``; nothing is measured then, and codecs are assumed to be
+            fast ones on a CPU. None: measure.
+        node_size: ranks per node, consecutive in rank order; 1: ignore nodes. None: ranks with the same host name form
+            a node; with ``link``, or in a ``deterministic`` run, None means 1.
 
     Raises:
         ValueError: a setting is none of these.
@@ -79,21 +80,21 @@ class Auto(Planner):
     def __post_init__(self) -> None:
         if self.fallback not in get_args(Fallback):
             raise ValueError(
-                f"Auto(fallback={self.fallback!r}): it must be 'dense' (send float32 where compression does not pay) "
-                "or 'never'"
+                f"Auto(fallback={self.fallback!r}): use 'dense' (send float32 where compression does not pay) or "
+                "'never'"
             )
         object.__setattr__(self, "link", None if self.link is None else cost.link_of(self.link))
         size = self.node_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"Auto(node_size={size!r}): it must be a number of ranks, or null")
+            raise ValueError(f"Auto(node_size={size!r}): it must be a number of ranks, 1 or more, or null")
 
     @cached_property
     def _measured(self) -> Measured:
         return Measured()
 
     @cached_property
-    def _told(self) -> set[str]:
-        """What was said once."""
+    def _warned(self) -> set[str]:
+        """Warnings that were already logged."""
         return set()
 
     def limited(self, fixed: bool, without_nodes: bool) -> Auto:
@@ -114,19 +115,19 @@ class Auto(Planner):
         return planner
 
     def measure(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> None:
-        """Measure what the choice depends on, unless that was done; a collective call over ``deciding``."""
+        """Measure what the choice depends on, unless it is known. Collective over ``deciding``."""
         (collective, device, _), codecs = world, codecs_of(sections)
-        if self.link is None and collective.size > 1 and device != META:  # where it was measured before
-            self._measured.look(codecs, collective, deciding or collective, device, self.node_size)
+        if self.link is None and collective.size > 1 and device != META:  # on META it was measured before
+            self._measured.measure(codecs, collective, deciding or collective, device, self.node_size)
             counts = collective.size, collective.size // self._nodes(collective.size)
             sums = [codec.refined(count) for codec in codecs for count in counts]
-            self._measured.look(sums, collective, deciding or collective, device, self.node_size)
+            self._measured.measure(sums, collective, deciding or collective, device, self.node_size)
 
     def choose(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> Exchange:
-        """See ``Planner.choose``.
+        """See ``Pattern.choose``.
 
         Raises:
-            ValueError: the ranks are more than ``node_size``, and no multiple of it.
+            ValueError: the number of ranks is above ``node_size`` and not a multiple of it.
         """
         return self._choice(sections, world, deciding).exchange
 
@@ -140,24 +141,25 @@ class Auto(Planner):
             return _Offer(Float32(), Float32().plan(sections, world), 0.0)
         if self.node_size and collective.size > self.node_size and collective.size % self.node_size:
             raise ValueError(
-                f"Auto(node_size={self.node_size}): it must divide the {collective.size} ranks; set it to the ranks of "
-                "each node, to 1 where nodes do not matter, or to null"
+                f"Auto(node_size={self.node_size}): it must divide the {collective.size} ranks; set it to the ranks "
+                "per node, to 1 to ignore nodes, or to null"
             )
         self.measure(sections, world, deciding)
         choice = self._best(sections, world)
         if collective.rank == 0 and world.device != META:
-            self._say(choice, sections)
+            self._log_choice(choice, sections)
         return choice
 
     def seconds(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> float:
-        """What one exchange of such vectors is predicted to take, without the memory for it; a collective call.
+        """Return the predicted time of one exchange of such vectors, without allocating memory for it. Collective.
 
-        No way is taken to have fewer rounds than an all-reduce: a transport sums little in fewer, too.
+        Each exchange is charged at least the rounds of an all-reduce, because a transport sums small messages in fewer
+        rounds too.
 
         Args:
             sections: what the vectors consist of.
-            world: the ranks, two or more.
-            way: the pattern; None: the best.
+            world: at least two ranks.
+            way: the exchange; None: the best one.
         """
         self.measure(sections, world)
         dry = world if way is not None and way.plans_collectively else world._replace(device=META)
@@ -167,11 +169,11 @@ class Auto(Planner):
         return offer.seconds + max(0, spared) * link.latency_s
 
     def _best(self, sections: Sequence[Section], world: World) -> _Offer:
-        """All in one message, or each its own way where that saves time."""
-        choice = self._together(sections, world)
+        """Return the best offer: all sections in one message, or each kind separately if that saves time."""
+        choice = self._in_one_message(sections, world)
         parts = _by_kind(sections, world.collective.size)
         if len(parts) > 1:
-            offers = [self._together(each, world) for each in parts]
+            offers = [self._in_one_message(each, world) for each in parts]
             way = Apart(tuple(offer.exchange for offer in offers))
             plan = way.of([offer.plan for offer in offers], parts)
             apart = _Offer(way, plan, sum(offer.seconds for offer in offers))
@@ -181,8 +183,8 @@ class Auto(Planner):
                 choice = apart
         return choice
 
-    def _together(self, sections: Sequence[Section], world: World) -> _Offer:
-        """One message for all of them, the best way; dense where that is less."""
+    def _in_one_message(self, sections: Sequence[Section], world: World) -> _Offer:
+        """Return the best offer for one message of all sections; dense if that costs less and is allowed."""
         codecs, ranks = [section.codec for section in sections], world.collective.size
         offers = [self._offer(way, sections, world) for way in _ways(codecs, ranks)]
         dense = self._offer(Float32(), [replace(each, method=Dense()) for each in sections], world)
@@ -196,22 +198,22 @@ class Auto(Planner):
         dense.name, dense.others = "float32 all_reduce", [str(offer) for offer in offers]
         if not allowed:
             sent = f"{usual.plan.description} would send {usual.plan.cost.bytes_sent:,} bytes"
-            return dense.because(sent, sections, world)
+            return dense.replacing(sent, sections, world)
         best = min(allowed, key=lambda offer: offer.seconds)
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
             best = usual
         best.others = [str(each) for each in (*offers, dense) if each is not best]
         if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
-            return dense.because(f"{best.plan.description} would save too little", sections, world)
+            return dense.replacing(f"{best.plan.description} would save too little", sections, world)
         return best
 
     def _offer(self, way: Exchange, sections: Sequence[Section], world: World) -> _Offer:
-        """What it costs alone, as of the last bucket, whose message has no backward left to hide behind."""
+        """Predict the time as for the last bucket, whose exchange cannot overlap with backward."""
         plan, ranks = way.plan(sections, world), world.collective.size
         work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
         finer = [(each.layout.numel, self._speeds(each.codec_of_sums(plan.sum_ranks))) for each in sections]
         node, copy_s = self._nodes(ranks), self._speeds(Dense()).decode_s
-        if isinstance(self.link, Link):  # of the network card, for all of a node's ranks
+        if isinstance(self.link, Link):  # the link of the network card, which a node's ranks share
             inside = Link(self.link.latency_s / INSIDE, self.link.bytes_per_s * INSIDE)
             wire = cost.wire_seconds(plan.compared, self.link, inside, node)
         else:
@@ -227,26 +229,26 @@ class Auto(Planner):
         return self._measured.speeds[kind_of(codec)]
 
     def _nodes(self, ranks: int) -> int:
-        """Ranks of a node; 1 where nodes do not matter."""
+        """Return the ranks per node; 1 if nodes are ignored."""
         size = self._measured.node_size if self.link is None else self.node_size
         return size if size and ranks % size == 0 and ranks > size else 1
 
-    def _say(self, choice: _Offer, sections: Sequence[Section]) -> None:
+    def _log_choice(self, choice: _Offer, sections: Sequence[Section]) -> None:
         numel = sum(section.layout.numel for section in sections)
         others = ", ".join(choice.others)
         link = self.link or self._measured.links["ranks"]
-        said = f"{choice.plan.description}: {choice.plan.cost.bytes_sent:,} bytes a rank for {numel} elements"
-        said += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
-        if choice.fell_back and "fell back" not in self._told:
-            self._told.add("fell back")
-            log.warning("%s; exchange='auto' without fallback='dense' compresses all the same", said)
+        text = f"{choice.plan.description}: {choice.plan.cost.bytes_sent:,} bytes a rank for {numel} elements"
+        text += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
+        if choice.fell_back and "fell back" not in self._warned:
+            self._warned.add("fell back")
+            log.warning("%s; to compress nevertheless, leave out fallback='dense' of exchange='auto'", text)
         else:
-            log.info("%s", said)
+            log.info("%s", text)
 
 
 @dataclass(eq=False)
 class _Offer:
-    """A way, its plan, what it is predicted to take, and which others there were, in words."""
+    """An exchange, its plan, its predicted seconds, and a description of the rejected offers."""
 
     exchange: Exchange
     plan: ExchangePlan
@@ -254,7 +256,7 @@ class _Offer:
     name: str = ""
     others: Sequence[str] = ()
     fell_back: bool = False
-    """Compression was dropped."""
+    """float32 replaced compression."""
 
     def __str__(self) -> str:
         return f"{self.name or self.plan.description} {1e3 * self.seconds:.2f} ms"
@@ -264,8 +266,8 @@ class _Offer:
         """Bytes that leave the node."""
         return self.plan.compared.bytes_sent - self.plan.compared.inner_bytes
 
-    def because(self, why: str, sections: Sequence[Section], world: World) -> _Offer:
-        """This one, of float32, in place of compression."""
+    def replacing(self, why: str, sections: Sequence[Section], world: World) -> _Offer:
+        """Return this float32 offer as a replacement for compression, for the reason ``why``."""
         self.exchange, self.fell_back = Float32(why), True
         self.plan = self.exchange.plan(sections, world)
         return self
@@ -273,7 +275,7 @@ class _Offer:
 
 @dataclass(frozen=True)
 class Float32(Exchange):
-    """All of it as it is, in an all-reduce."""
+    """Send everything as float32 in an all-reduce; ``why`` is the reason, for the log."""
 
     why: str = ""
 
@@ -287,10 +289,10 @@ class Float32(Exchange):
 
 @dataclass(frozen=True)
 class Apart(Exchange):
-    """Sections of each kind go their own way, one after the other.
+    """Exchange the sections of each kind separately, one kind after the other.
 
     Args:
-        ways: of each kind, in the order in which the sections have them.
+        ways: one exchange per kind, in the order in which the kinds first occur in the sections.
     """
 
     ways: tuple[Exchange, ...]
@@ -302,7 +304,7 @@ class Apart(Exchange):
 
     @staticmethod
     def of(plans: Sequence[ExchangePlan], parts: Sequence[Sequence[Section]]) -> ExchangePlan:
-        """One plan of several, for these sections."""
+        """Combine the kinds' plans into one plan."""
         numels = [sum(section.layout.numel for section in each) for each in parts]
         return CompositePlan(plans, [numel / max(1, sum(numels)) for numel in numels])
 
@@ -315,14 +317,14 @@ def _by_kind(sections: Sequence[Section], ranks: int) -> list[list[Section]]:
 
 
 def _kind(codec: Codec, ranks: int) -> str:
-    """Those of one kind may go the same way."""
+    """Return the kind of a codec. Codecs of one kind may share an exchange."""
     if codec.sum_dtype:
         return "summed"
     return "gathered" if ranks < TWO_SHOT_RANKS else "sparse" if codec.sparse else "encoded again"
 
 
 def _ways(codecs: Sequence[Codec], ranks: int) -> tuple[Exchange, ...]:
-    """Those that carry all of them, and lose nothing twice that need not be."""
+    """Return the exchanges that can carry all codecs without an avoidable second loss."""
     if all(codec.sum_dtype for codec in codecs):
         return (AllReduce(),)
     if ranks < TWO_SHOT_RANKS:

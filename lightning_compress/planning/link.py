@@ -1,4 +1,4 @@
-"""How fast the link and the codecs are, measured once at setup; all ranks use the figures of rank 0."""
+"""Measure the speed of the link and of the codecs, once at setup; all ranks use rank 0's figures."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from lightning_compress.exchanges.nodes import Cluster, nodes_of
 from lightning_compress.planning.cost import Link, Speeds
 
 SMALL, LARGE = 1 << 14, 1 << 20
-"""Elements on which a codec is timed: what a call costs, and what an element."""
+"""Elements with which a codec is timed: the difference gives the time per element, the rest the time per call."""
 LEAST, MOST = 1 << 16, 1 << 24
-"""Bytes with which the link is probed."""
+"""Bytes of the smallest and the largest message that measures the bandwidth."""
 LONG = 0.02
-"""Seconds that a probe of the link takes at least, if so many bytes are allowed: on a slow link few will do."""
+"""Seconds that the bandwidth measurement should take. A slow link reaches them with few bytes."""
 OVER = 4
-"""How many times as long as small messages it takes, at least: ranks that share cores always wait for each other."""
+"""The bandwidth measurement must also take this many times as long as small messages, because ranks may share cores."""
 REPEATS = 3
 TOO_LONG = 0.1
 """Seconds after which a codec is not timed again."""
 
 
 def time_link(collective: Collective, device: torch.device) -> Link:
-    """Probe the link; a collective call. On 1 Gbit/s it takes a quarter of a second, and less on anything else."""
+    """Measure latency and bandwidth.
+
+    Collective. It takes a quarter of a second at 1 Gbit/s, and less on other links.
+    """
     size = collective.size
 
-    def seconds(count: int) -> float:  # of an all-reduce and an all-to-all of so many bytes each
-        numbers = torch.ones(max(1, count // 4), device=device)  # memory that was touched
+    def seconds(count: int) -> float:  # of an all-reduce and an all-to-all of ``count`` bytes each
+        numbers = torch.ones(max(1, count // 4), device=device)  # ones, so that the memory is mapped
         rows = torch.ones(size, max(1, count // 4 // size), device=device)
         received = torch.ones_like(rows)
         start = _now(device)
@@ -47,7 +50,7 @@ def time_link(collective: Collective, device: torch.device) -> Link:
     def least(count: int) -> float:
         return min(agreed([seconds(count) for _ in range(REPEATS)], collective, device))
 
-    seconds(4 * size)  # connections are made
+    seconds(4 * size)  # opens the connections
     start, count = least(4 * size), LEAST
     while (took := least(count)) < max(LONG, OVER * start) and count < MOST:
         count *= 2
@@ -57,8 +60,11 @@ def time_link(collective: Collective, device: torch.device) -> Link:
 
 
 def time_codec(codec: Codec, device: torch.device) -> Speeds:
-    """Time encoding and decoding of one message; not at best, but as it is while other ranks want the same cores."""
-    _time_codec(codec, SMALL, device)  # kernels are compiled, or loaded
+    """Measure the time to encode and to decode a message.
+
+    It takes medians, not minima: in training, too, other ranks use the same cores.
+    """
+    _time_codec(codec, SMALL, device)  # compiles or loads kernels
     (small_in, small_out), (large_in, large_out) = (_time_codec(codec, count, device) for count in (SMALL, LARGE))
     encode_s, decode_s = (
         (large - small) / (LARGE - SMALL) for small, large in ((small_in, large_in), (small_out, large_out))
@@ -68,7 +74,7 @@ def time_codec(codec: Codec, device: torch.device) -> Speeds:
 
 
 def _time_codec(codec: Codec, numel: int, device: torch.device) -> tuple[float, float]:
-    """Seconds to encode and to decode so many elements of a matrix."""
+    """Return seconds to encode and to decode ``numel`` elements of a matrix."""
     section = Section(codec, Layout.of([("probe", (numel // 1024, 1024))]), 0)
     plan = MessagePlan([section], device, Meter(device))
     data = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
@@ -81,7 +87,7 @@ def _time_codec(codec: Codec, numel: int, device: torch.device) -> tuple[float, 
         start = _now(device)
         used = plan.encode(vector, message, key, flag)
         encoded = _now(device)
-        plan.decode(message[None, :used], out, 1.0, accumulate=True)  # as each message but the first
+        plan.decode(message[None, :used], out, 1.0, accumulate=True)  # as for every message but the first
         encoding.append(encoded - start)
         decoding.append(_now(device) - encoded)
         if sum(encoding) + sum(decoding) > TOO_LONG:
@@ -96,21 +102,21 @@ def _now(device: torch.device) -> float:
 
 
 def agreed(figures: list[float], collective: Collective, device: torch.device) -> list[float]:
-    """Those of rank 0, on every rank."""
-    own = torch.tensor(figures, dtype=torch.float64, device=device)
-    collective.all_reduce(own if collective.rank == 0 else own.zero_())
-    return own.tolist()
+    """Return rank 0's figures on every rank. Collective."""
+    values = torch.tensor(figures, dtype=torch.float64, device=device)
+    collective.all_reduce(values if collective.rank == 0 else values.zero_())
+    return values.tolist()
 
 
 _LINKS = ({"ranks"}, {"ranks", "inside", "between"})
-"""Those of one node, and of several."""
+"""The links measured on one node, and on several."""
 
 
 def kind_of(codec: Codec) -> str:
-    """Which codecs share a speed: those of a class whose settings in words are the same.
+    """Return a name that all codecs with the same speed share: the class and its settings that are strings.
 
-    Words choose other code (indices as ``rice`` or ``int32``). Numbers change its speed little, and a schedule that
-    changes them shall not bring new figures into a run.
+    Strings select other code (indices as ``rice`` or ``int32``). Numbers change the speed little, and a schedule that
+    changes them must not cause new measurements during a run.
     """
     names: list[str] = [field.name for field in fields(codec)] if is_dataclass(codec) else []
     settings = {name: getattr(codec, name) for name in names}
@@ -119,15 +125,15 @@ def kind_of(codec: Codec) -> str:
 
 
 class Measured:
-    """What was measured so far, the same on all ranks; on another cluster all of it is measured again.
+    """All measurements so far, equal on all ranks. On another cluster, everything is measured again.
 
     Attributes:
-        cluster: where; None if nothing was measured.
-        links: "ranks": between any two; "inside" and "between": of one node, and of the same index in each node, where
-            there are several nodes of several ranks.
+        cluster: where it was measured; None if nothing was measured.
+        links: "ranks": between any two ranks. With several nodes of several ranks also "inside": within a node, and
+            "between": between ranks of the same index in each node.
         speeds: of codecs, by ``kind_of``.
-        node_size: ranks of a node; 1 if there is only one, or nodes are of several sizes.
-        nodes: the ranks of each, which need not be neighbours; none where ``node_size`` is 1, or not known.
+        node_size: ranks per node; 1 if there is one node, or if nodes differ in size; 0 if unknown.
+        nodes: the ranks of each node, not necessarily consecutive; empty if ``node_size`` is 0 or 1.
     """
 
     def __init__(self) -> None:
@@ -138,7 +144,7 @@ class Measured:
         self.node_size = 0
         self.nodes: list[list[int]] = []
 
-    def look(
+    def measure(
         self,
         codecs: Iterable[Codec],
         collective: Collective,
@@ -146,44 +152,44 @@ class Measured:
         device: torch.device,
         node_size: int | None = None,
     ) -> None:
-        """Measure what is not known yet; all ranks of ``world`` come.
+        """Measure what is not known yet. Collective over ``world``.
 
         Args:
             codecs: in the same order on all ranks.
-            collective: the ranks.
-            world: all ranks that have to decide alike.
+            collective: the ranks that exchange vectors.
+            world: all ranks that must decide alike.
             device: where vectors are.
-            node_size: if it is known.
+            node_size: ranks per node, if known.
         """
         collective, world = collective.uncounted, world.uncounted
         wanted = {kind_of(each): each for each in (Dense(), *codecs)}
         elsewhere, new, *absent = self._missing(wanted, world, device)
         if elsewhere:
-            self._come_to(Cluster.of(world, device), world, device)
+            self._identify(Cluster.of(world, device), world, device)
             _, new, *absent = self._missing(wanted, world, device)
         if new:
-            self._look_at_links(collective, world, device, node_size)
+            self._measure_links(collective, world, device, node_size)
         for name in (name for name, each in zip(wanted, absent, strict=True) if each):
             speeds = time_codec(wanted[name], device)
             figures = [speeds.encode_s, speeds.decode_s, speeds.start_s]
             self.speeds[name] = Speeds(*agreed(figures, world, device))
 
     def _missing(self, kinds: Iterable[str], world: Collective, device: torch.device) -> list[bool]:
-        """Whether to see which cluster this is, to measure its links, and each of the codecs; alike on all ranks."""
-        # ranks that are threads share this object, and come at different moments
+        """Return whether to identify the cluster, to measure its links, and to time each codec; equal on all ranks."""
+        # ranks that are threads share this object and call at different times
         missing = [not self._here, not self.node_size, *(kind not in self.speeds for kind in kinds)]
         return consensus.anywhere(missing, world, device)
 
-    def _come_to(self, cluster: Cluster, world: Collective, device: torch.device) -> None:
-        """Discard what was measured on another cluster; a collective call."""
+    def _identify(self, cluster: Cluster, world: Collective, device: torch.device) -> None:
+        """Discard measurements of another cluster. Collective."""
         if any(consensus.anywhere([cluster != self.cluster], world, device)):
             self.links, self.speeds, self.node_size, self.nodes = {}, {}, 0, []
         self.cluster, self._here = cluster, True
 
-    def _look_at_links(self, whole: Collective, world: Collective, device: torch.device, size: int | None) -> None:
+    def _measure_links(self, whole: Collective, world: Collective, device: torch.device, size: int | None) -> None:
         try:
             nodes = nodes_of(whole, size, device)
-        except ValueError:  # of several sizes, which is for hierarchical to refuse
+        except ValueError:  # nodes differ in size; only hierarchical raises for that
             nodes = [list(range(whole.size))]
         links = {"ranks": whole}
         if len(nodes) > 1 and len(nodes[0]) > 1:
@@ -195,32 +201,36 @@ class Measured:
         self.node_size = len(nodes[0]) if len(links) > 1 else 1
 
     def as_primitives(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the measurements for a checkpoint."""
         links = {name: [each.latency_s, each.bytes_per_s] for name, each in self.links.items()}
         speeds = {name: [each.encode_s, each.decode_s, each.start_s] for name, each in self.speeds.items()}
         cluster = self.cluster and asdict(self.cluster)
         return {"cluster": cluster, "links": links, "speeds": speeds, "node_size": self.node_size, "nodes": self.nodes}
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Measured:
-        """From a checkpoint.
+    def of(cls, saved: Mapping[str, Any]) -> Measured:
+        """Return measurements from a checkpoint.
 
         Raises:
-            ValueError: it is not what ``as_primitives`` gave.
+            ValueError: they are not what ``as_primitives`` returned.
         """
-        made = cls()
-        cluster = given.get("cluster")  # unknown in older checkpoints
+        measured = cls()
+        cluster = saved.get("cluster")  # missing in older checkpoints
         try:
-            made.cluster = None if cluster is None else Cluster(**cluster)
-            made.links = {str(name): Link(*each) for name, each in given["links"].items()}
-            made.speeds = {str(name): Speeds(*each) for name, each in given["speeds"].items()}
-            made.node_size = int(given["node_size"])
-            made.nodes = [[int(rank) for rank in node] for node in given.get("nodes", [])]
+            measured.cluster = None if cluster is None else Cluster(**cluster)
+            measured.links = {str(name): Link(*each) for name, each in saved["links"].items()}
+            measured.speeds = {str(name): Speeds(*each) for name, each in saved["speeds"].items()}
+            measured.node_size = int(saved["node_size"])
+            measured.nodes = [[int(rank) for rank in node] for node in saved.get("nodes", [])]
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the state does not say what was measured: {error!r}") from error
-        if made.node_size < 0 or (made.node_size and not made.links.keys() >= _LINKS[made.node_size > 1]):
-            raise ValueError(f"the state has links {sorted(made.links)} of nodes of {made.node_size}")
-        ranks = sorted(rank for node in made.nodes for rank in node)
-        if ranks != list(range(len(ranks))) or any(len(node) != made.node_size for node in made.nodes):
-            raise ValueError(f"the state has nodes {made.nodes}, which are none of {made.node_size} ranks each")
-        return made
+            raise ValueError(f"the checkpoint's measurements are invalid: {error!r}") from error
+        if measured.node_size < 0 or (
+            measured.node_size and not measured.links.keys() >= _LINKS[measured.node_size > 1]
+        ):
+            raise ValueError(
+                f"the checkpoint has links {sorted(measured.links)} for nodes of {measured.node_size} ranks"
+            )
+        ranks = sorted(rank for node in measured.nodes for rank in node)
+        if ranks != list(range(len(ranks))) or any(len(node) != measured.node_size for node in measured.nodes):
+            raise ValueError(f"the checkpoint has nodes {measured.nodes}, not nodes of {measured.node_size} ranks each")
+        return measured

@@ -1,4 +1,4 @@
-"""What a run will send, before it begins, and the line that says it."""
+"""What a run will send, computed before it begins, and the line that says so."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.run_state import RunState
 
 MOST = 1 << 28
-"""Elements that are planned at once: no group is larger."""
+"""The maximum number of elements planned at once. No group is larger."""
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
-"""By name, in the model's order."""
+"""Named parameters, in the model's order."""
 
 AUTO = "auto chose float32, because this link is as fast as the compressor"
 NONE = "compressor='none' sends gradients as they are"
-"""Why compression is off."""
+"""Reasons why compression is off."""
 
 _OF_DRIFT = ("on_drift", "check_drift_every")
 _OF_COMPRESSION = ("warmup_steps", "on_nonfinite", *_OF_DRIFT, "min_numel", "rules")
 
 
 @dataclass(frozen=True)
-class Forecast:
+class RunSummary:
     """What runs, in words.
 
     Args:
-        compressor: its name and main settings; ``none`` where compression is off.
-        exchange: the pattern in which messages travel.
-        ratio: how many times fewer bytes than DDP in float32 a rank sends in as many steps, by the plans' formulas.
-        summary: all of it in a line.
-        why: the figures behind a choice; or an empty text.
-        warning: what the user should know; or an empty text.
+        compressor: its name and main settings; ``none`` if compression is off.
+        exchange: the names of the exchanges.
+        ratio: bytes that float32 DDP would send over bytes that a rank sends, in the same number of steps, by the
+            plans' formulas.
+        summary: all of it in one line.
+        why: the figures behind a choice, or empty.
+        warning: what the user should know, or empty.
     """
 
     compressor: str = ""
@@ -63,7 +64,7 @@ class Forecast:
         return f"lightning_compress: {self.summary}{self.why and f' ({self.why})'}"
 
     def hyperparameters(self) -> dict[str, str | float]:
-        """For loggers; no measured times, so that equal runs log alike."""
+        """Return the entries for loggers, without measured times, so that equal runs log the same."""
         return {
             "lightning_compress/compressor": self.compressor,
             "lightning_compress/exchange": self.exchange,
@@ -72,14 +73,14 @@ class Forecast:
         }
 
 
-def forecast(settings: RunState, parameters: Parameters, world: World, steps: int = 1) -> Forecast:
-    """What these settings will send; a collective call.
+def run_summary(settings: RunState, parameters: Parameters, world: World, steps: int = 1) -> RunSummary:
+    """Return the summary of what these settings will send. Collective.
 
     Args:
-        settings: bound to the model, and decided.
-        parameters: that are trained.
+        settings: bound to the model, with ``compressor="auto"`` already decided.
+        parameters: the trained parameters.
         world: the ranks.
-        steps: in a round of local steps, in which this is sent once; 1: it is sent in each step.
+        steps: local steps per round, if this is sent once per round; 1: it is sent in each step.
     """
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
@@ -95,7 +96,7 @@ def forecast(settings: RunState, parameters: Parameters, world: World, steps: in
     plans = [(sections, _plan(settings, made, sections, world)) for made, sections in _sections(settings, parameters)]
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
-        small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or rules keep all of it"
+        small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or rules keep all in float32"
         chosen = AUTO if settings.chosen else NONE
         return _off(chosen if isinstance(settings.method, Dense) else small, why)
     if all(plan.is_dense(each.span) for each, plan in coarse):
@@ -103,14 +104,15 @@ def forecast(settings: RunState, parameters: Parameters, world: World, steps: in
     return _on(settings, [plan for _, plan in plans], parameters, collective.size, why, steps)
 
 
-def _off(reason: str, why: str = "", warning: str = "") -> Forecast:
-    return Forecast("none", "all_reduce", 1.0, f"compression is off: {reason}", why, warning)
+def _off(reason: str, why: str = "", warning: str = "") -> RunSummary:
+    return RunSummary("none", "all_reduce", 1.0, f"compression is off: {reason}", why, warning)
 
 
 def _idle(settings: RunState) -> Iterator[str]:
-    """What was set of compression where there is none.
+    """Yield compression settings that have no effect, because there is no compression.
 
-    A warning and no error: a sweep over compressors, ``none`` among them, gives all the same settings.
+    This is a warning and not an error, because a sweep over compressors, ``none`` among them, passes the same settings
+    to all.
     """
     if not isinstance(settings.exchange, Auto):
         yield f"exchange={settings.exchange}"
@@ -121,7 +123,7 @@ def _idle(settings: RunState) -> Iterator[str]:
 
 
 def _set(options: Options, names: Sequence[str]) -> Iterator[str]:
-    """Those that are not as usual, with their values."""
+    """Yield those settings that differ from their defaults, with their values."""
     for name in names:
         if (value := getattr(options, name)) != getattr(_USUAL, name) and (value or name != "warmup_steps"):
             yield f"{name}={[*map(str, value)] if isinstance(value, tuple) else value}"
@@ -129,8 +131,11 @@ def _set(options: Options, names: Sequence[str]) -> Iterator[str]:
 
 def _on(
     settings: RunState, plans: Sequence[ExchangePlan], parameters: Parameters, ranks: int, why: str, steps: int
-) -> Forecast:
-    """Compression is on; where some of the bytes stay within a node, those that leave it count."""
+) -> RunSummary:
+    """Return the summary of a run with compression.
+
+    If some bytes stay within a node, only those that leave it count.
+    """
     inner = sum(plan.cost.inner_bytes for plan in plans)
     sent = sum(plan.cost.bytes_sent for plan in plans) - inner
     dense = all_reduce_bytes(sum(parameter.nbytes for _, parameter in parameters), ranks)
@@ -147,8 +152,8 @@ def _on(
         less += f" a round than float32, {_number(steps * ratio)} x fewer than DDP in its {steps} steps"
     later = f", after {settings.dense_steps} dense {unit}s" if settings.dense_steps else ""
     warning = "".join(
-        f"The rule {each} has no effect: what it takes has one dimension or fewer than "
-        f"min_numel={settings.rules.min_numel} elements, and stays float32. "
+        f"The rule {each} has no effect: its parameters have one dimension or fewer than "
+        f"min_numel={settings.rules.min_numel} elements, and stay float32. "
         for each in settings.rules.idle([(name, tuple(each.shape)) for name, each in parameters])
     )
     if not settings.error_feedback and settings.options.error_feedback.shapes:
@@ -156,15 +161,17 @@ def _on(
         warning += f"{name} keeps no residual here, so {idle} has no effect; leave it out. "
     if ratio < 1:
         warning += (
-            f"{name} by {way} sends {sent:,} bytes a rank and {unit}, where float32 would send {dense:,}. What is "
-            "named runs all the same: name a coarser setting, or compressor='auto', which takes float32 where that is "
-            "faster, or exchange={'name': 'auto', 'fallback': 'dense'}"
+            f"{name} by {way} sends {sent:,} bytes per rank and {unit}, more than float32 ({dense:,}). To send less, "
+            "use a coarser setting, compressor='auto' (float32 where that is faster), or exchange={'name': "
+            "'auto', 'fallback': 'dense'}"
         )
-    return Forecast(name, way, steps * ratio, f"{name} by {way}, {less}{_compensation(settings)}{later}", why, warning)
+    return RunSummary(
+        name, way, steps * ratio, f"{name} by {way}, {less}{_compensation(settings)}{later}", why, warning
+    )
 
 
 def _compensation(settings: RunState) -> str:
-    """What makes up for errors, where the optimizer decides, or in another way than in full."""
+    """Return a note on error feedback, unless it is what the method uses with an unknown optimizer."""
     way = settings.compensation(settings.method)
     estimated = settings.correction is not None and settings.correction.replaces_residual
     if estimated or way == automatic(settings.method, None):
@@ -177,7 +184,7 @@ def _compensation(settings: RunState) -> str:
 
 
 def label(compressor: object) -> str:
-    """Its name, its first setting where that is a number, and those that are not the defaults."""
+    """Return a compressor's name, its first setting if that is a number, and the settings that differ from defaults."""
     kind = type(compressor)
     name = registered_name(kind, COMPRESSORS) or str(getattr(kind, "name", kind.__name__))
     fields = dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ()
@@ -198,7 +205,7 @@ _USUAL = Options.of("none")
 
 
 def parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
-    """Names and shapes, in parts that can be planned at once."""
+    """Yield names and shapes, in parts that can be planned at once."""
     part: list[tuple[str, Shape]] = []
     numel = 0
     for name, parameter in parameters:
@@ -217,7 +224,7 @@ def _sections(settings: RunState, parameters: Parameters) -> Iterator[tuple[Layo
 
 
 def _plan(settings: RunState, layout: Layout, sections: Sequence[Section], world: World) -> ExchangePlan:
-    """What a group of them will be, without its memory."""
+    """Return the plan of a group without allocating its memory, if planning allows that."""
     exchange, messages = settings.exchange, composite.encoded(sections)
     if messages and isinstance(exchange, Auto):
         exchange.measure(messages, world)

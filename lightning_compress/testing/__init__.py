@@ -1,6 +1,6 @@
-"""The laws that every method keeps, as checks for one of your own: ``check_codec(MyCodec())``; ranks are threads.
+"""Check that a method of yours keeps the laws: ``check_codec(MyCodec())``. Ranks are threads.
 
-The package's own methods are held to the same functions.
+The package's own methods are tested with the same functions.
 """
 
 from lightning_compress.testing.check import check_codec

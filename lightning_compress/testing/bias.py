@@ -1,4 +1,4 @@
-"""Law 8: what is sent adds up to the vector: with what stayed behind, or on average over keys."""
+"""Law 8: what is sent equals the vector, either together with the residual or on average over keys."""
 
 from __future__ import annotations
 
@@ -17,61 +17,75 @@ from lightning_compress.testing.laws import law
 from lightning_compress.testing.vectors import LARGE, SMALL
 
 KEYS = 32
-"""Over which an unbiased method is averaged."""
+"""The number of keys over which an unbiased method is averaged."""
 ADVICE = "declare contractive = True, or round at random"
 PARTS = 8
-"""Of a vector, by place and by size."""
+"""The number of equal parts of a vector, by position and by magnitude."""
 BIAS = 0.03
-"""Of what is sent, that unbiased methods may have in no part: our own with most is terngrad, whose clipping takes 2.6 %
-off the largest eighth."""
+"""The largest relative bias of an unbiased method in any part.
+
+The package's own largest is terngrad's: clipping takes 2.6 % off the largest eighth.
+"""
 DEVIATIONS = 5.0
-"""A bias that is no chance is more than this many standard errors."""
+"""A bias counts only above this many standard errors."""
 LEFT = 0.6
-"""Share of a part of a constant gradient, at most, that may still be missing from the mean of what was sent."""
+"""The maximum share of a part of a constant gradient that may be missing from the mean of what was sent."""
 LARGER = 0.5
-"""Elements of it above this part of the median are sent at least once."""
+"""Elements above this share of the median must be sent at least once."""
 LOOKS = (80, 320, 1280, 5120, 20480)
-"""Steps; what did not come nearer to that from one to the next, four times as many, never will: methods that send one
-random element of each parameter are done by the fourth."""
+"""Steps at which progress is compared, each four times as many as before.
+
+A method without progress from one to the next will never arrive. Methods that send one random element per parameter
+arrive by the fourth.
+"""
 SCALES = (1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
-"""Of that gradient: methods with steps or thresholds of a fixed size are made for one of them."""
+"""Scales of that gradient. Methods with fixed step sizes or thresholds suit only one of them."""
 
 STEPS = 40
-"""In which a method that conserves nothing is looked at."""
+"""Steps for methods that do not conserve the gradient."""
 
 Send = Callable[[Tensor, int], Tensor]
-"""Takes a vector, in which it leaves what it does not send, and a key; returns what is sent, or the ranks' mean."""
+"""Takes a vector and a key, leaves in the vector what is not sent, and returns what is sent, or the ranks' mean."""
 T = TypeVar("T")
 Measure = Callable[[Send, Tensor, Tensor], T]
-"""Takes a new ``Send``, what is given to it, and what should be sent of that: the mean over the ranks."""
+"""Takes a new ``Send``, the vector given to it, and the expected result: the mean over the ranks."""
 Measured = Callable[[Layout, Measure[Any]], Any]
-"""Measures on vectors of a layout."""
+"""Runs a ``Measure`` on vectors of a layout."""
 
 
 def check_sent(method: Method, where: str, measured: Measured) -> None:
-    """Hold a method to what it declares: all arrives with what stayed added, or on average, or nothing is known."""
+    """Check what a method declares about its error.
+
+    Contractive methods must send everything with feedback, unbiased ones on average. For methods that conserve nothing,
+    only the direction and the scale are checked.
+
+    Args:
+        method: the codec or reducer.
+        where: the place, for messages.
+        measured: runs a measurement on vectors of a layout.
+    """
     if not method.conserves:
-        least, factor = measured(SMALL, likeness)
+        least, factor = measured(SMALL, direction_and_scale)
         figures = f"what is sent of a constant gradient has a cosine to it of {least:.2f} in an eighth of the elements"
         law(8, least > 0.1, f"{where}: {figures}")
         figures = f"what is sent is the mean {factor:.3g} times; divide by that, or leave the rest in the vector"
         law(8, abs(factor - 1) <= BIAS, f"{where}: {figures}")
     elif method.contractive:
-        found = _least_missing(measured, SCALES, feedback=True)
-        figures = f"of a constant gradient, sent again and again with what stayed added, {found}"
-        law(8, found.little, f"{where} is declared contractive, but {figures}: some elements are hardly ever sent")
+        lost = _least_missing(measured, SCALES, feedback=True)
+        figures = f"of a constant gradient, sent again and again with what stayed added, {lost}"
+        law(8, lost.little, f"{where} is declared contractive, but {figures}: some elements are hardly ever sent")
     else:
         bias = measured(LARGE, largest_bias)
         figures = f"is off by {bias.share:+.1%} in {bias.part}, {bias.deviations:.0f} standard errors"
         fair = abs(bias.share) <= BIAS
         law(8, fair, f"{where} is not declared contractive, but the mean over {KEYS} keys {figures}; {ADVICE}")
-        found = _least_missing(measured, SCALES[:1], feedback=False)  # a bias of a few elements is lost among others
-        figures = f"of a constant gradient, sent again and again, {found}: some elements are hardly ever sent"
-        law(8, found.little, f"{where} is not declared contractive, but {figures}")
+        lost = _least_missing(measured, SCALES[:1], feedback=False)  # a bias of few elements disappears among others
+        figures = f"of a constant gradient, sent again and again, {lost}: some elements are hardly ever sent"
+        law(8, lost.little, f"{where} is not declared contractive, but {figures}")
 
 
 class Bias(NamedTuple):
-    """By what share a part is sent too large, in how many standard errors, and which part it is."""
+    """The relative bias of a part, its standard errors, and the name of the part."""
 
     share: float
     deviations: float
@@ -79,14 +93,14 @@ class Bias(NamedTuple):
 
 
 def largest_bias(send: Send, given: Tensor, target: Tensor) -> Bias:
-    """The largest bias, among those that are no chance, of the vector, an eighth by place, or an eighth by size.
+    """Return the largest significant bias of the whole vector, an eighth by position, or an eighth by magnitude.
 
-    That is the slope by which the error of what is sent depends on what should be.
+    The bias is the slope of the error of what is sent over what should be sent.
 
     Args:
-        send: without what stayed behind before.
+        send: called without residuals of earlier calls.
         given: float32 ``[n]``.
-        target: what should be sent on average, ``[n]``.
+        target: the expected mean of what is sent, ``[n]``.
     """
     parts = {"all elements": torch.arange(len(target))}
     for name, order in (("by place", torch.arange(len(target))), ("by size", target.abs().argsort())):
@@ -103,11 +117,11 @@ def largest_bias(send: Send, given: Tensor, target: Tensor) -> Bias:
 
 
 class Missing(NamedTuple):
-    """What of a constant gradient is missing from the mean of what was sent.
+    """What is missing of a constant gradient in the mean of what was sent.
 
     Attributes:
-        never: how many of its larger elements were not sent at all.
-        share: of the part, by place, of which most is missing.
+        never: how many of its larger elements were never sent.
+        share: the missing share of the worst part, by position.
     """
 
     never: int
@@ -115,23 +129,23 @@ class Missing(NamedTuple):
 
     @property
     def little(self) -> bool:
-        """Whether no more is missing than may be."""
+        """Whether no more is missing than allowed."""
         return not self.never and self.share <= LEFT
 
     def __str__(self) -> str:
-        """As the law tells it."""
+        """Return the figures for a law's message."""
         return f"{self.never} of the larger elements do not arrive at all, and {self.share:.0%} of an eighth is missing"
 
 
 def missing(send: Send, given: Tensor, target: Tensor, scale: float, feedback: bool) -> Missing:
-    """Of a constant gradient that is sent again and again: what does not arrive.
+    """Send a constant gradient again and again, and return what does not arrive.
 
     Args:
         send: see ``Send``.
         given: float32 ``[n]``.
         target: the mean of the ranks' gradients, ``[n]``.
-        scale: of both.
-        feedback: what stayed behind is added to the next one.
+        scale: a factor for both.
+        feedback: add the residual to the next gradient.
     """
     given, target = scale * given, scale * target
     vector, total, norms = torch.zeros_like(given), torch.zeros(len(given), dtype=torch.float64), _norms(target)
@@ -154,7 +168,7 @@ def missing(send: Send, given: Tensor, target: Tensor, scale: float, feedback: b
 
 
 def _least_missing(measured: Measured, scales: Sequence[float], feedback: bool) -> Missing:
-    """At the first scale at which little is missing, or else at the one at which least is."""
+    """Return the result at the first scale at which little is missing, or else the best result."""
     tried: list[Missing] = []
     for scale in scales:
         tried.append(measured(SMALL, partial(missing, scale=scale, feedback=feedback)))
@@ -163,12 +177,12 @@ def _least_missing(measured: Measured, scales: Sequence[float], feedback: bool) 
     return min(tried)
 
 
-def likeness(send: Send, given: Tensor, target: Tensor) -> tuple[float, float]:
-    """How what is sent of a constant gradient, over the last half of the steps, points where it should.
+def direction_and_scale(send: Send, given: Tensor, target: Tensor) -> tuple[float, float]:
+    """Return how well a sent constant gradient keeps its direction and scale, over the last half of the steps.
 
     Returns:
-        the least cosine of a part by place, and the factor by which all of it is too large, where it is the gradient
-        but for a factor; 1.0 where it is another thing.
+        The lowest cosine of a part by position, and the factor by which the result exceeds the gradient. The factor is
+        1.0 if the result is not a multiple of the gradient.
     """
     total = torch.zeros(len(given), dtype=torch.float64)
     for step in range(1, STEPS + 1):

@@ -1,4 +1,7 @@
-"""Law 9: ``decode``, between guards, of what no ``encode`` wrote; most of it nearly right, which tells more."""
+"""Law 9: decode bytes that no ``encode`` wrote, between guards.
+
+Most inputs are nearly valid, because these find more defects.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,21 @@ CANARY = 5.0
 
 
 class Reader(Protocol):
-    """What reads messages of up to ``size`` bytes, into vectors of ``numel`` elements."""
+    """Decodes messages of up to ``size`` bytes into vectors of ``numel`` elements."""
 
     numel: int
     size: int
     variable: bool
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> int:
-        """Write a message; returns the bytes of it that were used."""
+        """Write a message, and return how many bytes of it were used."""
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """Read it; see ``Plan.decode``."""
+        """Decode messages; see ``Plan.decode``."""
 
 
 class CodecReader:
-    """One codec's messages."""
+    """Reads the messages of one codec."""
 
     def __init__(self, codec: Codec, layout: Layout) -> None:
         self.plan = codec.plan(layout, CPU)
@@ -58,12 +61,12 @@ class CodecReader:
 
 
 class Guarded:
-    """One reader, and a message that it must go on reading well.
+    """A reader, and a valid message that it must still decode after each invalid one.
 
     Args:
-        plan: what reads.
-        seed: of the good message's vector.
-        unit: messages end at multiples of so many bytes.
+        plan: the reader.
+        seed: of the vector in the valid message.
+        unit: messages end at multiples of this many bytes.
     """
 
     def __init__(self, plan: Reader, seed: int, unit: int = 1) -> None:
@@ -77,14 +80,15 @@ class Guarded:
         self.out = self.arena[GUARD:-GUARD]
 
     def attempt(self, random: np.random.Generator) -> bool:
-        """One input; whether it was refused.
+        """Decode one mutated input, and return whether it raised ValueError.
 
         Raises:
-            AssertionError: something outside ``out`` was changed, or a good message is not read well any more.
-            Exception: any that is no ``ValueError``: the defect that is looked for.
+            AssertionError: memory outside of ``out`` was changed, or the valid message is decoded differently
+                afterwards.
+            Exception: any other error than ``ValueError``: the defect that this looks for.
         """
         rows, width = int(random.integers(1, 4)), self.plan.size
-        if self.plan.variable:  # rows end anywhere, and may end too early
+        if self.plan.variable:  # rows end anywhere, also too early
             width = (width, self.used, int(random.integers(0, width + 1)))[random.integers(3)]
             width -= width % self.unit
         wire = torch.zeros(rows + 2, 16 * math.ceil(width / 16) + 2 * GUARD, dtype=torch.uint8)
@@ -96,7 +100,7 @@ class Guarded:
         before = wire.clone()
         self.arena.fill_(CANARY)
         refused = False
-        with np.errstate(all="ignore"):  # numbers from garbage overflow
+        with np.errstate(all="ignore"):  # invalid values may overflow
             try:
                 self.plan.decode(messages, self.out, 1 / rows, bool(random.integers(2)))
             except ValueError as error:
@@ -105,48 +109,48 @@ class Guarded:
         return refused
 
     def check(self, wire: Tensor, before: Tensor) -> None:
-        """Nothing else was touched, and a good message is read as ever."""
+        """Check that nothing else was written, and that the valid message is decoded as before."""
         assert torch.equal(wire, before), "the messages were changed"
         assert (self.arena[:GUARD] == CANARY).all(), "written before out"
         assert (self.arena[-GUARD:] == CANARY).all(), "written behind out"
         self.plan.decode(self.good[None, : self.used], self.out, 1.0, False)
-        assert torch.equal(self.out, self.expected), "a good message is read otherwise afterwards"
+        assert torch.equal(self.out, self.expected), "a valid message is decoded differently afterwards"
 
 
-def noise(data: Bytes, random: np.random.Generator) -> None:
-    """All of it."""
+def random_bytes(data: Bytes, random: np.random.Generator) -> None:
+    """Replace all bytes."""
     data[:] = random.integers(0, 256, len(data), np.uint8)
 
 
-def zeros(data: Bytes, random: np.random.Generator) -> None:
-    """All bits 0; a unary code then never ends."""
+def clear(data: Bytes, random: np.random.Generator) -> None:
+    """Set all bits to 0; a unary code then never ends."""
     data[:] = 0x00
 
 
-def ones(data: Bytes, random: np.random.Generator) -> None:
-    """All bits 1; an Elias code then never ends."""
+def set_bits(data: Bytes, random: np.random.Generator) -> None:
+    """Set all bits to 1; an Elias code then never ends."""
     data[:] = 0xFF
 
 
-def flips(data: Bytes, random: np.random.Generator) -> None:
-    """A few bits."""
+def flip_bits(data: Bytes, random: np.random.Generator) -> None:
+    """Flip a few bits."""
     for place in random.integers(0, len(data), random.integers(1, 9)):
         data[place] ^= 1 << random.integers(8)
 
 
-def few(data: Bytes, random: np.random.Generator) -> None:
-    """A few bytes."""
+def change_bytes(data: Bytes, random: np.random.Generator) -> None:
+    """Replace a few bytes."""
     places = random.integers(0, len(data), random.integers(1, 9))
     data[places] = random.integers(0, 256, len(places), np.uint8)
 
 
-def endless(data: Bytes, random: np.random.Generator) -> None:
-    """The same bit from somewhere on."""
+def fill_tail(data: Bytes, random: np.random.Generator) -> None:
+    """Set all bits from some byte on to the same value."""
     data[random.integers(len(data)) :] = random.choice([0x00, 0xFF])
 
 
-def head(data: Bytes, random: np.random.Generator) -> None:
-    """The first bytes, where lengths, counts, scales and norms are."""
+def change_head(data: Bytes, random: np.random.Generator) -> None:
+    """Replace the first bytes, which hold lengths, counts, scales and norms."""
     first = data[: random.integers(1, 65)]
     first[:] = random.integers(0, 256, len(first), np.uint8)
 
@@ -160,45 +164,59 @@ def _words(data: Bytes, random: np.random.Generator, values: npt.NDArray[Any]) -
         words[random.integers(0, near, count)] = random.choice(values, count)
 
 
-def floats(data: Bytes, random: np.random.Generator) -> None:
-    """Scales that are not finite, negative, or denormal."""
+def insert_floats(data: Bytes, random: np.random.Generator) -> None:
+    """Insert scales that are not finite, negative, or denormal."""
     _words(data, random, FLOATS)
 
 
-def whole(data: Bytes, random: np.random.Generator) -> None:
-    """Counts, lengths and indices out of range."""
+def insert_ints(data: Bytes, random: np.random.Generator) -> None:
+    """Insert 32-bit counts, lengths and indices that are out of range."""
     _words(data, random, WHOLE)
 
 
-def halves(data: Bytes, random: np.random.Generator) -> None:
-    """The same in 16 bits."""
+def insert_halves(data: Bytes, random: np.random.Generator) -> None:
+    """Insert 16-bit counts, lengths and indices that are out of range."""
     _words(data, random, HALVES)
 
 
-def doubled(data: Bytes, random: np.random.Generator) -> None:
-    """A stretch twice: indices that do not ascend."""
+def duplicate(data: Bytes, random: np.random.Generator) -> None:
+    """Copy a stretch to another place, so that indices do not ascend."""
     width = int(random.integers(1, max(2, len(data) // 2)))
     source, target = random.integers(0, len(data) - width + 1, 2)
     data[target : target + width] = data[source : source + width].copy()
 
 
-def backwards(data: Bytes, random: np.random.Generator) -> None:
-    """A stretch of words in reverse."""
+def reverse(data: Bytes, random: np.random.Generator) -> None:
+    """Reverse a stretch of 32-bit words."""
     words = data[: len(data) // 4 * 4].view(np.uint32)
     if len(words):
         first, last = np.sort(random.integers(0, len(words) + 1, 2))
         words[first:last] = words[first:last][::-1].copy()
 
 
-def shifted(data: Bytes, random: np.random.Generator) -> None:
-    """Everything some bytes later."""
+def shift(data: Bytes, random: np.random.Generator) -> None:
+    """Rotate all bytes by a few places."""
     data[:] = np.roll(data, random.integers(1, 9))
 
 
-KINDS = (noise, zeros, ones, flips, few, endless, head, floats, whole, halves, doubled, backwards, shifted)
+MUTATIONS = (
+    random_bytes,
+    clear,
+    set_bits,
+    flip_bits,
+    change_bytes,
+    fill_tail,
+    change_head,
+    insert_floats,
+    insert_ints,
+    insert_halves,
+    duplicate,
+    reverse,
+    shift,
+)
 
 
 def mutate(data: Bytes, random: np.random.Generator) -> None:
-    """Spoil uint8 ``[n]`` in place, once or several times."""
+    """Apply one or several random mutations to uint8 ``[n]`` in place."""
     for _ in range(random.choice([1, 1, 2, 4])) if len(data) else ():
-        KINDS[random.integers(len(KINDS))](data, random)
+        MUTATIONS[random.integers(len(MUTATIONS))](data, random)

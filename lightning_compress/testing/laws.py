@@ -1,4 +1,4 @@
-"""The laws by their numbers in docs/architecture.md, and how one that is broken is told."""
+"""The laws by their numbers in docs/architecture.md, and the error that a broken law raises."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ LAWS = {
     1: "conservation",
     2: "size",
     3: "identity",
-    4: "one truth",
+    4: "agreement",
     6: "state is committed",
-    7: "bad numbers pass",
-    8: "faithful",
+    7: "non-finite values propagate",
+    8: "fidelity",
     9: "any bytes",
 }
 
 
 class LawBrokenError(AssertionError):
-    """A law is broken; the message says which one, where, and the figures."""
+    """A law is broken. The message names the law, the place, and figures."""
 
 
 def law(number: int, holds: bool, figures: str) -> None:
-    """Raise unless the law holds."""
+    """Raise LawBrokenError with the law's name and ``figures`` unless ``holds``."""
     if not holds:
         raise LawBrokenError(f"law {number} ({LAWS[number]}): {figures}")
 
 
 @contextmanager
-def named(where: str) -> Iterator[None]:
-    """Whatever a method raises by itself is told with where it did."""
+def located(where: str) -> Iterator[None]:
+    """Raise other errors of the method as AssertionError with the place ``where`` they occurred."""
     try:
         yield
     except LawBrokenError:

@@ -1,4 +1,4 @@
-"""A codec alone, on this rank, held to the laws."""
+"""Checks of the laws for a codec on a single rank."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from lightning_compress.codecs.codec import FusedPlan, Plan, Summands, aligned
 from lightning_compress.core.layout import Layout
 from lightning_compress.testing.bias import Measure, T, check_sent
 from lightning_compress.testing.fuzz import CodecReader, Guarded
-from lightning_compress.testing.laws import law, named
+from lightning_compress.testing.laws import law, located
 from lightning_compress.testing.vectors import CPU, KINDS, LENGTHS, layout, make
 
 Size = Callable[[Layout], int]
 Reference = Callable[[Tensor], Tensor]
 INPUTS = 30
-"""Of bytes that no ``encode`` wrote."""
+"""The number of inputs that no ``encode`` wrote."""
 CALLS = 40
-"""Of one plan with the same vector and key: it may keep nothing, a count of them included."""
+"""How often one plan gets the same vector and key: it must not keep anything between calls, not even a counter."""
 
 
-def check_alone(codec: Codec, size: Size | None, reference: Reference | None) -> None:
-    """Hold a codec to the laws on vectors of every kind, then to those that need many steps, on one."""
+def check_single_rank(codec: Codec, size: Size | None, reference: Reference | None) -> None:
+    """Check a codec on vectors of every kind, and what needs many steps on one of them."""
     for numel in LENGTHS:
         _check_size(codec, numel, size)
         for kind in KINDS:
             where = f"{codec} of {numel} elements ({kind})"
-            with named(where):
+            with located(where):
                 _check_vector(codec, make(kind, numel), where, reference)
-        with named(f"{codec}: messages of {numel} elements"):
+        with located(f"{codec}: messages of {numel} elements"):
             _check_rows(codec, numel)
-    with named(f"{codec} of 64 elements (normal)"):
+    with located(f"{codec} of 64 elements (normal)"):
         call = changing_call(codec)
-    figures = f"given the same vector and key {CALLS} times, a plan has other bytes or another decode in call {call}"
-    law(6, call is None, f"{codec}: {figures}; a plan keeps nothing from step to step")
+    figures = f"given the same vector and key {CALLS} times, a plan has another message or decode in call {call}"
+    law(6, call is None, f"{codec}: {figures}; a plan must not keep anything between calls")
     _check_flags(codec)
     _check_any_bytes(codec)
-    with named(f"{codec} over many steps"):
+    with located(f"{codec} over many steps"):
         check_sent(codec, str(codec), lambda whole, measure: _measured(codec, whole, measure))
 
 
@@ -52,13 +52,13 @@ def _measured(codec: Codec, whole: Layout, measure: Measure[T]) -> T:
 
 def _check_size(codec: Codec, numel: int, size: Size | None) -> None:
     where = f"{codec} of {numel} elements"
-    with named(where):
+    with located(where):
         plan = codec.plan(layout(numel), CPU)
         wanted = plan.message_size if size is None else size(layout(numel))
         usual = plan.expected_size
     fits = plan.message_size <= wanted if plan.variable else plan.message_size == wanted
-    law(2, fits, f"{where} takes {plan.message_size} bytes, and the formula says {wanted}")
-    law(2, usual <= plan.message_size, f"{where}: expected_size is {usual}, and message_size {plan.message_size}")
+    law(2, fits, f"{where} takes {plan.message_size} bytes, but the formula says {wanted}")
+    law(2, usual <= plan.message_size, f"{where}: expected_size is {usual}, above message_size {plan.message_size}")
 
 
 def _check_vector(codec: Codec, given: Tensor, where: str, reference: Reference | None) -> None:
@@ -67,9 +67,9 @@ def _check_vector(codec: Codec, given: Tensor, where: str, reference: Reference 
     whole = f"{where} wrote {len(message)} bytes, not {plan.message_size}"
     law(2, plan.variable or len(message) == plan.message_size, whole)
     error = float((decoded.double() + residual.double() - given.double()).abs().max())
-    # a step among denormals is off by half of the smallest number, as often as it was taken
+    # rounding among denormals adds up to half of the smallest number per operation
     room = 2.0**-22 * float(given.abs().max() + decoded.abs().max()) + 2.0**-142
-    law(1, error <= room, f"{where}: message and rest differ from the vector by {error:.3g}, over {room:.3g}")
+    law(1, error <= room, f"{where}: message and rest differ from the vector by {error:.3g}, more than {room:.3g}")
     first, again, sent = written(codec, given, 1)
     law(2, first.equal(again), f"{where}: the message depends on more than vector and key, or has unwritten bytes")
     law(2, first.equal(sent), f"{where}: encode writes another message where what stays is not kept")
@@ -94,12 +94,12 @@ def _check_rows(codec: Codec, numel: int) -> None:
 
 
 def _check_flags(codec: Codec) -> None:
-    """What exchanges take for granted."""
+    """Check the properties that a codec declares and exchanges rely on."""
     given, where = make("normal", 300), f"{codec} of 300 elements (normal)"
-    with named(where):
+    with located(where):
         decoded, residual, message = trip(codec, given)
         if codec.elementwise:
-            changed = torch.arange(len(given)) % 7 == 0  # of any block, or parameter, some and not all
+            changed = torch.arange(len(given)) % 7 == 0  # some elements of each block and parameter, not all
             other = trip(codec, torch.where(changed, 100 * given, given))
             alone = other.decoded[~changed].equal(decoded[~changed])
             law(8, alone, f"{where} is declared elementwise, and elements change what others are decoded to")
@@ -127,12 +127,12 @@ def _check_any_bytes(codec: Codec) -> None:
             guarded.attempt(np.random.default_rng([1, number]))
         except Exception as error:
             what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            figures = f"decode makes numbers of any bytes, or refuses them with ValueError; of input {number}: {what}"
+            figures = f"decode must return numbers or raise ValueError for any bytes; input {number}: {what}"
             law(9, False, f"{codec} of 300 elements: {figures}")
 
 
 class Trip(NamedTuple):
-    """A vector that went through a codec; the message is what was used of it."""
+    """A vector after encoding and decoding, with the used part of its message."""
 
     decoded: Tensor
     residual: Tensor
@@ -140,7 +140,7 @@ class Trip(NamedTuple):
 
 
 def trip(codec: Codec, given: Tensor, key: int = 1) -> Trip:
-    """Encode and decode, on this rank alone."""
+    """Encode and decode a vector on this rank."""
     plan = codec.plan(layout(len(given)), CPU)
     residual = given.clone()
     message = torch.full((plan.message_size,), 0xAB, dtype=torch.uint8)
@@ -154,7 +154,7 @@ def trip(codec: Codec, given: Tensor, key: int = 1) -> Trip:
 
 
 def encode(plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-    """Encode by any plan; see ``FusedPlan.encode``."""
+    """Encode with any plan, fused or not; see ``FusedPlan.encode``."""
     if isinstance(plan, FusedPlan):
         plan.encode(vector, message, key, keep, summands)
     else:
@@ -162,22 +162,27 @@ def encode(plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = T
 
 
 def written(codec: Codec, given: Tensor, key: int) -> list[Tensor]:
-    """Law 2: a new plan's message, and, over other fillings, those of one that took others first; nothing kept last."""
+    """Law 2: return messages of the same vector, which must be equal.
+
+    They are a new plan's message; that of a plan which encoded other vectors before, into a buffer with other bytes;
+    and the latter without keeping the residual.
+    """
     new, old = (codec.plan(layout(len(given)), CPU) for _ in range(2))
-    found = []
+    messages = []
     for plan, fill, keep in ((new, 0x00, True), (old, 0xFF, True), (old, 0x55, False)):
         message = torch.full((plan.message_size,), fill, dtype=torch.uint8)
         if plan is old:
             plan.encode(10 * make("heavy", len(given), fill), message.clone(), key + 1 & 2**64 - 1)
         encode(plan, given.clone(), message, key, keep)
-        found.append(message[: plan.used])
-    return found
+        messages.append(message[: plan.used])
+    return messages
 
 
 def rows_added(codec: Codec, numel: int, accumulate: bool, anywhere: bool = False) -> tuple[Tensor, Tensor]:
-    """Law 4: three messages decoded at once, and one after the other: nearly equal.
+    """Law 4: return three messages decoded at once, and their sum decoded one by one, which must be nearly equal.
 
-    They are strided rows, as sections of longer messages are; ``anywhere``: at addresses that exchanges never have.
+    The messages are strided rows, as sections of longer messages are. With ``anywhere``, they lie at addresses that
+    exchanges never use.
     """
     plan = codec.plan(layout(numel), CPU)
     start, width = (8, plan.message_size + 24) if anywhere else (16, aligned(plan.message_size) + 32)
@@ -194,7 +199,7 @@ def rows_added(codec: Codec, numel: int, accumulate: bool, anywhere: bool = Fals
 
 
 def changing_call(codec: Codec) -> int | None:
-    """Law 6: the first of ``CALLS`` calls of one plan whose message or decode is not that of the first; None: none."""
+    """Law 6: return the first of ``CALLS`` calls of one plan that differs from the first call, or None."""
     given = make("normal", 64)
     send = sender(codec, layout(len(given)))
     first = Trip(*(each.clone() for each in send(given.clone(), 1)))
@@ -206,7 +211,7 @@ def changing_call(codec: Codec) -> int | None:
 
 
 def sender(codec: Codec, whole: Layout) -> Callable[[Tensor, int], Trip]:
-    """One plan that takes vectors and keys, one after the other; the next one overwrites what it returned."""
+    """Return a function that sends vectors by one plan. Each call overwrites the previous result."""
     plan = codec.plan(whole, CPU)
     message = torch.zeros(1, plan.message_size, dtype=torch.uint8)
     decoded = torch.empty(whole.numel)

@@ -1,4 +1,4 @@
-"""Vectors worth trying, and what they are made of."""
+"""Test vectors and their layouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CPU = torch.device("cpu")
 DENSE = Layout.of([("bias", (37,)), ("norm", (5,))])
 LARGE = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 347))])
 SMALL = Layout.of([("matrix", (16, 16)), ("row", (67,))])
-"""Of vectors that are sent hundreds of times; the last elements are no whole block of any method."""
+"""The layout of vectors that are sent hundreds of times. Its last elements do not fill a block of any method."""
 LENGTHS = (1, 300, 5000)
-"""Of vectors that go through a codec alone."""
+"""Lengths of vectors that are encoded on one rank."""
 KINDS = (
     "normal",
     "heavy",
@@ -32,7 +32,7 @@ KINDS = (
 
 
 def make(kind: str, numel: int, seed: int = 0) -> Tensor:
-    """A vector of one of ``KINDS``."""
+    """Return a float32 vector ``[numel]`` of one of ``KINDS``."""
     random = np.random.default_rng(seed)
     normal = random.standard_normal(numel)
     one_hot = np.zeros(numel)
@@ -55,14 +55,14 @@ def make(kind: str, numel: int, seed: int = 0) -> Tensor:
 
 
 def layout(numel: int) -> Layout:
-    """Three parameters, of which the last is a part."""
+    """Return a layout of three parameters, the last one cut."""
     first, second = numel // 2, numel // 3
     whole = Layout.of([("a", (first,)), ("b", (second,)), ("c", (numel - first - second + 7,))])
     return whole.cut(0, numel)
 
 
 def vector(rank: int, seed: int = 0) -> Tensor:
-    """A group's gradient, float32 ``[DENSE.numel + LARGE.numel]``, another one on every rank."""
+    """Return a group's gradient, float32 ``[DENSE.numel + LARGE.numel]``, different on every rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     numel = DENSE.numel + LARGE.numel
     return torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator).square()

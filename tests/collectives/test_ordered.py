@@ -9,7 +9,7 @@ from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import OrderedCollective, TorchCollective, run_threads
 from lightning_compress.exchanges import AllReduce
-from lightning_compress.testing.means import mean_on
+from lightning_compress.testing.averaging import average
 from tests.helpers.training import fit, parameters
 from tests.strategies.test_resume import interrupted
 
@@ -34,7 +34,7 @@ def test_from_rank_0_on(size, dtype, shape):
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_a_mean_is_the_sum_over_the_ranks_or_the_number_next_to_it(size):
     """As law 4 of docs/architecture.md says: bit for bit where 1 / W is a number of float32."""
-    made = run_threads(size, lambda ranks: mean_on(OrderedCollective(ranks), Dense(), AllReduce()))
+    made = run_threads(size, lambda ranks: average(OrderedCollective(ranks), Dense(), AllReduce()))
     total = made[0].before.clone()
     for each in made[1:]:
         total += each.before

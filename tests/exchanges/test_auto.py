@@ -164,7 +164,7 @@ def test_the_log_says_what_and_why(caplog):
         assert words in first.message
     assert second.levelno == logging.WARNING
     assert "all_reduce of float32, since " in second.message
-    assert "without fallback='dense'" in second.message
+    assert "leave out fallback='dense'" in second.message
     assert third.levelno == logging.WARNING
     assert "all_reduce of float32, since all_gather would send " in third.message
 
@@ -440,7 +440,7 @@ def test_settings_that_cannot_go_by_what_is_measured():
     ("exchange", "words"),
     [
         ({"name": "auto", "fallback": "no"}, "fallback='no'"),
-        ({"name": "auto", "link": 5}, "link=5 must be null"),
+        ({"name": "auto", "link": 5}, "link=5: use null"),
         ({"name": "auto", "node_size": 0}, "node_size=0"),
     ],
 )

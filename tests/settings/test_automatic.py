@@ -26,7 +26,7 @@ from lightning_compress.planning import link as probe
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import COPIES, Link, Speeds
 from lightning_compress.planning.decide import decide
-from lightning_compress.planning.summary import forecast, label
+from lightning_compress.planning.summary import label, run_summary
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
@@ -150,7 +150,7 @@ def test_nothing_is_measured_where_that_was_forbidden(monkeypatch):
 )
 def test_summary(compressor, ranks, summary):
     settings = RunState.of(compressor, Auto(link=SLOW))
-    one = lambda collective: forecast(settings, named(), World(collective, CPU, Meter(CPU)))  # noqa: E731
+    one = lambda collective: run_summary(settings, named(), World(collective, CPU, Meter(CPU)))  # noqa: E731
     found = run_threads(ranks, one) if ranks > 1 else [one(LocalCollective())]
     assert all(each.summary == found[0].summary for each in found)
     assert found[0].summary.startswith(summary)
@@ -160,7 +160,7 @@ def test_summary(compressor, ranks, summary):
 
 def test_one_rank_says_that_it_looks_at_nothing():
     settings = RunState.of("rotated", on_nonfinite="raise")
-    said = forecast(settings, named(), World(LocalCollective(), CPU, Meter(CPU))).warning
+    said = run_summary(settings, named(), World(LocalCollective(), CPU, Meter(CPU))).warning
     assert said == "on_nonfinite=raise has no effect on one rank"
 
 
@@ -171,7 +171,7 @@ def test_auto_says_that_it_chose_float32(more):
 
     def rank(ranks):
         world = World(ranks, CPU, Meter(CPU))
-        return forecast(decide(given, named(), world), named(), world).summary
+        return run_summary(decide(given, named(), world), named(), world).summary
 
     said = "compression is off: auto chose float32, because this link is as fast as the compressor"
     assert run_threads(2, rank) == [said] * 2
@@ -180,7 +180,7 @@ def test_auto_says_that_it_chose_float32(more):
 def test_why_it_is_off():
     def said(**settings):
         given = RunState.of(**settings)
-        return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).summary)[0]
+        return run_threads(2, lambda ranks: run_summary(given, named(), World(ranks, CPU, Meter(CPU))).summary)[0]
 
     assert "falls back to all_reduce of float32, since all_gather would save too little" in said(
         compressor="topk", exchange=Auto("dense", FAST)
@@ -208,7 +208,7 @@ def test_what_comes_to_nothing_without_a_compressor_is_said():
 
         def rank(ranks):
             world = World(ranks, CPU, Meter(CPU))
-            return forecast(decide(given, named(), world), named(), world).warning
+            return run_summary(decide(given, named(), world), named(), world).warning
 
         return run_threads(2, rank)[0]
 
@@ -227,7 +227,7 @@ def test_what_comes_to_nothing_without_a_compressor_is_said():
 def test_settings_of_a_residual_that_is_not_kept_are_said():
     def warned(**settings):
         given = RunState.of(**settings)
-        return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
+        return run_threads(2, lambda ranks: run_summary(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
 
     said = warned(compressor="rotated", error_feedback={"decay": 0.5, "dtype": "bfloat16"})
     assert "error_feedback={'decay': 0.5, 'dtype': torch.bfloat16} has no effect; leave it out" in said
@@ -237,7 +237,7 @@ def test_settings_of_a_residual_that_is_not_kept_are_said():
 def test_a_rule_for_what_stays_float32_is_said():
     def warned(match):
         given = RunState.of("topk", rules=[{"match": match, "compressor": "efsign"}])
-        return run_threads(2, lambda ranks: forecast(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
+        return run_threads(2, lambda ranks: run_summary(given, named(), World(ranks, CPU, Meter(CPU))).warning)[0]
 
     assert "The rule {'match': ['bias']} has no effect" in warned("bias")
     assert warned("weight") == ""
@@ -251,7 +251,7 @@ def test_the_ratio_is_that_of_the_plans(case, ranks):
     settings = RunState.of(case.codec, Auto(), rules=[{"match": ["bias", "norm"], "compressor": "none"}], min_numel=1)
 
     def rank(collective):
-        made = forecast(settings, held, World(collective, CPU, Meter(CPU)))
+        made = run_summary(settings, held, World(collective, CPU, Meter(CPU)))
         return made.ratio, group_plan(case.codec, Auto(), collective, Meter(CPU)).cost.bytes_sent
 
     for ratio, sent in run_threads(ranks, rank):

@@ -1,9 +1,10 @@
-"""Numbers of which many are 0, in as few bytes as a list, a bitmap or all of them take; nothing is lost.
+"""Write vectors with many zeros losslessly, as a list, a bitmap or all values, whichever takes the fewest bytes.
 
     | count, int32 | padding to 16 bytes | indices, int32 [count], or bitmap, or neither | values, float32 |
 
-Which one follows from the count: the least of ``8 count``, ``numel / 8 + 4 count`` and ``4 numel`` bytes. From a 32nd
-on a bitmap is shorter than a list, which alone would be best up to a half (SparCML, Renggli et al., SC 2019).
+The form follows from the count: the smallest of ``8 count``, ``numel / 8 + 4 count`` and ``4 numel`` bytes. A bitmap is
+shorter than a list if more than one in 32 values is not zero. Without bitmaps, a list would be best up to one half
+(SparCML, Renggli et al., SC 2019).
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ HEADER = 16
 
 
 def used_bytes(count: float, numel: int, exact: bool = False) -> float:
-    """Bytes of a message of ``count`` of ``numel`` numbers; of all only if ``count`` is ``numel``, where ``exact``."""
+    """Return the bytes of a message of ``count`` of ``numel`` values.
+
+    With ``exact``, all values are written only if ``count`` is ``numel``: see ``write_entries``.
+    """
     few = min(8 * count, bitmap_bytes(numel) + 4 * count)
     return HEADER + (few if exact and count < numel else min(few, 4 * numel))
 
 
 def most_bytes(numel: int) -> int:
-    """The most that a message of ``numel`` numbers takes."""
+    """Return the maximum bytes of a message of ``numel`` values."""
     return HEADER + 4 * numel
 
 
 def write(values: Tensor, message: Tensor) -> int:
-    """Write what is not 0.
+    """Write the values that are not 0, and return the bytes of the message.
 
     Args:
         values: float32 ``[numel]``, contiguous.
-        message: uint8 ``[16 + 4 numel]`` at least.
-
-    Returns:
-        bytes of the message.
+        message: uint8, at least ``[16 + 4 numel]``.
     """
     numel = len(values)
     if fast := kernels.backend(__name__, values.device):
@@ -50,19 +51,23 @@ def write(values: Tensor, message: Tensor) -> int:
             message[:4].view(torch.int32)[0] = count
             body = message[HEADER:used].numpy()
             body[: bitmap.nbytes] = bitmap.view(np.uint8)
-            fast.take(bitmap, values.numpy(), body[bitmap.nbytes :].view(np.float32))
+            fast.pack(bitmap, values.numpy(), body[bitmap.nbytes :].view(np.float32))
             return used
-    found = indices_of(values)
-    if _kind(len(found), numel) == "dense":
-        return _dense(len(found), values, message)
-    return write_entries(found, values[found], numel, message)
+    indices = indices_of(values)
+    if _kind(len(indices), numel) == "dense":
+        return _dense(len(indices), values, message)
+    return write_entries(indices, values[indices], numel, message)
 
 
 def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor, exact: bool = False) -> int:
-    """The same for numbers at ascending indices, int64 ``[count]``, none of them twice.
+    """Write values at given indices, and return the bytes of the message.
 
-    Where ``exact``, these are what is read: zeros are none of them, nor are they left out. The message may take
-    ``bitmap_bytes(numel)`` more.
+    Args:
+        indices: int64 ``[count]``, strictly ascending.
+        values: float32 ``[count]``.
+        numel: the length of the whole vector.
+        message: uint8, at least ``[16 + 4 numel]``; with ``exact``, ``bitmap_bytes(numel)`` more.
+        exact: the reader gets exactly these entries: zeros among them are kept, and no others are added.
     """
     count, kind = len(indices), _kind(len(indices), numel, exact)
     if kind == "dense":
@@ -83,15 +88,15 @@ def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor, 
 
 
 def write_all(values: Tensor, message: Tensor) -> int:
-    """The same for all numbers, zeros too."""
+    """Write all values, zeros too, and return the bytes of the message."""
     return _dense(len(values), values, message)
 
 
 def read(message: Tensor, out: Tensor) -> int:
-    """Write all numbers, zeros too; returns bytes of the message.
+    """Read all values, zeros too, and return the bytes of the message.
 
     Args:
-        message: uint8, as long as ``write`` said or longer.
+        message: uint8, at least as long as ``write`` returned.
         out: float32 ``[numel]``, contiguous.
 
     Raises:
@@ -113,14 +118,16 @@ def read(message: Tensor, out: Tensor) -> int:
 
 
 def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tensor | None, Tensor]:
-    """Indices, int64 ``[count]``, and the numbers there; no indices and all ``numel`` numbers where these were written.
+    """Return indices, int64 ``[count]``, and the values there.
+
+    Indices are None if the message has all ``numel`` values.
 
     Raises:
         ValueError: the message is damaged.
     """
     count = int(message[:4].view(torch.int32)[0])
     if not 0 <= count <= numel or used_bytes(count, numel, exact) > len(message):
-        raise ValueError(f"a message says that it has {count} of {numel} numbers; it is damaged")
+        raise ValueError(f"a message is damaged: it claims {count} of {numel} values")
     body, kind = message[HEADER : int(used_bytes(count, numel, exact))], _kind(count, numel, exact)
     if kind == "dense":
         return None, body.view(torch.float32)
@@ -135,36 +142,32 @@ def read_entries(message: Tensor, numel: int, exact: bool = False) -> tuple[Tens
         bits = np.unpackbits(body[: bitmap_bytes(numel)].cpu().numpy(), bitorder="little")
         indices = torch.from_numpy(np.flatnonzero(bits)).to(message.device)
     if len(indices) != count or (count and not 0 <= int(indices.min()) <= int(indices.max()) < numel):
-        raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
+        raise ValueError(f"a message is damaged: its indices do not fit {numel} values")
     return indices, body[len(body) - 4 * count :].view(torch.float32)
 
 
 def _bitmap(message: Tensor, count: int, numel: int, exact: bool) -> tuple[npt.NDArray[np.uint32], Tensor]:
-    """The words and the numbers of a message on the CPU whose words say ``count``.
+    """Return the bitmap's words and the values of a message on the CPU.
 
     Raises:
-        ValueError: they say something else, or the message is truncated.
+        ValueError: the bitmap does not have ``count`` bits, or the message is truncated.
     """
     used, middle = int(used_bytes(count, numel, exact)), HEADER + bitmap_bytes(numel)
     bitmap = message[HEADER:middle].numpy().view(np.uint32)
     fast = kernels.backend(__name__, message.device)
     if used > len(message) or fast is None or fast.count(bitmap, numel) != count:
-        raise ValueError(f"a message names places beyond its {numel} numbers; it is damaged")
+        raise ValueError(f"a message is damaged: its indices do not fit {numel} values")
     return bitmap, message[middle:used].view(torch.float32)
 
 
 def check_ascending(indices: Tensor | None, numel: int) -> None:
-    """Refuse indices that are not in order, or named twice; None: all of them.
-
-    Raises:
-        ValueError: the message that they came from is damaged.
-    """
+    """Raise ValueError unless indices ascend strictly; None stands for all indices."""
     if indices is not None and bool((indices.diff() <= 0).any()):
-        raise ValueError(f"a message names places out of order among its {numel} numbers; it is damaged")
+        raise ValueError(f"a message is damaged: its indices into {numel} values do not ascend")
 
 
 def indices_of(values: Tensor) -> Tensor:
-    """Where numbers are not 0, int64, ascending."""
+    """Return the ascending indices of the values that are not 0, int64."""
     if fast := kernels.backend(__name__, values.device):
         bitmap = np.empty(bitmap_bytes(len(values)) // 4, np.uint32)
         indices = torch.empty(int(fast.mark(values.numpy(), bitmap)), dtype=torch.int64)
@@ -176,7 +179,7 @@ def indices_of(values: Tensor) -> Tensor:
 
 
 def _kind(count: int, numel: int, exact: bool = False) -> Literal["list", "bitmap", "dense"]:
-    """In the order in which they are preferred where they take as many bytes."""
+    """Return the form that takes the fewest bytes; of equal ones, dense before list before bitmap."""
     used = used_bytes(count, numel, exact) - HEADER
     if used == 4 * numel and not (exact and count < numel):
         return "dense"
@@ -191,5 +194,5 @@ def _dense(count: int, values: Tensor, message: Tensor) -> int:
 
 
 def bitmap_bytes(numel: int) -> int:
-    """Bytes of one bit for each number, in whole words."""
+    """Return the bytes of one bit per value, in whole 32-bit words."""
     return -(-numel // 32) * 4

@@ -1,4 +1,4 @@
-"""Numbers of which many are 0: a bitmap of the others, and back; see ``coding.py``."""
+"""CPU kernels of ``coding.py``: build a bitmap of the values that are not 0, and read one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from lightning_compress.kernels.numba import kernel, simd
 from lightning_compress.kernels.numba.words import lowest, ones, without_lowest
 
 _TILE = 4096
-"""Elements that stay in the nearest cache from when they are zeroed."""
+"""Elements that stay in the nearest cache after they are set to zero."""
 
 
 @kernel
 def mark(values, bitmap):
-    """Write which of float32 ``[n]`` are not 0 as bits of uint32 ``[ceil(n / 32)]``, lowest first; returns how many."""
+    """Write which of float32 ``[n]`` are not 0 as bits of uint32 ``[ceil(n / 32)]``, lowest first; return the count."""
     count, index = 0, 0
     while index + 32 <= len(values):
         word = simd.nonzero(values, index)
@@ -32,7 +32,7 @@ def mark(values, bitmap):
 
 @kernel
 def count(bitmap, numel):
-    """How many bits are 1; -1 if one is beyond the first ``numel``."""
+    """Return how many bits are 1, or -1 if one is beyond the first ``numel``."""
     total = 0
     for word in bitmap:
         total += ones(word)
@@ -44,38 +44,38 @@ def count(bitmap, numel):
 
 @kernel
 def indices(bitmap, out):
-    """Write where bits are 1 to int64 ``[count]``."""
-    found = 0
+    """Write the indices of 1 bits to int64 ``[count]``."""
+    position = 0
     for number in range(len(bitmap)):
         word = bitmap[number]
         while word:
-            out[found] = 32 * number + lowest(word)
-            found += 1
+            out[position] = 32 * number + lowest(word)
+            position += 1
             word = without_lowest(word)
 
 
 @kernel
-def take(bitmap, values, out):
-    """Write those of float32 ``[n]`` whose bits are 1 side by side, to float32 ``[count]``."""
-    found = 0
+def pack(bitmap, values, out):
+    """Write the values, float32 ``[n]``, whose bits are 1 side by side to float32 ``[count]``."""
+    position = 0
     for number in range(len(bitmap)):
         word = bitmap[number]
         while word:
-            out[found] = values[32 * number + lowest(word)]
-            found += 1
+            out[position] = values[32 * number + lowest(word)]
+            position += 1
             word = without_lowest(word)
 
 
 @kernel
 def spread(bitmap, values, out):
-    """Write what ``take`` took to where it was, and 0 everywhere else."""
-    found = 0
+    """Write packed values back to their places, and 0 to all others; undoes ``pack``."""
+    position = 0
     for first in range(0, len(out), _TILE):
         last = min(first + _TILE, len(out))
         out[first:last] = 0
         for number in range(first // 32, (last + 31) // 32):
             word = bitmap[number]
             while word:
-                out[32 * number + lowest(word)] = values[found]
-                found += 1
+                out[32 * number + lowest(word)] = values[position]
+                position += 1
                 word = without_lowest(word)

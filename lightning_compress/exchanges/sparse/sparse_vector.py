@@ -1,4 +1,4 @@
-"""Numbers at ascending indices, cut into stretches and sent."""
+"""Sparse vectors that can be cut into parts and sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from lightning_compress.exchanges.sparse import coding
 
 @dataclass(frozen=True)
 class SparseVector:
-    """Numbers of a stretch of ``numel``: int64 ``[count]``, ascending, or None for all indices; float32 ``[count]``."""
+    """A sparse vector of ``numel`` elements.
+
+    Args:
+        numel: the length of the vector.
+        indices: int64 ``[count]``, strictly ascending; None: all indices.
+        values: float32 ``[count]``.
+    """
 
     numel: int
     indices: Tensor | None
@@ -21,18 +27,18 @@ class SparseVector:
 
     @classmethod
     def of(cls, vector: Tensor) -> SparseVector:
-        """What is not 0."""
+        """Return the elements of a vector that are not 0."""
         indices = coding.indices_of(vector)
         return cls(len(vector), None, vector) if len(indices) == len(vector) else cls.at(indices, vector)
 
     @classmethod
     def at(cls, indices: Tensor | None, vector: Tensor) -> SparseVector:
-        """What stands at indices."""
+        """Return the elements of a vector at these indices."""
         return cls(len(vector), indices, vector if indices is None else vector[indices])
 
     @classmethod
     def read(cls, message: Tensor, numel: int) -> SparseVector:
-        """What ``write`` wrote.
+        """Return the sparse vector that ``write`` wrote.
 
         Raises:
             ValueError: the message is damaged.
@@ -42,19 +48,19 @@ class SparseVector:
         return cls(numel, indices, values)
 
     def write(self, message: Tensor) -> int:
-        """Write it all; returns bytes of the message."""
+        """Write all elements, and return the bytes of the message."""
         if self.indices is None:
             return coding.write_all(self.values, message)
         return coding.write_entries(self.indices, self.values, self.numel, message, exact=True)
 
     def cuts(self, bounds: Sequence[int]) -> list[int]:
-        """How many of the numbers stand before each of some indices."""
+        """Return, for each of ``bounds``, how many elements have a smaller index."""
         if self.indices is None:
             return list(bounds)
         return [int(cut) for cut in torch.searchsorted(self.indices, torch.tensor(bounds, device=self.indices.device))]
 
     def part(self, start: int, stop: int, first: int, last: int) -> SparseVector:
-        """The numbers ``[first, last)``, which are those of the indices from ``start`` to ``stop``."""
+        """Return the elements ``[first, last)``, which are those with indices in ``[start, stop)``."""
         indices = None if self.indices is None else self.indices[first:last] - start
         if indices is not None and len(indices) == stop - start:
             indices = None
@@ -66,7 +72,7 @@ class SparseVector:
         return int(coding.used_bytes(len(self.values), self.numel, exact=True))
 
     def add_to(self, out: Tensor) -> None:
-        """Add the numbers to all of the stretch."""
+        """Add the elements to ``out``, float32 ``[numel]``."""
         if self.indices is None:
             out.add_(self.values)
         else:

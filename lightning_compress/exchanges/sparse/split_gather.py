@@ -1,9 +1,9 @@
-"""Every rank owns a shard: it adds up what the ranks selected in it, and sends the sum to all, with nothing lost.
+"""Every rank owns a shard. It sums the elements that the ranks selected in it, and sends the exact sum to all.
 
-The split all-gather of SparCML (Renggli, Ashkboos, Aghagolzadeh, Alistarh, Hoefler, "SparCML: High-Performance Sparse
-Communication for Machine Learning", SC 2019, arXiv 1802.08021): sums are sparse as long as that is less, then dense.
-Shards are cut where the ranks selected equally much, as those of Ok-Topk (Li, Hoefler, "Near-Optimal Sparse Allreduce
-for Distributed Deep Learning", PPoPP 2022, arXiv 2201.07598).
+This is the split all-gather of SparCML (Renggli, Ashkboos, Aghagolzadeh, Alistarh, Hoefler, "SparCML: High-Performance
+Sparse Communication for Machine Learning", SC 2019, arXiv 1802.08021). Sums are sent as sparse or dense, whichever is
+smaller. Shards are cut so that the ranks selected equally many elements in each, as in Ok-Topk (Li, Hoefler,
+"Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, arXiv 2201.07598).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
-"""Times that copying takes, to write and to read numbers of which many are 0: by tensor operations, by a kernel."""
+"""The time to write and to read a sparse vector, in multiples of copying it: by tensor operations, by a kernel."""
 
 
 @dataclass(frozen=True)
 class SplitGather(Exchange):
-    """All-to-all of what was selected in each shard, then all-gather of the shards' sums, exact.
+    """All-to-all of the elements selected in each shard, then all-gather of the exact sums of the shards.
 
-    Both are lists, bitmaps or dense, whichever is least. For ``k`` of ``n`` elements a rank sends between
+    Both messages are lists, bitmaps or dense, whichever is smallest. For ``k`` of ``n`` elements, a rank sends between
     ``4 k (W - 1) / W`` and ``2 k (W - 1) (1 + 1 / W)`` words of four bytes, and never more than half a dense all-reduce
-    beyond its own ``2 k``: where many ranks select, all-gather goes on growing. Each rank selects from its whole vector
-    as it does for ``all_gather``, so that the same elements are applied whatever the number of ranks, and what is
-    selected arrives whole, so that nothing is lost twice. Of each section a shard has the stretch that ends where equal
-    parts of the ranks' selections do on average: so hot rows of an embedding are shared out, too.
+    plus its own ``2 k``. With all-gather, traffic would keep growing with the number of ranks. Each rank selects from
+    its whole vector, as for ``all_gather``. So the same elements are applied for any number of ranks, and every
+    selected element arrives: nothing is dropped twice. Shards end where equal shares of the ranks' selections end on
+    average, so that frequently used rows of an embedding are shared out too.
 
-        to an owner: a list of each section | ...
+        to an owner: one list per section | ...
         to all:      flag | padding to 16 bytes | sums of each section | ...
     """
 
@@ -85,7 +85,7 @@ class _Plan(ExchangePlan):
             rounds=all_to_all_rounds(size) + 3 * all_reduce_rounds(size) + all_gather_rounds(size),
             encodes=1.0,
             decodes=1.0,
-            copies=WRITES[fast] * (1 + 1 / size) + READS[fast],  # what was selected, the own shard's sum, all sums
+            copies=WRITES[fast] * (1 + 1 / size) + READS[fast],  # own selection, own shard's sum, all sums
             calls=2,
         )
 
@@ -115,7 +115,7 @@ class _Plan(ExchangePlan):
             zero_nonfinite(room.mul_(1 / size), flag)
 
     def _bounds(self, held: Sequence[SparseVector], flag: Tensor) -> list[list[int]]:
-        """Where shards begin and end in each section, the same on all ranks; the flags are added up on the way."""
+        """Return where shards begin and end in each section, equal on all ranks. Sums the flags on the way."""
         size, numels = self._collective.size, [each.numel for each in held]
         bad = flag.isnan().long().view(1)
         table = torch.cat([*(_quantiles(each, size) for each in held), bad])
@@ -125,14 +125,14 @@ class _Plan(ExchangePlan):
         bounds = []
         for number, numel in enumerate(numels):
             cuts = (min(max(0, each // size), numel) for each in sums[number * (size - 1) : (number + 1) * (size - 1)])
-            bounds.append([0, *accumulate(cuts, max), numel])  # in order, whatever was sent
+            bounds.append([0, *accumulate(cuts, max), numel])  # ascending, for any bytes
         return bounds
 
     def _to_owners(self, parts: Sequence[Sequence[SparseVector]]) -> Tensor:
-        """What the ranks selected in this one's shard, a row of each.
+        """Send each shard's elements to its owner, and return what this rank receives, one row per rank.
 
         Args:
-            parts: of each shard, of each section.
+            parts: for each shard, the selected elements of each section.
         """
         size, used = self._collective.size, max(sum(aligned(part.used_bytes) for part in each) for each in parts)
         width = longest(used, self._most, self._collective, self._own.device)
@@ -146,10 +146,10 @@ class _Plan(ExchangePlan):
         return received
 
     def _to_all(self, shards: Sequence[Sequence[Tensor]], error: DeferredError) -> Tensor:
-        """The sums of all shards, a row of each.
+        """Send this rank's sums to all, and return the sums of all shards, one row per shard.
 
         Raises:
-            ValueError: an owner cannot read what it was sent; on every rank.
+            ValueError: an owner could not read a message; raised on every rank.
         """
         size = self._collective.size
         most = FLAG + max(sum(aligned(coding.most_bytes(len(part))) for part in shard) for shard in shards)
@@ -166,46 +166,44 @@ class _Plan(ExchangePlan):
 
 
 def check_selective(name: str, codec: Codec) -> None:
-    """Refuse a method that sends most elements.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError if the codec sends most elements."""
     if not codec.sparse and codec.sum_dtype != torch.float32 and not isinstance(codec, Dense):
         raise ValueError(
-            f"exchange={name!r} sends sums as they are, which pays where few elements are sent; "
-            f"{codec} sends all of them: use exchange='auto' or 'two_shot'"
+            f"exchange={name!r} sends exact sums, which pays only for few elements, and "
+            f"{codec} sends all of them; use exchange='auto' or 'two_shot'"
         )
 
 
 def expected_count(sections: Sequence[Section], ranks: int) -> float:
-    """Elements that one of so many ranks selects at least, if they select independently, or all alike."""
+    """Return the expected number of elements in the union of ``ranks`` selections, independent or equal ones."""
     count = 0.0
     for section in sections:
-        choices = ranks if section.codec.sum_dtype is None else 1  # what may be summed is of the same elements
+        choices = (
+            ranks if section.codec.sum_dtype is None else 1
+        )  # summable messages hold the same elements on all ranks
         count += section.layout.numel * (1 - (1 - section.codec.sent_share) ** choices)
     return count
 
 
 def _quantiles(held: SparseVector, parts: int) -> Tensor:
-    """Indices that cut a list into equal parts, int64 ``[parts - 1]``, nearest to equal lengths."""
+    """Return indices that cut a sparse vector into equal shares, int64 ``[parts - 1]``; ties go to equal lengths."""
     count, numbers = len(held.values), torch.arange(1, parts, device=held.values.device)
     even = numbers * held.numel // parts
     if held.indices is None or not count:
         return even
-    before = (numbers * count + parts - 1) // parts  # numbers of the list in front of each cut
+    before = (numbers * count + parts - 1) // parts  # elements before each cut
     ends = torch.cat([held.indices, held.indices.new_tensor([held.numel])])
     return torch.minimum(torch.maximum(even, ends[before - 1] + 1), ends[before])
 
 
 def _cut(held: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
-    """The parts of a list between borders."""
+    """Return the parts of a sparse vector between consecutive bounds."""
     edges = zip(pairwise(bounds), pairwise(held.cuts(bounds)), strict=True)
     return [held.part(start, stop, first, last) for (start, stop), (first, last) in edges]
 
 
 def _add(received: Tensor, sums: Sequence[Tensor]) -> None:
-    """Add up lists in the order of the ranks.
+    """Sum the received lists in rank order.
 
     Raises:
         ValueError: a message is damaged.
@@ -232,8 +230,8 @@ def _read(message: Tensor, sums: Sequence[Tensor]) -> None:
 
 
 def _expected(sections: Sequence[Section], ranks: int) -> tuple[int, int]:
-    """Bytes of the longest list and of the longest sum, if the ranks select independently."""
-    # Averages of the ranks' cuts balance the sums of shards, and leave a rank's own lists to chance.
+    """Return the expected bytes of the longest list and of the longest sum, for independent selections."""
+    # The averaged cuts balance the sums of shards, but not one rank's lists: their longest is a matter of chance.
     spread = NormalDist().inv_cdf((ranks**2 - 0.375) / (ranks**2 + 0.25)) * (1 - 1 / ranks)
     first, second = 0, FLAG
     for section in sections:

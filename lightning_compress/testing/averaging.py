@@ -1,4 +1,4 @@
-"""Means of several ranks, which are threads, and what the laws ask of them."""
+"""Average vectors over ranks that are threads, and compute what the laws ask about the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_compress.exchanges.message import Section
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, vector
 
 
-def group(
+def make_plan(
     method: Method,
     exchange: Pattern,
     collective: Collective,
@@ -28,14 +28,14 @@ def group(
     dense: Layout = DENSE,
     large: Layout = LARGE,
 ) -> tuple[ExchangePlan, States]:
-    """The plan of a group as the rules make it, a dense stretch, then the method's; and what it keeps."""
+    """Return the plan of a group as the rules build it, a dense section and the method's section, and its states."""
     sections = [Section(Dense(), dense, 0), Section(method, large, dense.numel)]
     whole = Layout.of((segment.name, segment.shape) for part in (dense, large) for segment in part.segments)
     return composite.plan_alone(sections, exchange, whole, World(collective, CPU, meter))
 
 
-class Mean(NamedTuple):
-    """One mean on one rank: the vector before and after, bytes counted on the transport and by the formula."""
+class Average(NamedTuple):
+    """One mean on one rank: the vector before and after, the mean, the flag, and bytes counted and by the formula."""
 
     before: Tensor
     after: Tensor
@@ -45,32 +45,33 @@ class Mean(NamedTuple):
     promised: int
 
 
-def mean_on(collective: Collective, method: Method, exchange: Pattern, flag_rank: int | None = None) -> Mean:
-    """One mean on this rank; that of ``flag_rank`` has a gradient that is not finite."""
+def average(collective: Collective, method: Method, exchange: Pattern, flag_rank: int | None = None) -> Average:
+    """Run one mean on this rank. The gradient of ``flag_rank`` is flagged as not finite."""
     meter = Meter(CPU)
-    plan, _ = group(method, exchange, CountingCollective(collective, meter), meter)
+    plan, _ = make_plan(method, exchange, CountingCollective(collective, meter), meter)
     before = vector(collective.rank)
     after, mean = before.clone(), torch.full_like(before, 7.0)
     flag = torch.tensor(math.nan if collective.rank == flag_rank else 0.0)
     plan.mean(after, mean, 5, flag)
-    return Mean(before, after, mean, flag, meter.bytes_sent, plan.cost.bytes_sent)
+    return Average(before, after, mean, flag, meter.bytes_sent, plan.cost.bytes_sent)
 
 
-def means(method: Method, exchange: Pattern, size: int, flag_rank: int | None = None) -> list[Mean]:
-    """One mean on every rank."""
+def average_on_ranks(method: Method, exchange: Pattern, size: int, flag_rank: int | None = None) -> list[Average]:
+    """Run one mean on every rank."""
     if size == 1:
-        return [mean_on(LocalCollective(), method, exchange, flag_rank)]
-    return run_threads(size, lambda collective: mean_on(collective, method, exchange, flag_rank))
+        return [average(LocalCollective(), method, exchange, flag_rank)]
+    return run_threads(size, lambda collective: average(collective, method, exchange, flag_rank))
 
 
 class Outcome(NamedTuple):
-    """What the laws ask of one mean on every rank.
+    """What the laws ask about one mean on all ranks.
 
     Attributes:
         agree: law 4: all ranks have the same bits.
-        error: law 1: the largest part of the sum over the ranks that is neither in the mean nor left on a rank, over
-            the largest of the sum.
-        zero_flags: law 7: where all is finite, no rank is told otherwise.
+        finite: the mean is finite.
+        error: law 1: the largest error of mean plus residuals, relative to the largest element of the sum over the
+            ranks.
+        zero_flags: law 7: no rank got a flag, because all gradients are finite.
         counted: law 2: bytes on the transport, by rank.
         promised: law 2: bytes by the formula, by rank.
     """
@@ -83,8 +84,8 @@ class Outcome(NamedTuple):
     promised: list[int]
 
 
-def outcome_of(ranks: Sequence[Mean]) -> Outcome:
-    """Look at one mean on every rank."""
+def outcome_of(ranks: Sequence[Average]) -> Outcome:
+    """Evaluate one mean on all ranks."""
     total = torch.stack([each.before.double() for each in ranks]).sum(0)
     kept = torch.stack([each.after.double() for each in ranks]).sum(0)
     mean = ranks[0].mean
@@ -98,24 +99,27 @@ def outcome_of(ranks: Sequence[Mean]) -> Outcome:
     )
 
 
-def lost(ranks: Sequence[Mean]) -> float:
-    """Law 3: by how much, at most, this is not the mean itself; infinite where anything stays behind."""
+def lost(ranks: Sequence[Average]) -> float:
+    """Law 3: return the largest deviation from the exact mean; infinite if a rank kept a residual."""
     mean = torch.stack([each.before.double() for each in ranks]).mean(0)
     stays = any(bool(each.after.any()) for each in ranks)
     return math.inf if stays else float((ranks[0].mean.double() - mean).abs().max())
 
 
 def flags_arrive(method: Method, exchange: Pattern, size: int) -> bool:
-    """Law 7: a gradient that is not finite, on the first rank or the last, reaches every rank."""
+    """Law 7: return whether a non-finite gradient on the first or the last rank reaches all ranks."""
     return all(
-        bool(each.flag.isnan()) for bad in {0, size - 1} for each in means(method, exchange, size, flag_rank=bad)
+        bool(each.flag.isnan())
+        for bad in {0, size - 1}
+        for each in average_on_ranks(method, exchange, size, flag_rank=bad)
     )
 
 
-def noise(exchange: Pattern, codec: Codec, collective: Collective, keys: int = 3) -> tuple[float, float]:
-    """Law 8, of a gradient that is equal on all ranks: variance of the mean, and its squared error averaged over keys.
+def variance_and_bias(exchange: Pattern, codec: Codec, collective: Collective, keys: int = 3) -> tuple[float, float]:
+    """Law 8: return variance and squared bias of the mean of a gradient that is equal on all ranks.
 
-    Both are over the square of the gradient. The second one is ``1 / keys`` of the first where the codec is unbiased.
+    Both are averaged over ``keys`` keys and relative to the gradient's square. For an unbiased codec, the second is
+    about ``1 / keys`` of the first.
     """
     plan, _ = composite.plan_alone([Section(codec, LARGE, 0)], exchange, LARGE, World(collective, CPU, Meter(CPU)))
     same = torch.randn(LARGE.numel, generator=torch.Generator().manual_seed(3))
@@ -131,8 +135,8 @@ def noise(exchange: Pattern, codec: Codec, collective: Collective, keys: int = 3
 def mean_sender(
     method: Method, exchange: Pattern, collective: Collective, large: Layout
 ) -> Callable[[Tensor, int], Tensor]:
-    """The mean over the ranks of vectors ``[large.numel]``, step by step, in which what is not sent is left."""
-    plan, states = group(method, exchange, collective, Meter(CPU), large=large)
+    """Return a function that averages vectors ``[large.numel]`` over the ranks and leaves the residual in them."""
+    plan, states = make_plan(method, exchange, collective, Meter(CPU), large=large)
     vector, mean = torch.zeros(DENSE.numel + large.numel), torch.zeros(DENSE.numel + large.numel)
 
     def send(given: Tensor, key: int) -> Tensor:
@@ -147,77 +151,77 @@ def mean_sender(
 
 
 def commit(states: States, rejected: bool = False) -> None:
-    """After a step: all states were written, and are committed, or rolled back; what comes next is not written yet."""
+    """Commit all states after a step, or roll them back if ``rejected``, and poison what the next step must write."""
     for state in states.values():
         state.touch()
         state.commit(torch.tensor(rejected), state.layout.names)
-    spoil(states)
+    poison(states)
 
 
-def spoil(states: States) -> None:
-    """Fill what is to be written with numbers that nobody wrote; owners write only what is theirs."""
+def poison(states: States) -> None:
+    """Fill pending states with invalid values, so that unwritten ones are found. Owners write only their shards."""
     for state in states.values():
         if state.holder != "owner":
             state.pending.fill_(math.nan if state.pending.is_floating_point() else 0xFF)
 
 
-class Walk(NamedTuple):
-    """Steps on one rank.
+class StepsRun(NamedTuple):
+    """Several steps on one rank.
 
     Attributes:
-        steps: one after the other.
-        rolled: the second one again, by a plan that rolled another one back before it.
-        restored: the last one again, by a new plan that was given the committed states.
-        spoilt: names of states whose ``pending`` was not a number after a step.
-        shared: states that all ranks have in common, after the last step.
+        steps: the averages, one per step.
+        rolled: the second step, run by a plan that rolled another step back before.
+        restored: the last step, run by a new plan with the committed states.
+        unwritten: names of states whose ``pending`` was NaN after a step.
+        shared: states that are equal on all ranks, after the last step.
     """
 
-    steps: list[Mean]
-    rolled: Mean
-    restored: Mean
-    spoilt: list[str]
+    steps: list[Average]
+    rolled: Average
+    restored: Average
+    unwritten: list[str]
     shared: dict[str, Tensor]
 
 
-def walk_on(collective: Collective, method: Method, exchange: Pattern, steps: int = 4) -> Walk:
-    """Laws 4 and 6: what a rank's steps depend on."""
+def run_steps(collective: Collective, method: Method, exchange: Pattern, steps: int = 4) -> StepsRun:
+    """Laws 4 and 6: run several steps on this rank, with a rollback and with restored states."""
 
-    def begun() -> tuple[Callable[[int], Mean], States]:
+    def start() -> tuple[Callable[[int], Average], States]:
         meter = Meter(CPU)
-        plan, states = group(method, exchange, CountingCollective(collective, meter), meter)
-        spoil(states)
+        plan, states = make_plan(method, exchange, CountingCollective(collective, meter), meter)
+        poison(states)
         sent = 0
 
-        def step(number: int) -> Mean:
+        def step(number: int) -> Average:
             nonlocal sent
             before = vector(collective.rank, number)
             before[::7] = 0.0
             after, mean, flag = before.clone(), torch.full_like(before, 7.0), torch.tensor(0.0)
             plan.mean(after, mean, mix(number, 11), flag)
             counted, sent = meter.bytes_sent - sent, meter.bytes_sent
-            return Mean(before, after, mean, flag, counted, plan.cost.bytes_sent)
+            return Average(before, after, mean, flag, counted, plan.cost.bytes_sent)
 
         return step, states
 
-    spoilt: set[str] = set()
+    unwritten: set[str] = set()
 
-    def walked(step: Callable[[int], Mean], states: States, numbers: Sequence[int]) -> list[Mean]:
-        found = []
+    def run(step: Callable[[int], Average], states: States, numbers: Sequence[int]) -> list[Average]:
+        averages = []
         for number in numbers:
-            found.append(step(number))
-            spoilt.update(name for name, state in states.items() if state.pending.isnan().any())
+            averages.append(step(number))
+            unwritten.update(name for name, state in states.items() if state.pending.isnan().any())
             commit(states)
-        return found
+        return averages
 
-    step, states = begun()
-    whole = walked(step, states, range(steps))
+    step, states = start()
+    whole = run(step, states, range(steps))
     shared = {name: state.committed for name, state in states.items() if state.holder == "shared"}
-    step, states = begun()
-    walked(step, states, [0])
+    step, states = start()
+    run(step, states, [0])
     step(steps)
     commit(states, rejected=True)
-    rolled, *_ = walked(step, states, range(1, steps - 1))
-    last, new = begun()
+    rolled, *_ = run(step, states, range(1, steps - 1))
+    last, new = start()
     for name, state in new.items():
         state.committed.copy_(states[name].committed)
-    return Walk(whole, rolled, last(steps - 1), sorted(spoilt), shared)
+    return StepsRun(whole, rolled, last(steps - 1), sorted(unwritten), shared)
