@@ -20,9 +20,8 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.registry import name_of
 from lightning_compress.corrections import Corrected
-from lightning_compress.settings import validators
 from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.parsing import COMPRESSORS, CompressorLike, build_compressor
+from lightning_compress.settings.parsing import COMPRESSORS, CompressorLike, build_compressor, whole
 from lightning_compress.settings.rules import Rules
 
 Gradients = Mapping[str, Tensor]
@@ -187,8 +186,8 @@ def compare(
     """
     if error_feedback not in (True, False, None):
         raise ValueError(f"error_feedback={error_feedback!r} must be true, false or null; LoCo cannot be compared")
-    validators.whole("min_numel", min_numel)
-    validators.whole("seed", seed)
+    whole("min_numel", min_numel)
+    whole("seed", seed)
     steps = read(gradients)
     codecs = [_codec(each) for each in (CODECS.complete() if compressors is None else _check_list(compressors))]
     if not codecs:

@@ -68,7 +68,7 @@ def attach(
     """
     chosen = RunState.of(compressor, exchange, **settings)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    if chosen.options.error_feedback.asks and not optimizers:
+    if chosen.options.error_feedback.needs_optimizer and not optimizers:
         raise ValueError(
             "error_feedback='auto' depends on the optimizer: pass attach(..., optimizer=optimizer), or leave "
             "error_feedback out to keep a full residual if the method is biased"

@@ -28,7 +28,7 @@ from lightning_compress.periodic.fragment import forget_nonfinite
 from lightning_compress.periodic.module_buffers import STATISTICS
 from lightning_compress.periodic.sync_schedule import whole
 from lightning_compress.periodic.synchroniser import Synchroniser
-from lightning_compress.settings import validators
+from lightning_compress.settings.parsing import truth
 
 NONFINITE = (
     "its model was not finite. It went back to its model of the last round, and takes its neighbours' mean from there; "
@@ -87,7 +87,7 @@ class Gossip(Synchroniser):
         for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1), ("seed", seed, 0)):
             whole(name, count, least)
         super().__init__(evaluate, ("mean", "local"), buffers)
-        self._averages_states = validators.truth("average_states", average_states)
+        self._averages_states = truth("average_states", average_states)
         self._algorithm = build_algorithm(algorithm)
         self._compressor = build_gossip_compressor(compressor, self._algorithm)
         self._given_topology = topology

@@ -117,7 +117,7 @@ def _idle(settings: RunState) -> Iterator[str]:
     if not isinstance(settings.exchange, Auto):
         yield f"exchange={settings.exchange}"
     feedback = settings.options.error_feedback
-    if feedback.way not in (None, "none") or feedback.shapes:
+    if feedback.way not in (None, "none") or feedback.residual_settings:
         yield f"error_feedback={feedback}"
     yield from _set(settings.options, _OF_COMPRESSION)
 
@@ -156,7 +156,7 @@ def _on(
         f"min_numel={settings.rules.min_numel} elements, and stay float32. "
         for each in settings.rules.idle([(name, tuple(each.shape)) for name, each in parameters])
     )
-    if not settings.error_feedback and settings.options.error_feedback.shapes:
+    if not settings.error_feedback and settings.options.error_feedback.residual_settings:
         idle = f"error_feedback={settings.options.error_feedback}"
         warning += f"{name} keeps no residual here, so {idle} has no effect; leave it out. "
     if ratio < 1:

@@ -1,4 +1,4 @@
-"""The compressor that is chosen when a run begins: float32 where that is as fast, else a near-lossless one."""
+"""``compressor="auto"``: pick float32, or a near-lossless compressor where that is faster, when a run begins."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from lightning_compress.exchanges.nodes import Cluster
 __all__ = ["Automatic"]
 
 TRUST = 0.75
-"""What is to take the place of a float32 all-reduce must take less than this share of its time: predictions may be a
-quarter off, and doing nothing is safe."""
+"""A candidate replaces float32 only below this share of its predicted time: predictions may be off by a quarter, and
+float32 is the safe choice."""
 
 
 @dataclass(frozen=True)
 class Automatic:
-    """``none``, ``bf16``, or ``rotated`` at 8 or 4 bits, whichever the link, the codecs' speeds and the model call for.
+    """Pick ``none``, ``bf16``, or ``rotated`` with 8 or 4 bits, by the link, the codecs' speeds and the model.
 
-    These lose nothing worth mentioning with any optimizer, Adam or SGD (docs/results.md), and need no error feedback.
-    The choice is made once, before the first step, by the cost model of ``exchange="auto"`` (or for the exchange that
-    was named) over the whole model: link and codecs are measured, and the figures of rank 0 decide on all ranks. From
-    safe to coarse, the next one is taken if it is predicted to shorten the exchange by a good share: by a quarter to
-    leave float32 at all, since predictions may be that far off, and by ``gain`` after that. Float32 is left to
-    DistributedDataParallel, and costs what it costs there.
+    In our runs these lose almost nothing with Adam or SGD (docs/results.md), and they need no error feedback.
 
-    A checkpoint keeps the choice. With other ranks or on other hosts it is made again.
+    The choice is made once, before the first step, for the whole model. The cost model of ``exchange="auto"`` (or of
+    the exchange that was named) predicts the time of each candidate, from measurements of the link and the codecs. The
+    figures of rank 0 decide for all ranks. From safe to coarse, the next candidate is taken if it shortens the exchange
+    enough: by a quarter to leave float32 at all, since predictions may be off by that much, and by ``gain`` after that.
+    Float32 is left to DistributedDataParallel and costs what it costs there.
+
+    A checkpoint keeps the choice. With another number of ranks or on other hosts, it is made again.
 
     Args:
-        gain: the share of an exchange's time that a coarser method has to save, in [0, 1).
+        gain: the share of the exchange's time that a coarser candidate must save, in [0, 1).
 
     Raises:
-        ValueError: it is no such share.
+        ValueError: ``gain`` is out of range.
     """
 
     gain: float = 0.1
@@ -44,28 +45,28 @@ class Automatic:
 
     def __post_init__(self) -> None:
         if isinstance(self.gain, bool) or not isinstance(self.gain, int | float) or not 0 <= self.gain < 1:
-            raise ValueError(f"Automatic(gain={self.gain!r}): it must be a share in [0, 1), such as 0.1")
+            raise ValueError(f"Automatic(gain={self.gain!r}): gain must be in [0, 1), such as 0.1")
 
     def pick(self, seconds: Sequence[float]) -> int:
-        """Which one of several is taken, from safe to coarse, the first of which is float32.
+        """Return the index of the candidate to take.
 
         Args:
-            seconds: what each is predicted to take.
+            seconds: predicted time of each, from safe to coarse; the first is float32.
         """
         taken = 0
-        for number, each in enumerate(seconds):
-            if each < min(TRUST if taken == 0 else 1.0, 1 - self.gain) * seconds[taken]:
-                taken = number
+        for index, time in enumerate(seconds):
+            if time < min(TRUST if taken == 0 else 1.0, 1 - self.gain) * seconds[taken]:
+                taken = index
         return taken
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What ``Automatic`` became.
+    """What ``Automatic`` picked.
 
     Args:
         codec: one of its candidates.
-        cluster: where that was chosen.
+        cluster: the ranks and hosts that it was picked for.
         why: the figures, for people.
     """
 
@@ -74,24 +75,9 @@ class Chosen:
     why: str = ""
 
     def as_primitives(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return what a checkpoint keeps."""
         return {"compressor": describe(self.codec, CODECS), "cluster": asdict(self.cluster)}
 
     def was_here(self, kept: Mapping[str, Any]) -> bool:
-        """Whether what ``as_primitives`` gave was chosen on this cluster."""
+        """Return whether a choice that ``as_primitives`` described was made on this cluster."""
         return kept.get("cluster") == asdict(self.cluster)
-
-
-def check_automatic(given: Automatic, error_feedback: object, schedule: object) -> None:
-    """Refuse what belongs to a method that is named.
-
-    Raises:
-        ValueError: it was given.
-    """
-    if error_feedback not in (None, False, "auto"):
-        raise ValueError(
-            f"error_feedback={error_feedback!r}: {given} chooses among methods that need none; set it to null, or name "
-            "a compressor"
-        )
-    if schedule not in (None, "none"):
-        raise ValueError(f"schedule={schedule!r}: {given} has no settings that could change; name a compressor")

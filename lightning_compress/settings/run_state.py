@@ -1,4 +1,4 @@
-"""What runs in a run: what the user chose, and what has changed since, or was decided."""
+"""The settings that are in force: what the user chose, and what has changed or was decided during the run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from lightning_compress.codecs import Codec, Dense, Method
 from lightning_compress.core.registry import describe, plain
 from lightning_compress.corrections import Corrected, Correction
 from lightning_compress.corrections.loco import LoCo
-from lightning_compress.exchanges import Keeper, Pattern
+from lightning_compress.exchanges import Keeper, Pattern, Planner
 from lightning_compress.exchanges.hierarchical import measured_by, replanned
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import Reducer
 from lightning_compress.settings.automatic import Automatic, Chosen
-from lightning_compress.settings.compatibility import check_carried, check_corrected
 from lightning_compress.settings.compensation import (
     Compensation,
     Optimizer,
@@ -28,25 +27,32 @@ from lightning_compress.settings.compensation import (
     name_of,
 )
 from lightning_compress.settings.options import Options
-from lightning_compress.settings.parsing import COMPRESSORS, CompressorLike, build_compressor, rebuild_compressor
+from lightning_compress.settings.parsing import (
+    COMPRESSORS,
+    CompressorLike,
+    build_compressor,
+    mapping,
+    rebuild_compressor,
+    written,
+)
 from lightning_compress.settings.rules import Compressor, Rules
 from lightning_compress.settings.schedule import changed
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What runs now: what the user chose, and what has changed in the run or was decided; equal on all ranks.
+    """The settings in force; equal on all ranks. Immutable: methods return a changed copy.
 
     Attributes:
         options: what the user chose.
         compressor: what compresses now.
         rules: which parameter takes which method.
-        exchange: with what was measured for it.
-        correction: the compressor's own.
-        error_feedback: a residual is kept.
-        optimizer: its kind, where it is known.
-        decided: what an earlier run did about errors, by method, which goes on.
-        chosen: what ``compressor="auto"`` became, which ``compressor`` is then; else None.
+        exchange: how messages travel, with the link's measurements.
+        correction: the compressor's own, such as DGC's momentum.
+        error_feedback: whether a residual is kept.
+        optimizer: its kind, if known.
+        decided: the compensation of each method in the run that this one resumes.
+        chosen: what ``compressor="auto"`` picked, which ``compressor`` is then; else None.
     """
 
     options: Options
@@ -61,17 +67,17 @@ class RunState:
 
     @property
     def method(self) -> Method:
-        """What compresses."""
+        """The method for parameters that no rule takes."""
         return self.rules.method
 
     @property
     def residual(self) -> Residual:
-        """What a residual is like, where one is kept."""
+        """Settings of the residual, where one is kept."""
         return self.options.error_feedback.residual
 
     @property
     def family(self) -> str:
-        """What state is of: it is good for any settings of the same method."""
+        """The name of the kind of saved state: any settings of the same method can resume from it."""
         if self.chosen or isinstance(self.compressor, Automatic):
             return _AUTO
         parts = (self.correction, self.method)
@@ -79,231 +85,238 @@ class RunState:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Of which state a run can go on: what is chosen, and may be chosen, has the same."""
-        candidates = tuple(type(each).__name__ for each in Automatic.candidates)
+        """The families that this run can resume from: "auto" and its candidates keep the same state."""
+        candidates = tuple(type(candidate).__name__ for candidate in Automatic.candidates)
         if self.family == _AUTO:
             return (_AUTO, *candidates)
         return (self.family, _AUTO) if self.family in candidates else (self.family,)
 
     @property
     def works_alone(self) -> bool:
-        """Whether there is something to do on one rank, too."""
+        """Whether there is something to do on a single rank."""
         return self.options.local_clip_norm is not None or self.correction is not None or self.optimizing is not None
 
     @property
     def plain(self) -> bool:
-        """Whether DistributedDataParallel does all of it by itself."""
+        """Whether stock DistributedDataParallel does all that was asked for."""
         dense = all(isinstance(method, Dense) for method in self.methods)
         return dense and not self.options.deterministic and not self.works_alone and self.options.on_nonfinite == "pass"
 
     @property
     def dense_steps(self) -> int:
-        """Steps before compression begins."""
+        """Steps with dense (float32) averages before compression begins."""
         return _dense_steps(self.options, self.compressor)
 
     @property
     def keeps_state(self) -> bool:
-        """Whether anything is lost if compression begins anew."""
-        declares = isinstance(self.method, Reducer) or self.correction is not None or self.exchange.keeper is not None
-        loco = any(isinstance(self.compensation(each), LoCo) for each in self.rules.methods)
-        return self.error_feedback or loco or declares or self.dense_steps > 0 or bool(self.options.schedule.courses)
+        """Whether a run that starts without its saved state loses anything."""
+        has_state = isinstance(self.method, Reducer) or self.correction is not None or self.exchange.keeper is not None
+        loco = any(isinstance(self.compensation(method), LoCo) for method in self.rules.methods)
+        return self.error_feedback or loco or has_state or self.dense_steps > 0 or bool(self.options.schedule.courses)
 
     @property
     def averages(self) -> bool:
-        """Whether what the optimizer is given is the mean of the gradients themselves, to which others may be added."""
+        """Whether the optimizer gets the mean of the gradients themselves, so that others may be added to it."""
         return self.steps_by is None and self.options.local_clip_norm is None
 
     @property
     def _scheduled(self) -> list[Compressor]:
-        """The compressors that a schedule produces, in order."""
+        """The compressors of the schedule, in order."""
         return [] if isinstance(self.compressor, Automatic) else self.options.schedule.compressors(self.compressor)
 
     @property
     def methods(self) -> list[Method]:
-        """All that will compress at some time, or may be chosen to."""
+        """All methods that will or may compress at some time."""
         if isinstance(self.compressor, Automatic):
             return [*self.rules.methods, *self.candidates]
-        return [*self.rules.methods, *(_parts(each)[0] for each in self._scheduled)]
+        return [*self.rules.methods, *(_parts(compressor)[0] for compressor in self._scheduled)]
 
     @property
     def steps_by(self) -> Compressor | Automatic | Pattern | None:
-        """What gives the optimizer anything else than a mean of gradients: a velocity, a step of Adam, a vote."""
+        """What gives the optimizer anything but a mean of gradients (a velocity, Adam's step, a vote), or None."""
         if self.correction is not None:
             return self.compressor
-        votes = [each for each in self.methods if not each.conserves]
+        votes = [method for method in self.methods if not method.conserves]
         return votes[0] if votes else self.exchange if self.optimizing else None
 
     @property
     def optimizing(self) -> Keeper | None:
-        """The exchange's part of the optimizer's work, if it does any."""
+        """The exchange's part of the optimizer's work, or None."""
         keeper = self.exchange.keeper
         return keeper if keeper and keeper.replaces_optimizer else None
 
     @property
     def candidates(self) -> list[Codec]:
-        """What ``compressor="auto"`` can become with this exchange, from safe to coarse."""
+        """The candidates of ``compressor="auto"`` that this exchange can carry, from safe to coarse."""
         first, *others = Automatic.candidates
-        carried: list[Codec] = [first]  # which needs no exchange
-        for each in others:
+        carried: list[Codec] = [first]  # float32 needs no exchange
+        for codec in others:
             with contextlib.suppress(ValueError):
-                self.exchange.check(each)
-                carried.append(each)
+                self.exchange.check(codec)
+                carried.append(codec)
         return carried
 
     def become(self, chosen: Chosen) -> RunState:
-        """The same with what was chosen."""
+        """Return these settings with the compressor that "auto" picked."""
         rules = dataclasses.replace(self.rules, method=chosen.codec)
         return dataclasses.replace(self, compressor=chosen.codec, rules=rules, chosen=chosen)._checked()
 
     def _checked(self) -> RunState:
-        """With error feedback on if the rules' methods ask for it.
+        """Return these settings, with error feedback if a method of the rules needs it.
 
         Raises:
             ValueError: methods, exchange and error feedback do not go together.
         """
         for method in self.methods:
-            check_carried(method, self.exchange, self.compensation(method))
-        for given in (self.compressor, *self._scheduled):
-            if correction := _parts(given)[1]:
-                check_corrected(given, correction, self.exchange, self.rules.methods)
+            _check_carried(method, self.exchange, self.compensation(method))
+        for compressor in (self.compressor, *self._scheduled):
+            if correction := _parts(compressor)[1]:
+                _check_corrected(written(compressor), correction, self.exchange, self.rules.methods)
         needed = any(self.feeds_back(method) for method in self.rules.methods)
         return dataclasses.replace(self, error_feedback=self.error_feedback or needed)
 
     @classmethod
-    def of(cls, *given: Any, **more: Any) -> RunState:
-        """The beginning of a run by what the user gave; see ``Options.of``."""
-        return cls.begin(Options.of(*given, **more))
+    def of(cls, *arguments: Any, **options: Any) -> RunState:
+        """Return the first state of a run with what the user gave; see ``Options.of``."""
+        return cls.begin(Options.of(*arguments, **options))
 
     @classmethod
     def begin(cls, options: Options) -> RunState:
-        """The state in which a run begins.
+        """Return the first state of a run.
 
         Raises:
             ValueError: options do not go together.
         """
-        given, feedback = options.compressor, options.error_feedback
-        made = cls(
+        compressor = options.compressor
+        state = cls(
             options=options,
-            compressor=given,
-            rules=Rules(_parts(given)[0], options.min_numel, options.rules),
+            compressor=compressor,
+            rules=Rules(_parts(compressor)[0], options.min_numel, options.rules),
             exchange=options.exchange,
-            correction=_correction(options, given),
-            error_feedback=feedback.way == "classical",
+            correction=_correction(options, compressor),
+            error_feedback=options.error_feedback.way == "classical",
         )
-        if isinstance(given, Automatic) and len(made.candidates) == 1:
+        if isinstance(compressor, Automatic) and len(state.candidates) == 1:
             raise ValueError(
-                f"exchange={options.exchange} carries none of what compressor='auto' chooses among "
-                f"({', '.join(map(str, Automatic.candidates))}); name a compressor, or use exchange='auto'"
+                f"exchange={written(options.exchange)} carries none of what compressor='auto' chooses among "
+                f"({', '.join(map(written, Automatic.candidates))}). Name a compressor, or use exchange='auto'"
             )
-        return made._checked()
+        return state._checked()
 
     def bound(self, kinds: Mapping[str, str]) -> RunState:
-        """The same for a model whose parameters are of these kinds."""
+        """Return these settings for a model; ``kinds``: of its parameters, by name (see ``rules.kinds_of``)."""
         return dataclasses.replace(self, rules=self.rules.bound(kinds))
 
     def compensation(self, method: Method) -> Compensation:
-        """What makes up for what the method does not send."""
+        """Return what happens to the part that a method does not send."""
         feedback = self.options.error_feedback
         if feedback.way is not None:
             return "none" if isinstance(feedback.way, LoCo) and isinstance(method, Dense) else feedback.way
         if self.correction and self.correction.replaces_residual:
             return "none"
-        if feedback.residual != Residual():  # the user said something about it, and so wants one
+        if feedback.residual != Residual():  # settings of a residual were given, so one is wanted
             return automatic(method, None)
         known = None if self.correction else self.optimizer
         return dict(self.decided).get(name_of(method)) or automatic(method, known)
 
     def feeds_back(self, method: Method) -> bool:
-        """Whether what the method does not send is added to the next gradient, in full."""
+        """Return whether what the method does not send is added to the next gradient in full."""
         return self.compensation(method) == "classical"
 
     def fed(self, section: Section) -> Section:
-        """The section with what becomes of its errors."""
+        """Return the section, marked with whether its errors are fed back, and its sums need more bits."""
         way, method = self.compensation(section.method), section.method
         precise = isinstance(method, Codec) and method.contractive and not method.sparse and way != "classical"
         return dataclasses.replace(section, fed_back=way != "none", precise=precise)
 
     def stepped_by(self, optimizer: Optimizer | None) -> RunState:
-        """The same where an optimizer of this kind steps; before there is any residual."""
-        asked = self.options.error_feedback.way == "classical"
-        return dataclasses.replace(self, optimizer=optimizer, error_feedback=asked)._checked()
+        """Return these settings for a kind of optimizer; only before there is a residual."""
+        classical = self.options.error_feedback.way == "classical"
+        return dataclasses.replace(self, optimizer=optimizer, error_feedback=classical)._checked()
 
     def retuned(self, compressor: CompressorLike | None, changes: Mapping[str, object]) -> RunState:
-        """The same with another compressor (None: this one), or other settings of it; see ``Compression.retune``.
+        """Return these settings with another compressor, or other settings of it; see ``Compression.retune``.
 
-        Once there is a residual, the run keeps one until its end, so that nothing is lost.
+        A run that has a residual keeps one until its end, so that nothing is lost.
+
+        Args:
+            compressor: the new one; None: the present one.
+            changes: its settings by name.
 
         Raises:
             ValueError: see ``Compression.retune``.
         """
         built = self.compressor if compressor is None else build_compressor(compressor)
         if isinstance(built, Automatic):
-            raise ValueError(f"{built} is chosen once, when a run begins, and has no settings after that; name another")
-        given = changed(built, changes)
-        method, correction = _parts(given)[0], _correction(self.options, given)
+            raise ValueError(
+                "compressor='auto' chooses once, when a run begins, and has no settings to change after that. Name "
+                "another compressor"
+            )
+        following = changed(built, changes)
+        method, correction = _parts(following)[0], _correction(self.options, following)
         if type(correction) is not type(self.correction):
             raise ValueError(
-                f"{given} cannot follow {self.compressor} within a run: each takes another part of the optimizer's work"
+                f"compressor={written(following)} cannot follow {written(self.compressor)} within a run, because it "
+                "takes another part of the optimizer's work. Start a new run with it"
             )
         rules = dataclasses.replace(self.rules, method=method)
-        return dataclasses.replace(self, compressor=given, rules=rules, correction=correction)._checked()
+        return dataclasses.replace(self, compressor=following, rules=rules, correction=correction)._checked()
 
     def running(self) -> dict[str, object]:
-        """What may have changed since the run began, as primitives."""
+        """Return what may have changed since the run began, as primitives."""
         return {
             "compressor": describe(self.compressor, COMPRESSORS),
             "named": describe(self.options.compressor, COMPRESSORS),
             "error_feedback": self.error_feedback,
-            "compensations": {name_of(each): described(self.compensation(each)) for each in self.rules.methods},
+            "compensations": {name_of(method): described(self.compensation(method)) for method in self.rules.methods},
             "measured": measured_by(self.exchange),
             "chosen": self.chosen and self.chosen.as_primitives(),
         }
 
     def follows(self, running: Mapping[str, object]) -> bool:
-        """Whether the compressor of an earlier run goes on: the user named the same, or ``auto`` chose it here.
+        """Return whether an earlier run's compressor goes on: the user named the same, or "auto" chose it here.
 
         Raises:
-            ValueError: it is not what ``running`` gave.
+            ValueError: ``running`` is not what the method ``running`` returns.
         """
         compressor, before, named = running["compressor"], running.get("chosen"), running.get("named")
-        if not isinstance(before, Mapping | None):
-            raise ValueError(f"the state has no mapping of what was chosen, but {type(before).__name__}")
+        if before is not None:
+            before = mapping("chosen", before)
         if compressor is None or (before is None) != (self.chosen is None):
             return False
         if before is not None and self.chosen is not None:
             return self.chosen.was_here(before) or compressor != before.get("compressor")
-        # None: of a version that did not keep it
+        # None: saved by a version that did not keep it
         return named is None or self._rebuilt(named) == self.options.compressor
 
     def resumed(self, running: Mapping[str, object]) -> RunState:
-        """The same with what ``running`` gave in an earlier run.
+        """Return these settings with what ``running`` returned in an earlier run.
 
-        What the user names otherwise than then runs as named. A compressor that was changed in the middle of the run,
-        or that ``auto`` chose on the same cluster, goes on.
+        If the user now names another compressor, that one runs. A compressor that was changed in the middle of the run,
+        or that "auto" chose on the same cluster, goes on.
 
         Raises:
             ValueError: see ``retuned`` and ``follows``.
         """
         settings = self.retuned(self._rebuilt(running["compressor"]), {}) if self.follows(running) else self
         measured = running.get("measured")
-        if not isinstance(measured, Mapping | None):
-            raise ValueError(f"the state has no mapping of what was measured, but {type(measured).__name__}")
-        exchange = replanned(settings.exchange, lambda planner: planner.with_measurements(measured or {}))
+        measured = mapping("measured", {} if measured is None else measured)
+        exchange = replanned(settings.exchange, lambda planner: planner.with_measurements(measured))
         return dataclasses.replace(settings._compensated(running), exchange=exchange)
 
     def _compensated(self, running: Mapping[str, object]) -> RunState:
-        """The same that makes up for errors as an earlier run did, unless the user named another way."""
-        made = dataclasses.replace(self, decided=decided_before(running, self.rules.methods))
-        keeps = bool(running["error_feedback"])  # what is left of it is sent with the next gradient, at least
-        keeps = keeps or any(made.feeds_back(each) for each in made.rules.methods)
-        return dataclasses.replace(made, error_feedback=keeps)
+        """Return these settings with an earlier run's compensations, unless the user named another."""
+        state = dataclasses.replace(self, decided=decided_before(running, self.rules.methods))
+        keeps = bool(running["error_feedback"])  # at least the rest of it is sent with the next gradient
+        keeps = keeps or any(state.feeds_back(method) for method in state.rules.methods)
+        return dataclasses.replace(state, error_feedback=keeps)
 
     def _rebuilt(self, described: object) -> Compressor:
         return rebuild_compressor(described, [self.compressor, *self.rules.methods, *self._scheduled])
 
 
 _AUTO = "auto"
-"""The family of runs whose compressor is chosen."""
+"""The family of runs with ``compressor="auto"``."""
 
 
 def _dense_steps(options: Options, compressor: Compressor | Automatic) -> int:
@@ -318,39 +331,68 @@ def _correction(options: Options, compressor: Compressor | Automatic) -> Correct
 
 def _parts(compressor: Compressor | Automatic) -> tuple[Method, Correction | None]:
     if isinstance(compressor, Automatic):
-        return Automatic.candidates[0], None  # until it is chosen
+        return Automatic.candidates[0], None  # until one is picked
     return (compressor.codec, compressor.correction) if isinstance(compressor, Corrected) else (compressor, None)
 
 
+def _check_carried(method: Method, exchange: Pattern, way: Compensation) -> None:
+    """Raise ValueError if the exchange cannot carry a method, or its errors cannot be fed back."""
+    if isinstance(method, Codec):
+        exchange.check(method)
+    elif not isinstance(exchange, Planner):
+        raise ValueError(
+            f"exchange={written(exchange)} cannot carry compressor={written(method)}, which exchanges by itself. Use "
+            "exchange='auto'"
+        )
+    elif way != "none" and not method.conserves:
+        raise ValueError(
+            f"error_feedback=True has no use with compressor={written(method)}, which leaves nothing that could be fed "
+            "back. Leave it out"
+        )
+
+
+def _check_corrected(compressor: str, correction: Correction, exchange: Pattern, methods: list[Method]) -> None:
+    """Raise ValueError if the exchange or the rules' methods break what a compressor with a correction relies on."""
+    if exchange.moves_residual and correction.masks:
+        raise ValueError(
+            f"exchange={written(exchange)} leaves what ranks sent in the residuals of others, but "
+            f"compressor={compressor} takes everything that left a rank as applied. Use exchange='auto', or "
+            "masking=False"
+        )
+    for method in methods if correction.replaces_residual else ():
+        if not method.conserves or not (method.contractive or method.elementwise):
+            raise ValueError(
+                f"a rule gives compressor={compressor} the method {written(method)}, but its estimates need a method "
+                "that always comes closer, not only on average. Use 'onebit', 'topk', 'bf16' or 'none' in the rule"
+            )
+
+
 def kept_of(now: RunState, following: RunState, scheduled: Mapping[str, object]) -> dict[str, object]:
-    """What a checkpoint keeps, as primitives.
+    """Return what a checkpoint keeps, as primitives.
 
     Args:
-        now: with which the states were made.
-        following: with which the next step begins, after ``retune``.
-        scheduled: what a schedule said last.
+        now: the settings that made the present state.
+        following: the settings of the next step, after ``retune``.
+        scheduled: the schedule's last values.
     """
-    made = now.running() | {"scheduled": dict(scheduled)}
+    kept = now.running() | {"scheduled": dict(scheduled)}
     if following is not now:
-        made["next"] = following.running()
-    kept: dict[str, object] = plain(made)
-    return kept
+        kept["next"] = following.running()
+    primitives: dict[str, object] = plain(kept)
+    return primitives
 
 
 def resumed(own: RunState, kept: Mapping[str, object]) -> tuple[RunState, RunState, dict[str, object]]:
-    """What ``kept_of`` was made of, in a run of the user's ``own`` settings.
+    """Return the arguments of ``kept_of`` from its result, in a run with the user's settings ``own``.
 
     Raises:
-        ValueError: see ``RunState.resumed``. Where something else was saved, also TypeError, LookupError and the like.
+        ValueError: see ``RunState.resumed``. If ``kept`` is something else, also TypeError, LookupError and others.
     """
-    now, following = (own.resumed(each).bound(own.rules.kinds) for each in (kept, coming(kept)))
-    scheduled = dict(cast(Mapping[str, object], kept["scheduled"])) if own.follows(kept) else {}
+    now, following = (own.resumed(running).bound(own.rules.kinds) for running in (kept, coming(kept)))
+    scheduled = dict(mapping("scheduled", kept["scheduled"])) if own.follows(kept) else {}
     return now, now if following == now else following, scheduled
 
 
 def coming(kept: Mapping[str, object]) -> Mapping[str, object]:
-    """What the next step was to begin with."""
-    following = kept.get("next", kept)
-    if not isinstance(following, Mapping):
-        raise ValueError(f"the state has no mapping of what was to run next, but {type(following).__name__}")
-    return following
+    """Return the settings of the next step, from the result of ``kept_of``."""
+    return mapping("next", kept.get("next", kept))

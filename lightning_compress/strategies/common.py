@@ -1,4 +1,4 @@
-"""What all strategies have in common: files beside checkpoints, and errors of what Lightning itself sends."""
+"""What all strategies share: files beside checkpoints, and explained errors of Lightning's own collectives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress.core import errors
+from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.resume import Resume
 
 if TYPE_CHECKING:
@@ -17,55 +18,55 @@ else:
 
 
 class CommonMixin(_Base):
-    """Turns a ``DDPStrategy`` into one with files beside its checkpoints, that explains why it waited in vain.
+    """Turn a ``DDPStrategy`` into one that keeps files beside its checkpoints and explains lost ranks.
 
     Raises:
-        ExchangeError: from ``barrier``, ``broadcast``, ``reduce`` and ``all_gather``, where a rank is gone or silent;
-            what else goes wrong in the last three, as with an object that cannot be pickled, is raised as it is.
+        ExchangeError: from ``barrier``, ``broadcast``, ``reduce`` and ``all_gather``: a rank died or does not answer.
+            The last three raise other errors unchanged, such as that of an object that cannot be pickled.
     """
 
     _resume: Resume
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the checkpoint; what is beside it is restored with the optimizers."""
-        self._resume.remember(str(checkpoint_path))
+        """Load the checkpoint; the files beside it are read with the optimizers' states."""
+        self._resume.path = str(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint and what is beside it."""
+        """Remove a checkpoint and the files beside it."""
         super().remove_checkpoint(filepath)
-        self._resume.remove(str(filepath), self.global_rank)
+        sidecar.remove(str(filepath), self.global_rank)
 
     @property
     def gives_up(self) -> bool:
-        """The fit is being aborted, and other ranks may be gone: do not wait for them."""
+        """Whether the fit is being aborted: other ranks may be gone, so do not wait for them."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
 
     def meet(self) -> None:
-        """Lightning is about to talk over all ranks; a subclass may want them at the same batch first."""
+        """Do nothing before a collective of Lightning's; a subclass may first bring all ranks to the same batch."""
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for the other ranks; not after an error, so that this process ends and the others get an error too."""
+        """Wait for the other ranks; after an error do not, so that this process ends and the others raise too."""
         if not self.gives_up:
             self.meet()
             with errors.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
                 super().barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Lightning's."""
+        """Return rank ``src``'s object on all ranks."""
         self.meet()
-        with errors.of_transport(f"hearing from rank {src} in Lightning's broadcast", self.global_rank):
+        with errors.of_transport(f"receiving rank {src}'s object in Lightning's broadcast", self.global_rank):
             return super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Lightning's: of metrics, and of what the ranks decide together."""
+        """Reduce a tensor over the ranks: a metric, or a decision that all take together."""
         self.meet()
         with errors.of_transport("reducing a number over all ranks for Lightning", self.global_rank):
             return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Lightning's."""
+        """Return all ranks' tensors."""
         with errors.of_transport("gathering a tensor of all ranks for Lightning", self.global_rank):
             return super().all_gather(tensor, group, sync_grads)
 
@@ -76,7 +77,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "_fork": {"start_method": "fork"},
     "_notebook": {"start_method": "fork"},
 }
-"""Suffixes of every name, and their arguments."""
+"""Suffixes of registered names, and the arguments that each adds."""
 
 
 def register(
@@ -86,17 +87,17 @@ def register(
     named: Mapping[str, Mapping[str, object]],
     variants: Mapping[str, Mapping[str, object]] = VARIANTS,
 ) -> None:
-    """Register a strategy under each name with each suffix; a name that is there stays as it is.
+    """Register a strategy under each name with each suffix; keep names that are already registered.
 
     Args:
-        registry: Lightning's.
+        registry: Lightning's ``StrategyRegistry``.
         cls: the strategy.
-        kind: what it is, for people.
-        named: its arguments by name.
+        kind: what it is, for the description.
+        named: arguments of the strategy by name.
         variants: further arguments by suffix.
     """
     for name, arguments in named.items():
         for suffix, more in variants.items():
             if name + suffix not in registry:
-                given = {**arguments, **more}
-                registry.register(name + suffix, cls, description=f"{kind}: {given or 'defaults'}", **given)
+                combined = {**arguments, **more}
+                registry.register(name + suffix, cls, description=f"{kind}: {combined or 'defaults'}", **combined)

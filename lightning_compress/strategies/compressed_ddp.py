@@ -1,4 +1,4 @@
-"""The Lightning strategy: passes its arguments to the engine, and the Trainer's events on."""
+"""``CompressedDDPStrategy``: connects Lightning's Trainer to the compression engine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.core.registry import name_of
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
@@ -30,14 +31,14 @@ from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.common import VARIANTS, CommonMixin, register
 from lightning_compress.strategies.rendezvous import Rendezvous
-from lightning_compress.strategies.resume import Resume
+from lightning_compress.strategies.resume import Resume, restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
 
 _UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_unused_parameters": True}}
 
 
 class CompressedDDPMixin(CommonMixin):
-    """Turns a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
+    """Turn a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
 
     def __init__(
         self,
@@ -58,18 +59,18 @@ class CompressedDDPMixin(CommonMixin):
         check_drift_every: int = 100,
         **kwargs: Any,
     ) -> None:
-        given = locals()  # settings by name: RunState has their checks and nothing here repeats them
+        arguments = locals()  # passed on by name: RunState checks them
         checks.check_known(kwargs, type(self), _OURS)
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
-        self._settings = RunState.of(**{name: given[name] for name in _OURS if name not in _ON_CHECKPOINTS})
+        self._settings = RunState.of(**{name: arguments[name] for name in _OURS if name not in _ON_CHECKPOINTS})
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
-        self._kept: object = None
-        self._meeting: Rendezvous | None = None
+        self._earlier_choice: object = None
+        self._rendezvous: Rendezvous | None = None
 
     def setup(self, trainer: Any) -> None:
-        """Refuse what cannot work, on every rank, before DistributedDataParallel is built."""
+        """Set up the fit; raise on every rank, before DistributedDataParallel is built, if settings cannot work."""
         assert self.lightning_module is not None
         fitting = trainer.state.fn == "fit"
         if fitting:
@@ -77,9 +78,9 @@ class CompressedDDPMixin(CommonMixin):
             checks.check_clipping(self._settings, trainer.gradient_clip_val)
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
-            self._meeting = Rendezvous.everywhere(trainer, self.root_device) if self.world_size > 1 else None
+            self._rendezvous = Rendezvous.everywhere(trainer, self.root_device) if self.world_size > 1 else None
         super().setup(trainer)
-        self._kept = None
+        self._earlier_choice = None
         if fitting:
             self._check_optimizers()
             self._watch_clipping()
@@ -87,27 +88,26 @@ class CompressedDDPMixin(CommonMixin):
                 self._log_hyperparameters(trainer)
 
     def _log_hyperparameters(self, trainer: Any) -> None:
-        """Tell all loggers what runs, with the module's own: where a logger keeps one call of several, it has all."""
-        made = self.compression.forecast
-        holders = [each for each in (self.lightning_module, trainer.datamodule) if each is not None]
-        theirs = {
+        """Log what runs together with the module's hyperparameters: some loggers keep only the last call."""
+        holders = [holder for holder in (self.lightning_module, trainer.datamodule) if holder is not None]
+        hyperparameters = {
             name: value
-            for each in holders
-            if each._log_hyperparams
-            for name, value in each.hparams_initial.items()
+            for holder in holders
+            if holder._log_hyperparams
+            for name, value in holder.hparams_initial.items()
             if name != "_class_path"  # LightningCLI's own
         }
         for logger in trainer.loggers if self.is_global_zero else ():
-            logger.log_hyperparams(theirs | made.hyperparameters())
+            logger.log_hyperparams(hyperparameters | self.compression.forecast.hyperparameters())
 
     def on_train_start(self) -> None:
-        """Compare numbers of batches, which are known by now; say what runs, once everything is restored."""
+        """Check that all ranks have equally many batches, and log what runs: everything is restored by now."""
         super().on_train_start()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._meeting is not None:  # before max_steps no epoch ends
+        if self._rendezvous is not None:  # if max_steps ends the fit first, epochs may differ in length
             most = trainer.max_steps * _accumulation(trainer)
-            self._meeting.compare_batches(most if most >= 0 else math.inf)
+            self._rendezvous.compare_batches(most if most >= 0 else math.inf)
         if self._compression is not None:
             rank_zero_info(self._compression.forecast.line)
             if self._compression.forecast.warning:
@@ -119,20 +119,19 @@ class CompressedDDPMixin(CommonMixin):
         for optimizer in self.optimizers:
             self._compression.take_over(optimizer)
         adaptive = [type(each).__name__ for each in self.optimizers if kind_of([each]) == "adam"]
-        coarse = [each for each in self._settings.methods if not each.safe_with_adam]
+        coarse = [method for method in self._settings.methods if not method.safe_with_adam]
         if adaptive and self.world_size > 1 and coarse:
-            running = self._compression.settings
+            running, name = self._compression.settings, name_of(type(coarse[0]), COMPRESSORS)
             errors = beside_adam(coarse[0], running.compensation(coarse[0]), running.correction)
             rank_zero_warn(
-                f"{coarse[0]} with {adaptive[0]} trains worse than without compression: adaptive learning rates do not "
-                f"go with so coarse a method. {errors} Use compressor='rotated', which costs nothing; or "
-                "LocalSGDStrategy(sync_every=8, compressor='rotated'), which sends half a bit a parameter and step, of "
-                "what Adam changed; or 'onebit_adam', which takes Adam's place (give it torch.optim.SGD); or SGD with "
-                "momentum."
+                f"{name or type(coarse[0]).__name__} with {adaptive[0]} trains worse than without compression "
+                f"({errors}). Use compressor='rotated', which ends at the same loss; or for fewer bits "
+                "LocalSGDStrategy(sync_every=8, compressor='rotated') with half a bit per parameter and step, "
+                "compressor='onebit_adam' with torch.optim.SGD, or SGD with momentum."
             )
 
     def _watch_clipping(self) -> None:
-        """Check what a module clips by itself too, in manual optimization or in ``configure_gradient_clipping``."""
+        """Check the gradient clipping that a module does itself, such as in manual optimization."""
         plugin = self.precision_plugin
         clip = type(plugin).clip_gradients.__get__(plugin)
 
@@ -149,16 +148,19 @@ class CompressedDDPMixin(CommonMixin):
         assert self.lightning_module is not None
         module = self.lightning_module
         loop = [getattr(module, name).__module__ for name in ("optimizer_step", "optimizer_zero_grad")]
-        own = not all(each.startswith(("lightning.pytorch.", "pytorch_lightning.")) for each in loop)
-        several = own or not module.automatic_optimization  # else Lightning makes every average for one step
-        self._compression = compress(self.model, self._settings, self._loss_scale, self._kept, accumulates=several)
+        overrides = not all(name.startswith(("lightning.pytorch.", "pytorch_lightning.")) for name in loop)
+        # only Lightning's own loop is known to average once per step
+        accumulates = overrides or not module.automatic_optimization
+        self._compression = compress(
+            self.model, self._settings, self._loss_scale, self._earlier_choice, accumulates=accumulates
+        )
 
     def rebuild(self) -> None:
-        """Wrap the model anew, whose parameters are others now; steps are counted on, residuals begin at zero."""
+        """Wrap the model again after its parameters were replaced; steps continue, residuals start at zero."""
         before = self.compression
         before.close()
         self.model = self.lightning_module
-        gc.collect()  # the old wrapper takes its hooks from the parameters that stayed
+        gc.collect()  # the old wrapper removes its hooks from the remaining parameters
         self.configure_ddp()
         self.compression.follow(before)
         self._check_optimizers()
@@ -167,97 +169,99 @@ class CompressedDDPMixin(CommonMixin):
         return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Tell the schedule which epoch it is; heed a cluster's signals."""
+        """Pass the epoch to the schedule, and act on a cluster's signals that all ranks know of."""
         super().on_train_batch_start(batch, batch_idx)
         if self._compression is not None and self.lightning_module is not None:
             self._compression.epoch = self.lightning_module.current_epoch
-        if self._meeting is not None:
-            self._meeting.next_batch()
+        if self._rendezvous is not None:
+            self._rendezvous.next_batch()
 
     def on_train_end(self) -> None:
-        """Heed signals that came in the last batches."""
+        """Act on signals that arrived in the last batches."""
         super().on_train_end()
-        if self._meeting is not None:
-            self._meeting.finish()
+        if self._rendezvous is not None:
+            self._rendezvous.finish()
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Look at the gradients of earlier backwards: in manual optimization there may be several to a forward."""
+        """Note gradients of earlier backward passes: manual optimization may do several per forward pass."""
         if self._compression is not None:
             self._compression.before_backward()
         super().pre_backward(closure_loss)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; any object with the methods of an optimizer may do that."""
+        """Step; ``optimizer`` may be any object with an optimizer's methods."""
         if isinstance(optimizer, Optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with telling(optimizer, closure) as told:
-            return super().optimizer_step(optimizer, told, model, **kwargs)
+        with telling(optimizer, closure) as notifying:
+            return super().optimizer_step(optimizer, notifying, model, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save what every rank knows beside the checkpoint, then the checkpoint, which is written by rank 0."""
+        """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0)."""
         if self._compression is not None:
             alone = self.gives_up or self._answers_signal(str(filepath))
-            path = str(filepath) if alone else self.broadcast(str(filepath))  # a name may hold the rank's own metric
-            self._resume.save(self.checkpoint_io, path, checkpoint, self._compression, alone)
+            path = str(filepath) if alone else self.broadcast(str(filepath))  # a name may contain a rank's own metric
+            save_compression(self._resume, self.checkpoint_io, path, checkpoint, self._compression, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _answers_signal(self, filepath: str) -> bool:
-        """Whether it is saved in a signal's handler, at any moment, and not where all ranks met."""
-        meets = self._meeting is not None and self._meeting.signals.taken
-        return os.path.basename(filepath).startswith("hpc_ckpt") and not meets
+        """Whether a signal handler saves, at any moment, instead of all ranks at the same batch."""
+        agreed = self._rendezvous is not None and self._rendezvous.signals.taken
+        return os.path.basename(filepath).startswith("hpc_ckpt") and not agreed
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the checkpoint; what is beside it is restored with the optimizers."""
+        """Load the checkpoint; the files beside it are read with the optimizers' states."""
         content = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._kept = content.get(CHOSEN)
+        self._earlier_choice = content.get(CHOSEN)
         return content
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers and the state of the compression."""
+        """Restore the optimizers and the compression's state."""
         super().load_optimizer_state_dict(checkpoint)
-        if (ours := self._compression) and (problem := self._resume.restore(self.checkpoint_io, checkpoint, ours)):
+        if (compression := self._compression) is None:
+            return
+        if problem := restore_compression(self._resume, self.checkpoint_io, checkpoint, compression):
             rank_zero_warn(problem)
 
     def comm_stats(self) -> dict[str, Any]:
-        """Traffic of the last step and in total, see ``Compression.stats``; ``summary``: what runs, in a line.
+        """Return the traffic of the last step and in total (``Compression.stats``), with a one-line ``summary``.
 
         Raises:
-            RuntimeError: there is no fit under way.
+            RuntimeError: no fit is running.
         """
         return self.compression.stats() | {"summary": self.compression.summary}
 
     def measure_every(self, steps: int) -> None:
-        """Have time and error measured on each so-manieth step."""
+        """Measure time and compression error every ``steps`` steps."""
         self.compression.meter.sample_every = steps
 
     @property
     def compression(self) -> Compression:
-        """The compression of the fit under way.
+        """The compression of the current fit.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: no fit is running.
         """
         if self._compression is None:
             raise RuntimeError(
-                "there is no compression in this process: it begins with trainer.fit(), and with start_method='spawn' "
-                "it lives in the spawned processes; use CommunicationMonitor to see their figures"
+                "there is no compression in this process: it starts with trainer.fit(), and with start_method='spawn' "
+                "it lives in the spawned processes. Use CommunicationMonitor to see their figures"
             )
         return self._compression
 
     def teardown(self) -> None:
-        """Stop watching the optimizers; the figures stay readable."""
+        """Stop watching the optimizers; ``comm_stats`` stays readable."""
         if self._compression is not None:
             self._compression.close()
             vars(self.precision_plugin).pop("clip_gradients", None)
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
-        self._kept = None  # of a checkpoint that a Tuner went back to
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+        self._earlier_choice = None  # may be of a checkpoint that a Tuner restored
         super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``compressed_ddp``, one name per compressor, and the variants of each."""
+        """Register ``compressed_ddp`` and one name per compressor, each with its variants."""
         named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
         named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS.offered}
         register(strategy_registry, cls, "Compressed DDP", named, VARIANTS | _UNUSED)
@@ -268,78 +272,101 @@ _OURS = [name for name in inspect.signature(CompressedDDPMixin.__init__).paramet
 
 
 def _accumulation(trainer: Any) -> int:
-    """The most batches that are accumulated at any time of the training."""
+    """Return the largest number of batches that are accumulated at any time of the training."""
     schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
-    scheduled = [max(each.values()) for each in schedules if isinstance(each, dict) and each]
+    scheduled = [max(schedule.values()) for schedule in schedules if isinstance(schedule, dict) and schedule]
     return int(max([trainer.accumulate_grad_batches, *scheduled]))
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
-    """DistributedDataParallel whose gradient averaging is compressed.
+    """DistributedDataParallel with a compressed gradient average; everything else is Lightning's.
 
     Args:
-        compressor: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``), or a codec; what is named
-            always compresses. The default, ``auto``, measures the link and chooses among float32, ``bf16`` and
-            ``rotated`` at 8 or 4 bits, which are safe with any optimizer and in a short run: see ``Automatic``.
-            Everything stronger is a choice that depends on the optimizer and on the length of the run.
-        exchange: the pattern in which messages travel, by name, mapping or object. ``auto`` measures the
-            link once and takes what a cost model says: see ``Auto``.
-        error_feedback: what becomes of what was not sent. True: it is added to the next gradient, for 8 bytes a
-            parameter; False: nothing; "loco", or a mapping with its settings: an average of it is, for 2 bytes a
-            parameter, see ``LoCo``. None or "auto": what was measured to go best with the method and the optimizer
-            (``settings/compensation.py``), and where nothing was, True for methods that are biased (topk, onebit),
-            whose theory needs it, and False for the others. A mapping without a name, such as ``{"decay": 0.95}``,
-            keeps a residual like that where the method is biased; see ``Residual``: ``decay``, ``follows_lr`` (what is
-            sent and what is kept then add up in units of updates, Stich et al., NeurIPS 2018, for SGD), and ``dtype``
-            ("bfloat16" halves its memory, from 8 to 4 bytes a parameter, for some time).
-        warmup_steps: optimizer steps with dense averaging before compression begins; None: what the method needs, 1000
-            for ``onebit_adam`` (the paper takes 15 to 25 % of the steps, and never fewer than the learning rate's
-            warm-up and a few times ``1 / (1 - beta2)``), else 0.
-        min_numel: parameters with fewer elements, and 1-D ones (biases, norms), travel as float32 in the same
-            message: together they are a percent of the bytes and the most sensitive. Casts take them too.
-        seed: of all randomness; equal seeds give equal messages.
-        state: how checkpoints hold residuals and other state of the ranks: "sidecar", a file a rank in a folder beside
-            the checkpoint (``epoch=3.ckpt.lc``), from which a run goes on bit for bit; "mean", their mean inside the
-            checkpoint; or "none". At another world size every rank goes on from the mean. A rank's file takes 4 bytes a
-            parameter for the residual (2 in bfloat16), and what else the method keeps: ``dgc`` 8, ``onebit_adam`` 12.
-        strict_state: state that cannot be restored stops the run, instead of a warning and a start from zero.
-        schedule: settings of the compressor that change while training, one or several:
-            ``{"density": {0: 0.25, 100: 0.0625}}`` from an optimizer step on (the compressor's own value before the
-            first); ``{"density": {"unit": "epoch", "values": {0: 0.25, 4: 0.01}}}``;
-            ``{"theta": {"kind": "linear", "to": 0.0, "steps": 1000}}`` or ``exponential``, from the compressor's own
-            value (or ``"from"``), in 8 ``"stages"``, over steps or epochs; ``{"theta": {"kind": "lr", "factor": 5}}``:
-            the dropped share is ``factor`` times the learning rate (the largest of a parameter group), at most the
-            compressor's own. Or a preset: ``"dgc"``, density 0.25, 0.0625, 0.0156, 0.004, 0.001, as far as they
-            are above the compressor's own, an epoch each, then that; ``{"preset": "dgc", "steps": 100}``. Steps count
-            from 0, ``warmup_steps`` included. The compressor ``dgc`` brings that preset along at its default density;
-            ``"none"`` does without.
-        rules: what takes another compressor, in order; the first rule that takes a parameter has it, and ``compressor``
-            has the rest: ``[{"kind": "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor":
-            {"name": "topk", "density": 0.1}}]``. ``match`` is a pattern or several, ``kind`` (of the module that owns
-            the parameter) embedding, conv, linear, norm or other; both may be given. ``"none"`` keeps
-            what it takes float32; ``min_numel`` comes first. Error feedback is for those methods that need it, if it is
-            None.
-        local_clip_norm: clip gradients on each rank before they are compressed, to this norm times the square root of
-            the number of ranks, so that the mean of independent gradients is clipped to about this norm. It is that of
-            each parameter, or with ``{"norm": 1.0, "by": "bucket"}`` that of a bucket of DistributedDataParallel: the
-            norm of the whole gradient is not known when the first bucket is sent, but where ``bucket_cap_mb`` is no
-            less than the model. The Trainer's ``gradient_clip_val`` clips the mean, after; it is refused where the
-            optimizer is given steps and no mean of gradients (dgc, onebit_adam, signsgd, AdaGrad), and this is what to
-            use there.
-        deterministic: add floating-point numbers up in the order of the ranks, whatever DistributedDataParallel's
-            buckets are: then ``none`` too resumes bit for bit. As many bytes, in two rounds.
-        on_nonfinite: what to do, in a run without a GradScaler, when a rank's gradient is NaN or infinite, or above
-            1.3e30 where something is kept from step to step: "pass" it on, as DistributedDataParallel does, but to the
-            whole group of parameters that it travels with, as NaN; "skip" the step, on all ranks; or "raise" a
-            ``FloatingPointError`` that names the parameters. Residuals of what the optimizer owns stay as they were in
-            each case. On CUDA the last two wait for the device in every step.
-        on_drift: what to do when parameters or averaged gradients are not the same on all ranks any more: an "error"
-            that names step, parameters and ranks, or "resync": copy parameters and optimizer state from rank 0.
-        check_drift_every: steps between these checks, of a checksum; 0: never.
-        **kwargs: of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``, ``start_method``, ...
+        compressor: Which compressor to use: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``) or
+            an object; default ``"auto"``. ``"auto"`` measures the link and picks float32, ``bf16``, ``rotated`` 8 bits
+            or ``rotated`` 4 bits, which are safe with any optimizer and in short runs (``Automatic``). A compressor
+            that you name always runs. Which stronger ones suit your optimizer and length of run: docs/compressors.md.
+        exchange: How messages travel between the ranks: a name, a mapping or an object; default ``"auto"``. ``"auto"``
+            measures the link once and picks the pattern that is fastest by a cost model (``Auto``).
+        error_feedback: What happens to the part of a gradient that was not sent; default None.
+
+            - True, "residual": add it to the next gradient. Costs 8 bytes per parameter.
+            - False: drop it.
+            - "loco", or a mapping such as ``{"name": "loco", "beta": 0.05}``: add a moving average of it (``LoCo``).
+              Costs 2 bytes per parameter.
+            - None, "auto": what was measured to be best for this method and optimizer (settings/compensation.py).
+              Where nothing was measured: True for biased methods (topk, onebit), whose theory needs it, else False.
+            - A mapping without a name, such as ``{"decay": 0.95}``: where the method is biased, a residual with these
+              settings of ``Residual``. ``decay``: the factor per step. ``follows_lr``: sent and kept parts add up in
+              units of updates (for SGD; Stich et al., NeurIPS 2018). ``dtype``: "bfloat16" takes 4 bytes per parameter
+              instead of 8, and some time.
+        warmup_steps: Optimizer steps with dense (float32) averages before compression starts: an integer from 0, or
+            None; default None. None: what the method needs, 1000 for ``onebit_adam`` and 0 for the others. (The
+            1-bit Adam paper takes 15 to 25 % of all steps, and never fewer than the learning rate's warm-up and a few
+            times ``1 / (1 - beta2)``.)
+        min_numel: Parameters with fewer elements are sent as float32: an integer from 0; default 1024. The same holds
+            for all 1-D parameters (biases, norms). Together they are about 1 % of the bytes, and the most sensitive.
+            They travel in the same message. Casts (``bf16``, ``fp16``) are applied to them too.
+        seed: Seed of all randomness: an integer from 0; default 0. Equal seeds give equal messages.
+        state: Where checkpoints keep residuals and other per-rank state: "sidecar", "mean" or "none"; default
+            "sidecar".
+
+            - "sidecar": one file per rank in a folder beside the checkpoint (``epoch=3.ckpt.lc``). The run resumes bit
+              for bit. A file has 4 bytes per parameter for the residual (2 in bfloat16), 8 for ``dgc``, 12 for
+              ``onebit_adam``.
+            - "mean": the mean over ranks, inside the checkpoint.
+            - "none": nothing.
+
+            On another number of ranks, every rank resumes from the mean. See docs/reliability.md.
+        strict_state: Whether state that cannot be restored is an error: True or False; default False. False: warn, and
+            start from zero.
+        schedule: Compressor settings that change during training: a mapping, a preset, "none" or None; default None.
+
+            - ``{"density": {0: 0.25, 100: 0.0625}}``: a value from each optimizer step on. Steps count from 0 and
+              include ``warmup_steps``. Before the first, the compressor's own value holds.
+            - ``{"density": {"unit": "epoch", "values": {0: 0.25, 4: 0.01}}}``: the same by epoch.
+            - ``{"theta": {"kind": "linear", "to": 0.0, "steps": 1000}}``, or ``"exponential"``: a ramp over ``"steps"``
+              or ``"epochs"``, in 8 ``"stages"``, from the compressor's own value or ``"from"``.
+            - ``{"theta": {"kind": "lr", "factor": 5}}``: drop a share of ``factor`` times the learning rate (the
+              largest of all parameter groups), at most the compressor's own share.
+            - ``"dgc"`` or ``{"preset": "dgc", "steps": 100}``: densities 0.25, 0.0625, 0.0156, 0.004 and 0.001, as far
+              as they are above the compressor's own, then that. Each lasts one epoch, or ``"steps"`` or ``"epochs"``.
+            - None: what the compressor brings along: this preset for ``dgc`` at its default density, else nothing.
+            - ``"none"``: no schedule, not even that one.
+        rules: Other compressors for some parameters: a list of mappings; default none. For example ``[{"kind":
+            "embedding", "compressor": "bf16"}, {"match": ["head.*"], "compressor": {"name": "topk", "density":
+            0.1}}]``. ``match`` is one or several patterns of parameter names. ``kind`` is that of the module which owns
+            the parameter: embedding, conv, linear, norm or other. If both are given, both must hold. The first rule
+            that takes a parameter counts; ``compressor`` has the rest. The compressor ``"none"`` keeps float32.
+            ``min_numel`` comes before the rules. With ``error_feedback=None``, each method has its own.
+        local_clip_norm: Clip each rank's gradient before it is compressed: a norm above 0, a mapping, or None; default
+            None. The bound is this norm times the square root of the number of ranks, so that the mean of independent
+            gradients has about this norm. It holds for each parameter, or with ``{"norm": 1.0, "by": "bucket"}`` for
+            each bucket of DistributedDataParallel. The norm of the whole gradient is not known when the first bucket is
+            sent, unless ``bucket_cap_mb`` is at least the model's size. The Trainer's ``gradient_clip_val`` clips the
+            mean instead. It is refused where the optimizer does not get a mean of gradients (dgc, onebit_adam, signsgd,
+            AdaGrad at the owner): use ``local_clip_norm`` there.
+        deterministic: Whether floating-point sums follow the order of the ranks, independent of buckets: True or False;
+            default False. With True, ``none`` resumes bit for bit too. Sends as many bytes, in two rounds.
+        on_nonfinite: What to do if a rank's gradient is NaN or infinite, in a run without a GradScaler: "pass", "skip"
+            or "raise"; default "pass". Where state is kept from step to step, values above 1.3e30 count as infinite.
+
+            - "pass": pass it on, as DistributedDataParallel does, but as NaN in all parameters of its bucket.
+            - "skip": skip the optimizer's step on all ranks.
+            - "raise": raise a ``FloatingPointError`` that names the parameters.
+
+            Residuals stay as they were in each case. On CUDA, "skip" and "raise" wait for the device in every step.
+        on_drift: What to do if parameters or averaged gradients differ between ranks: "error" or "resync"; default
+            "error". "error": raise with the step, parameters and ranks. "resync": copy parameters and optimizer state
+            from rank 0.
+        check_drift_every: Steps between these checks, which compare checksums: an integer from 0; default 100. 0: never
+            check.
+        **kwargs: Arguments of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``,
+            ``start_method``, ...
 
     Raises:
-        ValueError: unknown names or settings, values out of range, or arguments that compression cannot work with.
+        ValueError: a name or setting is unknown, a value is out of range, or an argument does not work with
+            compression.
     """
 
 

@@ -1,8 +1,7 @@
-"""The strategy over a ``Synchroniser``: ranks train models of their own, and meet every so often.
+"""The strategy over a ``Synchroniser``: each rank trains its own model, and all ranks synchronise every few steps.
 
-Lightning's strategy for DistributedDataParallel goes on to do what does not concern averaging: processes, devices,
-samplers. The model stays unwrapped. While it is evaluated or saved, the one that the ranks have in common takes its
-place.
+It builds on Lightning's ``DDPStrategy`` for processes, devices and samplers, but leaves the model unwrapped. For
+evaluation and checkpoints, the model that all ranks share is swapped in.
 """
 
 from __future__ import annotations
@@ -32,17 +31,19 @@ from lightning_compress.strategies.unsupported import check_fit, without_wrapper
 
 
 class PeriodicMixin(CommonMixin):
-    """Turns a ``DDPStrategy`` into one over a synchroniser; see ``PeriodicStrategy``."""
+    """Turn a ``DDPStrategy`` into one over a synchroniser; see ``PeriodicStrategy``."""
 
     _fitting = False
-    """A fit is under way."""
+    """Whether a fit is running."""
     _ended = False
-    """It has left one model on all ranks."""
+    """Whether the fit has ended with the same model on all ranks."""
     _swa = False
-    """SWA has put an average in the place of the rank's own: only the mean of these is worth anything."""
+    """Whether SWA has replaced the rank's model by its average; then only the mean of these averages is useful."""
     _started = _stepping = False
-    _cached: Mapping[str, Tensor] | None = None
-    _held: dict[str, Tensor] | None = None
+    _shared: Mapping[str, Tensor] | None = None
+    """Cache of ``_shared_model``, until the next step."""
+    _replaced: dict[str, Tensor] | None = None
+    """The rank's own tensors while the shared model is swapped in."""
 
     def __init__(
         self,
@@ -55,9 +56,7 @@ class PeriodicMixin(CommonMixin):
         checks.check_known(kwargs, type(self), [each.name for each in ours if each.kind != each.VAR_KEYWORD])
         super().__init__(**without_wrapper(kwargs))
         if state == "mean":
-            raise ValueError(
-                "state='mean': ranks have models of their own, not only residuals; use 'sidecar' or 'none'"
-            )
+            raise ValueError("state='mean' is not possible, since each rank has its own model: use 'sidecar' or 'none'")
         self.synchroniser = synchroniser
         self._resume = Resume(state, strict_state)
         self._counts: dict[int, int] = {}
@@ -65,28 +64,28 @@ class PeriodicMixin(CommonMixin):
 
     @property
     def attempts(self) -> int:
-        """Optimizer steps so far that were tried; equal on all ranks, also where a GradScaler skips some rank by rank.
+        """Optimizer steps attempted so far; equal on all ranks, even if a GradScaler skips some on one rank.
 
-        With several optimizers they are the most over them.
+        With several optimizers, the count of the one that steps most.
         """
         return self.synchroniser.attempts
 
     # a fit
 
     def setup(self, trainer: Any) -> None:
-        """Refuse what cannot work, on every rank, before anything is set up for a fit; set up; and begin."""
+        """Set up the fit and start the synchroniser; before that, raise on every rank if settings cannot work."""
         if trainer.state.fn != "fit":
             super().setup(trainer)
             return
         module, ranks = self.lightning_module, TorchCollective()
         assert module is not None
         check_fit(type(self).__name__, trainer, module, bool(self._layer_sync))
-        kinds = [kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__]
+        kinds = [kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__]
         self.synchroniser.thaws = "BaseFinetuning" in kinds
         self.synchroniser.check(module, ranks, self.root_device)
-        self._trainer, self._cached, self._held, self._counts = trainer, None, None, {}
+        self._trainer, self._shared, self._replaced, self._counts = trainer, None, None, {}
         self._started = self._ended = self._swa = False
-        self.meeting, self._fitting = Rendezvous.apart(trainer, self._timeout), True
+        self.rendezvous, self._fitting = Rendezvous.apart(trainer, self._timeout), True
         self._resume.begin(ranks, self.root_device)
         loop = trainer.fit_loop
         vars(loop)["on_run_end"] = lambda: self._end(type(loop).on_run_end.__get__(loop))
@@ -94,45 +93,45 @@ class PeriodicMixin(CommonMixin):
         start = type(evaluation).on_run_start.__get__(evaluation)
         vars(evaluation)["on_run_start"] = lambda: self._begin_evaluation(start)
         super().setup(trainer)
-        self.synchroniser.start(module, self.optimizers, ranks, self.meeting)
+        self.synchroniser.start(module, self.optimizers, ranks, self.rendezvous)
         self._started = True
         self._recount = Recount(module, self.synchroniser.rules, wanted=self.synchroniser.leaps)
-        watched = [each for each in self.optimizers if isinstance(each, Optimizer)]
-        self._watched = [each.register_step_post_hook(self._after_step) for each in watched]
+        watched = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
+        self._watched = [optimizer.register_step_post_hook(self._after_step) for optimizer in watched]
 
     def configure_ddp(self) -> None:
-        """Give all ranks rank 0's parameters and buffers; nothing is wrapped."""
+        """Broadcast rank 0's parameters and buffers; the model is not wrapped."""
         ranks = TorchCollective()
         assert self.model is not None
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             ranks.broadcast(tensor, self.root_device)
 
     def on_train_start(self) -> None:
-        """Compare numbers of batches over the ranks, which are known by now; say what runs."""
+        """Check that all ranks have equally many batches, and log what runs."""
         super().on_train_start()
-        self._ended = self._swa = False  # a LearningRateFinder's steps are a run of the loop too
-        self._cached = None
-        self.meeting.compare_batches()
-        self.meeting.signals.watch_clocks()
+        self._ended = self._swa = False  # a LearningRateFinder runs the loop before the fit does
+        self._shared = None
+        self.rendezvous.compare_batches()
+        self.rendezvous.signals.watch_clocks()
         if not self.attempts:
             self.synchroniser.rebase(0)  # hooks may have loaded another model
         rank_zero_info(f"lightning_compress: {self.synchroniser.summary}")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Save what a cluster's signal asked for, between two batches; tell the schedules which epoch it is."""
+        """Save if a cluster's signal asked for it, between two batches; pass the epoch to the schedules."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        self.meeting.signals.act()
+        self.rendezvous.signals.act()
         self.synchroniser.epoch = self.lightning_module.current_epoch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's, and keep the batch for BatchNorm's statistics."""
+        """Call the model's ``training_step``, and keep the batch to recompute BatchNorm's statistics."""
         self._recount.keep(args, kwargs)
         return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step, or try to; then do what is due."""
-        if self._trainer.fit_loop._skip_backward:  # SWA's last epoch only looks at data; its gradients are old ones
+        """Attempt a step, then synchronise if it is time to."""
+        if self._trainer.fit_loop._skip_backward:  # SWA's last epoch only runs forward; gradients are old
             return closure()
 
         def before() -> Any:
@@ -145,9 +144,9 @@ class PeriodicMixin(CommonMixin):
             output = super().optimizer_step(optimizer, before, model, **kwargs)
         finally:
             self._stepping = False
-        self._cached = None
+        self._shared = None
         count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        if count > self.attempts:  # else another optimizer has led to it
+        if count > self.attempts:  # else another optimizer has counted this step
             self.synchroniser.after_step()
         return output
 
@@ -155,11 +154,11 @@ class PeriodicMixin(CommonMixin):
         if not self._stepping:
             raise ValueError(
                 f"{type(optimizer).__name__} stepped without Lightning, as with self.optimizers(use_pl_optimizer=False)"
-                f", and {type(self).__name__} would not average what it learns: take those of self.optimizers()"
+                f", so {type(self).__name__} would not average this step. Use the optimizers of self.optimizers()"
             )
 
     def _end(self, end: Any) -> None:
-        """The training loop is done; callbacks may save after this."""
+        """Finish after the training loop, before callbacks save."""
         if not self._averages_weights:
             self._finish()
         end()
@@ -169,7 +168,7 @@ class PeriodicMixin(CommonMixin):
         return any("StochasticWeightAveraging" in str(type(each).__mro__) for each in self._trainer.callbacks)
 
     def _finish(self) -> None:
-        self.meeting.agree(where=END)
+        self.rendezvous.agree(where=END)
         if self._averages_weights:
             self.synchroniser.put(self.synchroniser.averaged_model(plain=True))
         else:
@@ -178,35 +177,34 @@ class PeriodicMixin(CommonMixin):
         self._ended = True
 
     def on_train_end(self) -> None:
-        """Callbacks are done with the model: SWA left the average of the rank's own models there."""
+        """Average the models that SWA left on the ranks; act on signals of the last batches."""
         super().on_train_end()
         if self._averages_weights:
             self._finish()
-        self.meeting.signals.act()  # no batch follows what was agreed at the end
+        self.rendezvous.signals.act()  # no batch follows that would act on them
 
     def teardown(self) -> None:
-        """Give back what was taken for the fit."""
+        """Undo what ``setup`` changed in the trainer and the optimizers."""
         if self._fitting:
             with suppress(ValueError):  # after another error
                 self._swap_back()
-            if (
-                self._started and self.attempts and not (self._ended or self.gives_up)
-            ):  # resumed where it had ended: no step was left
+            unfinished = self._started and self.attempts and not (self._ended or self.gives_up)
+            if unfinished:  # resumed at the end of an earlier run, with no step left
                 self._finish()
             self._fitting = False
             loop = self._trainer.fit_loop
             vars(loop).pop("on_run_end", None)
             vars(loop.epoch_loop.val_loop).pop("on_run_start", None)
-            for each in self._watched:
-                each.remove()
+            for hook in self._watched:
+                hook.remove()
             if self._started:
-                self._over.close()
-            self.meeting.close(waits=self.gives_up)
+                self._final_synchroniser.close()
+            self.rendezvous.close(waits=self.gives_up)
         super().teardown()
 
     @property
-    def _over(self) -> Synchroniser:
-        """Which does not communicate any more where the fit is aborted."""
+    def _final_synchroniser(self) -> Synchroniser:
+        """The synchroniser; if the fit is aborted, it does not communicate any more."""
         if self.gives_up:
             self.synchroniser.abandon()
         return self.synchroniser
@@ -214,62 +212,62 @@ class PeriodicMixin(CommonMixin):
     # where the ranks meet
 
     def meet(self) -> None:
-        """Lightning talks on all ranks at the same batch, also if their loaders end at different times."""
-        if self._fitting and self.meeting.unsized and self._trainer.training and not self.gives_up:
-            self.meeting.agree(where=ELSEWHERE)
+        """Bring all ranks to the same batch before a collective of Lightning's, if their loaders may end apart."""
+        if self._fitting and self.rendezvous.unsized and self._trainer.training and not self.gives_up:
+            self.rendezvous.agree(where=ELSEWHERE)
 
     def _begin_evaluation(self, begin: Callable[[], None]) -> None:
-        """Evaluate what the ranks have in common; hooks, too, of which the strategy's own would be the last."""
-        if self.meeting.unsized:  # one of them may still be training
-            self.meeting.agree(where=ELSEWHERE)
+        """Swap the shared model in before any hook of the evaluation; the strategy's own hook would be the last."""
+        if self.rendezvous.unsized:  # another rank may still be training
+            self.rendezvous.agree(where=ELSEWHERE)
         self._swap_in()
         begin()
 
     # the model that is evaluated and saved
 
     def replica(self) -> dict[str, Tensor]:
-        """This rank's own parameters and buffers by name, also while another model is evaluated."""
-        return self.synchroniser.named() | (self._held or {})
+        """Return this rank's own parameters and buffers by name, also while the shared model is swapped in."""
+        return self.synchroniser.named() | (self._replaced or {})
 
-    def _shown(self) -> Mapping[str, Tensor]:
-        """What differs from the rank's own, in the model that is evaluated."""
+    def _shared_model(self) -> Mapping[str, Tensor]:
+        """Return the tensors of the evaluated model that differ from the rank's own, by name."""
         if self._ended:
             return {}
-        self._swa = self._swa or self._trainer.fit_loop._skip_backward  # in the epoch after SWA's last of training
-        if self._cached is None or self._swa:
-            found = self._over.averaged_model(plain=self._swa)
-            self._cached = found if self.gives_up or self._swa else found | self._recounted(found)
-        return self._cached
+        self._swa = self._swa or self._trainer.fit_loop._skip_backward  # in the epoch after SWA's last training epoch
+        if self._shared is None or self._swa:
+            model = self._final_synchroniser.averaged_model(plain=self._swa)
+            self._shared = model if self.gives_up or self._swa else model | self._recounted(model)
+        return self._shared
 
     def _recounted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """BatchNorm's statistics under these weights, where they are not those of the ranks' own models."""
+        """Return BatchNorm's statistics for these weights; empty if those of the ranks' models are right."""
         if self.attempts <= self.synchroniser.averaged_steps:
             return {}
         return self._recount.count(weights, super().training_step, self.synchroniser.counted, self.root_device)
 
     def _swap_in(self) -> None:
-        if self._fitting and self._held is None:
-            named, other = self.synchroniser.named(), self._shown()
-            self._held = {name: named[name].detach().clone() for name in other if name in named}
-            self.synchroniser.put(other)
+        if self._fitting and self._replaced is None:
+            named, shared = self.synchroniser.named(), self._shared_model()
+            self._replaced = {name: named[name].detach().clone() for name in shared if name in named}
+            self.synchroniser.put(shared)
 
     def _swap_back(self) -> None:
-        held, self._held = self._held, None
-        self.synchroniser.put(held or {})
+        replaced, self._replaced = self._replaced, None
+        self.synchroniser.put(replaced or {})
 
     def on_validation_end(self) -> None:
-        """Go on with the rank's own."""
+        """Swap the rank's own model back in."""
         self._swap_back()
         super().on_validation_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the model that is evaluated."""
-        if not self._fitting or self._held is not None:
+        """Return the state dict of the model that is evaluated."""
+        if not self._fitting or self._replaced is not None:
             return super().lightning_module_state_dict()
-        named, other = self.synchroniser.named(), self._shown()
-        own = {name: named[name].data for name in other}
-        try:  # a user's state_dict may name, filter and convert as it likes
-            for name, tensor in other.items():
+        named, shared = self.synchroniser.named(), self._shared_model()
+        own = {name: named[name].data for name in shared}
+        try:  # a user's state_dict may rename, filter and convert tensors
+            for name, tensor in shared.items():
                 named[name].data = tensor.detach()
             return super().lightning_module_state_dict()
         finally:
@@ -279,34 +277,34 @@ class PeriodicMixin(CommonMixin):
     # checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save what every rank has of its own beside the checkpoint, then the checkpoint, which rank 0 writes."""
+        """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0)."""
         if self._started and "optimizer_states" in checkpoint:
-            for name in ("optimizer_states", "lr_schedulers"):  # which are not loaded with NumPy's numbers
+            for name in ("optimizer_states", "lr_schedulers"):  # weights_only loading refuses NumPy's numbers
                 checkpoint[name] = plain(checkpoint[name])
             checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
             tree = self._tree()
             if not self.gives_up and self._resume.state != "none":
-                for name in self._kept_once(checkpoint.get("state_dict", {})):
+                for name in self._frozen_in(checkpoint.get("state_dict", {})):
                     del tree["model"][name]
-            own = self.synchroniser.method, self.attempts, tree
-            path = str(filepath) if self.gives_up else self.broadcast(str(filepath))  # a name may hold a rank's metric
-            self._resume.save_tree(self.checkpoint_io, path, checkpoint, *own, self.gives_up)
+            path = str(filepath) if self.gives_up else self.broadcast(str(filepath))  # may contain a rank's own metric
+            method = self.synchroniser.method
+            self._resume.save(self.checkpoint_io, path, checkpoint, method, self.attempts, tree, self.gives_up)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _kept_once(self, saved: Mapping[str, Any]) -> set[str]:
-        """Frozen parameters that the checkpoint has as all ranks have them; a collective call."""
+    def _frozen_in(self, saved: Mapping[str, Any]) -> set[str]:
+        """Return names of frozen parameters that are the same on all ranks and in the checkpoint. Collective."""
         assert self.lightning_module is not None
         replica, ranks, device = self.replica(), TorchCollective(), self.root_device
         names = [name for name, each in self.lightning_module.named_parameters() if not each.requires_grad]
-        own = {name: replica[name].detach() for name in names}
+        frozen = {name: replica[name].detach() for name in names}
         if not names:
             return set()
-        other = set(differing(own, ranks, device))
-        away = consensus.anywhere([not _equal(each, saved.get(name)) for name, each in own.items()], ranks, device)
-        return {name for name, missing in zip(names, away, strict=True) if not missing} - other
+        different = set(differing(frozen, ranks, device))
+        absent = consensus.anywhere([not _equal(each, saved.get(name)) for name, each in frozen.items()], ranks, device)
+        return {name for name, missing in zip(names, absent, strict=True) if not missing} - different
 
     def _tree(self) -> sidecar.Tree:
-        own = self._over.state_dict()
+        own = self._final_synchroniser.state_dict()
         return {
             "common": {"own": own.pop("common"), "counted": self._recount.last},
             "model": {name: tensor.detach() for name, tensor in self.replica().items()},
@@ -316,49 +314,50 @@ class PeriodicMixin(CommonMixin):
         }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, and this rank's own model and state, or say why all begin from the checkpoint's."""
+        """Restore the optimizers and this rank's own model and state, or warn that all start from the checkpoint's."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._fitting:
             return
-        ours, device = self.synchroniser, self.root_device
-        tree, problem = self._resume.restore_tree(self.checkpoint_io, checkpoint, ours.method)
+        synchroniser, resume, device = self.synchroniser, self._resume, self.root_device
         counts = checkpoint.get(sidecar.ATTEMPTS, ())
         self._counts = dict(zip(map(id, self.optimizers), counts, strict=False))
-        if tree is None:
-            if self._resume.state != "none":
+        try:
+            tree = resume.restore(lambda: resume.read_own(self.checkpoint_io, checkpoint, synchroniser.method))
+        except ValueError as error:
+            problem = resume.without(error, checkpoint, "All ranks begin from the checkpoint's own model")
+            if resume.state != "none":
                 rank_zero_warn(problem)
-            ours.rebase(max(counts, default=0))
+            synchroniser.rebase(max(counts, default=0))
             return
-        shapes = {name: each.shape for name, each in ours.named().items()}  # caches that forward makes, it makes again
-        ours.put({name: each for name, each in tree["model"].items() if shapes.get(name) == each.shape})
+        shapes = {name: each.shape for name, each in synchroniser.named().items()}  # forward makes its caches again
+        synchroniser.put({name: each for name, each in tree["model"].items() if shapes.get(name) == each.shape})
         for optimizer, state in zip(self.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         if tree["precision"]:
             self.precision_plugin.load_state_dict(tree["precision"])
-        ours.load_state_dict(state_dict.moved(tree["own"] | {"common": tree["common"]["own"]}, device))
+        synchroniser.load_state_dict(state_dict.moved(tree["own"] | {"common": tree["common"]["own"]}, device))
         self._recount.last = state_dict.moved(tree["common"]["counted"], device)
 
     # figures
 
     def comm_stats(self) -> dict[str, Any]:
-        """Traffic of the last round and in total; ``bytes_dense`` is what stock DDP sends in as many steps."""
-        return dict(self._begun.stats())
+        """Return the traffic of the last round and in total; ``bytes_dense``: what stock DDP sends in as many steps.
+
+        Raises:
+            RuntimeError: no fit has begun.
+        """
+        return dict(self.compression.stats())
 
     def measure_every(self, steps: int) -> None:
-        """Have time and error measured about once in so many steps."""
-        self._begun.measure_every(steps)
+        """Measure time and compression error about once every ``steps`` steps."""
+        self.compression.measure_every(steps)
 
     @property
     def compression(self) -> Any:
-        """What has the ``meter`` that callbacks look for: the synchroniser."""
-        return self._begun
-
-    @property
-    def _begun(self) -> Any:
-        """The synchroniser.
+        """The synchroniser, which has the ``meter`` that callbacks look for.
 
         Raises:
-            RuntimeError: there was no fit.
+            RuntimeError: no fit has begun.
         """
         if not self._started:
             raise RuntimeError(f"there is no {self.synchroniser.kind} in this process: it begins with trainer.fit()")
@@ -372,16 +371,18 @@ def _equal(own: Tensor, other: object) -> bool:
 
 
 class PeriodicStrategy(PeriodicMixin, DDPStrategy):
-    """Trains models of the ranks' own, which a synchroniser keeps together.
+    """Train one model per rank; a synchroniser keeps them together.
 
     Args:
-        synchroniser: of ``lightning_compress.periodic``, or one of your own.
-        state: how checkpoints hold what a rank has of its own: "sidecar", a file a rank beside the checkpoint, from
-            which a run goes on bit for bit, also in the middle of a round; or "none". At another world size, or
-            without these files, all ranks begin from the checkpoint's model.
-        strict_state: state that cannot be restored stops the run, instead of a warning.
-        **kwargs: of Lightning's ``DDPStrategy``, none of DistributedDataParallel's: ``start_method``, ``timeout``, ...
+        synchroniser: When and how the ranks synchronise: one of ``lightning_compress.periodic``, or your own.
+        state: Where checkpoints keep each rank's own model and state: "sidecar" or "none"; default "sidecar".
+            "sidecar" writes one file per rank beside the checkpoint, and the run resumes bit for bit, also in the
+            middle of a round. On another number of ranks, or without these files, all ranks start from the
+            checkpoint's model.
+        strict_state: Whether state that cannot be restored is an error: True or False; default False. False: warn.
+        **kwargs: Arguments of Lightning's ``DDPStrategy`` (``start_method``, ``timeout``, ...), but not those of
+            DistributedDataParallel.
 
     Raises:
-        ValueError: an argument is unknown, or one of DistributedDataParallel's.
+        ValueError: an argument is unknown, or is one of DistributedDataParallel's.
     """

@@ -1,4 +1,4 @@
-"""The compression's part in a trainer's checkpoints: what it adds to them, and how it resumes from them."""
+"""Save this package's state with a Lightning checkpoint, and resume from it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ from lightning_compress.strategies.sidecar import Files, Save, Saved, SavedState
 
 
 class Resume:
-    """Saves and restores the state of a run's compression.
+    """Save and restore one tree of tensors and primitives per rank.
 
     Args:
-        state: "sidecar": every rank writes a file of its own beside the checkpoint, from which the run goes on exactly;
-            "mean": the mean over the ranks goes into the checkpoint itself, one file as without compression, from which
-            the run goes on nearly; "none": nothing is saved, and error feedback begins again from zero.
-        strict: a state that cannot be restored is an error instead of a warning.
+        state: where the state goes. "sidecar": each rank writes its own file beside the checkpoint, and the run
+            resumes bit for bit. "mean": the mean over ranks goes into the checkpoint itself, and the run resumes
+            approximately. "none": nothing is saved, and error feedback begins again from zero.
+        strict: True: raise if state cannot be restored. False: warn.
+
+    Attributes:
+        path: of the checkpoint that was loaded last; set it when one is loaded.
+        ranks, device: of the current fit, for the collective calls; set by ``begin``.
+        saves: number of saves so far in the current fit.
 
     Raises:
-        ValueError: ``state`` is none of these.
+        ValueError: ``state`` or ``strict`` has another value.
     """
+
+    ranks: Collective
+    device: torch.device
 
     def __init__(self, state: SavedState, strict: bool) -> None:
         if state not in get_args(SavedState):
@@ -38,57 +46,18 @@ class Resume:
             raise ValueError(f"strict_state={strict!r} must be true or false")
         self.state = state
         self.strict = strict
-        self._path = ""
+        self.path = ""
         self._run = 0
-        self._saves = 0
+        self.saves = 0
 
     def begin(self, ranks: Collective, device: torch.device) -> None:
-        """A fit begins; a collective call, in which the ranks agree on a number for it."""
-        self._ranks, self._device = ranks, device
+        """Start a fit: all ranks agree on a random number that identifies it. Collective."""
+        self.ranks, self.device = ranks, device
         drawn = torch.tensor(random.SystemRandom().getrandbits(62), device=device)
         ranks.broadcast(drawn, device)
-        self._run, self._saves = int(drawn), 0
+        self._run, self.saves = int(drawn), 0
 
     def save(
-        self, files: Files, path: str, content: dict[str, Any], compression: Compression, alone: bool = False
-    ) -> None:
-        """Add to a checkpoint that is about to be written; a collective call.
-
-        No rank goes on before all have written their part, so that no checkpoint is without one, and none is written
-        over before its successor is whole.
-
-        Args:
-            files: writes.
-            path: of the checkpoint.
-            content: of the checkpoint.
-            compression: what is saved.
-            alone: do not wait for the others: training is being aborted, and they may have ended.
-
-        Raises:
-            Exception: this rank's part cannot be written.
-            ExchangeError: another rank's part cannot, or it died.
-        """
-        if "optimizer_states" in content and (chosen := keep(compression.settings)):
-            content[sidecar.CHOSEN] = chosen
-        if not compression.active or "optimizer_states" not in content:
-            return
-        if correction := compression.settings.correction:
-            for each in content["optimizer_states"]:
-                correction.give_back(each)
-        if self.state == "none":
-            return
-        state = compression.state_dict()
-        own = any(one["holder"] != "shared" for group in state["groups"] for one in group["states"].values())
-        if self.state == "sidecar" and own:
-            if not self._saves and self._ranks.rank == 0:
-                each = sum(one["numbers"].nbytes for group in state["groups"] for one in group["states"].values())
-                size = self._ranks.size
-                rank_zero_info(f"lightning_compress: beside {path}: {each} bytes a rank, {each * size} of {size} ranks")
-            self.save_tree(files, path, content, state["method"], compression.step, state, alone)
-        elif not (own and alone):  # the mean takes all ranks
-            sidecar.write_inside(content, state, self._ranks, self._device)
-
-    def save_tree(
         self,
         files: Files,
         path: str,
@@ -98,127 +67,153 @@ class Resume:
         tree: Tree,
         alone: bool = False,
     ) -> None:
-        """``save`` for whatever ranks have of their own, each in its file.
+        """Write this rank's file and add the manifest to a checkpoint that is about to be written. Collective.
+
+        No rank continues before all have written their file. So no checkpoint lacks a file, and no checkpoint is
+        overwritten before its successor is complete.
 
         Args:
-            files: writes.
+            files: writes the file.
             path: of the checkpoint.
-            content: of the checkpoint.
-            method: what can go on from it.
+            content: of the checkpoint; gets the manifest.
+            method: name of the method that can resume from this state.
             step: optimizer steps so far.
-            tree: tensors and primitives of this rank; what it has as ``"common"`` is the same on all ranks, or nothing
-                of it is restored.
-            alone: do not wait.
+            tree: tensors and primitives of this rank. ``tree["common"]``, if present, must be the same on all ranks:
+                otherwise no rank restores anything.
+            alone: do not wait for the other ranks, because training is being aborted and they may be gone.
 
         Raises:
-            Exception: this rank's part cannot be written.
-            ExchangeError: another rank's part cannot, or it died.
+            Exception: this rank's file cannot be written.
+            ExchangeError: another rank could not write its file, or died.
         """
         if self.state == "none" or "optimizer_states" not in content:
             return
-        with contextlib.nullcontext() if alone else _together(path, self._ranks, self._device):
-            sidecar.write(files, path, content, Save(self._run, self._saves, step), method, tree, self._ranks)
-        self._saves += 1
+        with contextlib.nullcontext() if alone else _together(path, self.ranks, self.device):
+            sidecar.write(files, path, content, Save(self._run, self.saves, step), method, tree, self.ranks)
+        self.saves += 1
 
-    def restore_tree(self, files: Files, content: Mapping[str, Any], method: str) -> tuple[Tree | None, str]:
-        """This rank's part of the checkpoint that was read last, on all ranks or on none; a collective call.
+    def restore(self, read: Callable[[], tuple[Tree, object]]) -> Tree:
+        """Return this rank's tree if every rank could read its own and the common parts agree. Collective.
 
-        Returns:
-            it, or None; and why there is none.
-
-        Raises:
-            ValueError: there is none, and ``strict`` was asked for; on every rank.
-        """
-
-        def read() -> tuple[Tree, object]:
-            saved = Saved.of(self._path, content.get(sidecar.KEY), [method], self._ranks.size)
-            tree = saved.part(files, self._ranks.rank, _checked)
-            return tree, tree.get("common")
-
-        tree, problem = _read(read, self._ranks, self._device)
-        if tree is None and self._strict_about(content):
-            raise ValueError(f"{problem}; set strict_state=False to begin from the checkpoint's own model")
-        return tree, "" if tree is not None else f"{problem}. All ranks begin from the checkpoint's own model"
-
-    def remember(self, path: str) -> None:
-        """A checkpoint was read; its files are read when the model is ready."""
-        self._path = path
-
-    def restore(self, files: Files, content: Mapping[str, Any], compression: Compression) -> str:
-        """Resume from the checkpoint that was read last; a collective call.
-
-        Returns:
-            why the compression begins anew instead, or an empty text.
+        Args:
+            read: returns this rank's tree, and the part of it that must be the same on all ranks.
 
         Raises:
-            ValueError: it cannot go on, and ``strict`` was asked for; on every rank.
+            ValueError: on every rank, with the first problem.
         """
-        compression.reset()
-        manifest, ranks, device = content.get(sidecar.KEY), self._ranks, self._device
-        if manifest is None and not (compression.active and compression.settings.keeps_state):
-            return ""
+        tree, common, problem = None, 0, None
+        try:
+            tree, shared = read()
+            common = state_dict.checksum(shared)
+        except Exception as error:  # the other ranks wait for this rank's answer
+            problem = error
+        said = {"files (their steps, settings, or what all ranks have in common)": common}
+        why = consensus.disagreement(said, problem, self.ranks, self.device)
+        if why or tree is None:
+            raise ValueError(why) from problem
+        return tree
 
-        def read() -> tuple[Tree, object]:
-            if not compression.active and compression.settings.chosen is None:
-                raise ValueError("this run does not compress, on one rank or with 'none': what was not sent is dropped")
-            state = sidecar.read(files, self._path, manifest, compression.settings.families, ranks, device)
-            return state, state_dict.common(state)
+    def read_own(self, files: Files, content: Mapping[str, Any], method: str) -> tuple[Tree, object]:
+        """Read this rank's file of a run with a model per rank; for ``restore``.
 
-        state, problem = _read(read, ranks, device)
-        if state is not None:
-            try:
-                compression.load_state_dict(sidecar.redistribute(state, ranks, device))
-                return ""
-            except ValueError as error:  # on all ranks alike
-                compression.reset()
-                problem = str(error)
-        if self._strict_about(content):
-            raise ValueError(f"{problem}; set strict_state=False to begin error feedback again from zero")
-        return f"{problem}. Error feedback begins again from zero, and warm-up and schedules at their first step"
+        Raises:
+            ValueError: the file is missing, damaged, or of another save, method or number of ranks.
+        """
+        saved = Saved.of(self.path, content.get(sidecar.KEY), [method], self.ranks.size)
+        tree = saved.part(files, self.ranks.rank, _checked)
+        return tree, tree["common"]
 
-    def _strict_about(self, content: Mapping[str, Any]) -> bool:
-        """Not where nothing was to be saved, and nothing was."""
-        return self.strict and (self.state != "none" or content.get(sidecar.KEY) is not None)
+    def without(self, problem: ValueError, content: Mapping[str, Any], instead: str) -> str:
+        """Return a warning that the run continues without its saved state.
 
-    def remove(self, path: str, rank: int) -> None:
-        """A checkpoint was removed; called on all ranks."""
-        sidecar.remove(path, rank)
+        Args:
+            problem: why the state cannot be restored.
+            content: of the checkpoint.
+            instead: what the run does instead, a sentence without its full stop.
+
+        Raises:
+            ValueError: ``strict`` is set, and there should have been or was a saved state.
+        """
+        if self.strict and (self.state != "none" or content.get(sidecar.KEY) is not None):
+            raise ValueError(f"{problem}. Set strict_state=False to continue without it: {instead}") from problem
+        return f"{problem}. {instead}"
 
 
-def _read(read: Callable[[], tuple[Tree, object]], ranks: Collective, device: torch.device) -> tuple[Tree | None, str]:
-    """What this rank reads, if all of them can and it fits together; and why not. A collective call.
+def save_compression(
+    resume: Resume, files: Files, path: str, content: dict[str, Any], compression: Compression, alone: bool = False
+) -> None:
+    """Save the state of a gradient compression with a checkpoint; see ``Resume.save``. Collective.
 
-    Args:
-        read: this rank's own, and what of that has to be the same on all ranks.
-        ranks: that compare.
-        device: on which they talk.
+    With ``state="mean"`` the mean over the ranks goes into ``content``. It needs all ranks, so ``alone`` saves nothing
+    unless the state is the same on every rank.
     """
-    found, common, problem = None, 0, None
+    if "optimizer_states" in content and (chosen := keep(compression.settings)):
+        content[sidecar.CHOSEN] = chosen
+    if not compression.active or "optimizer_states" not in content:
+        return
+    if correction := compression.settings.correction:
+        for optimizer in content["optimizer_states"]:
+            correction.give_back(optimizer)
+    if resume.state == "none":
+        return
+    state, ranks = compression.state_dict(), resume.ranks
+    entries = [entry for group in state["groups"] for entry in group["states"].values()]
+    differs = any(entry["holder"] != "shared" for entry in entries)
+    if resume.state == "sidecar" and differs:
+        if not resume.saves and ranks.rank == 0:
+            size = sum(entry["numbers"].nbytes for entry in entries)
+            rank_zero_info(
+                f"lightning_compress: beside {path}: {size} bytes a rank, {size * ranks.size} of {ranks.size} ranks"
+            )
+        resume.save(files, path, content, state["method"], compression.step, state, alone)
+    elif not (differs and alone):
+        sidecar.write_inside(content, state, ranks, resume.device)
+
+
+def restore_compression(resume: Resume, files: Files, content: Mapping[str, Any], compression: Compression) -> str:
+    """Restore the state of a gradient compression from the checkpoint that was loaded last. Collective.
+
+    Returns:
+        An empty text, or a warning that says why the compression starts without its saved state.
+
+    Raises:
+        ValueError: on every rank: it cannot be restored, and ``strict_state`` is set.
+    """
+    compression.reset()
+    manifest, ranks, device = content.get(sidecar.KEY), resume.ranks, resume.device
+    if manifest is None and not (compression.active and compression.settings.keeps_state):
+        return ""
+
+    def read() -> tuple[Tree, object]:
+        if not compression.active and compression.settings.chosen is None:
+            raise ValueError("this run does not compress (one rank, or 'none'): the saved residual is dropped")
+        state = sidecar.read(files, resume.path, manifest, compression.settings.families, ranks, device)
+        return state, state_dict.common(state)
+
     try:
-        found, shared = read()
-        common = state_dict.checksum(shared)
-    except Exception as error:  # the other ranks wait for word
-        problem = error
-    said = {"files (their steps, settings, or what all ranks have in common)": common}
-    why = consensus.disagreement(said, problem, ranks, device)
-    return None if why else found, why
+        compression.load_state_dict(sidecar.redistribute(resume.restore(read), ranks, device))
+    except ValueError as error:  # the same on all ranks
+        compression.reset()
+        instead = "Error feedback begins again from zero, and warm-up and schedules at their first step"
+        return resume.without(error, content, instead)
+    return ""
 
 
 def _checked(tree: object) -> Tree:
     if not isinstance(tree, dict):
-        raise ValueError("the checkpoint's files do not hold what a rank has of its own")
+        raise ValueError("the checkpoint's files do not hold the state of a rank")
     if not {"common", "model", "optimizers", "precision", "own"} <= tree.keys() or "own" not in tree["common"]:
-        raise ValueError("the checkpoint's files are of an earlier version, which had what a rank has otherwise")
+        raise ValueError("the checkpoint's files are of an earlier version, whose format this version cannot read")
     return tree
 
 
 @contextlib.contextmanager
 def _together(path: str, ranks: Collective, device: torch.device) -> Iterator[None]:
-    """Wait until every rank has done what is inside; what failed on one of them stops all."""
+    """Wait until every rank has run the block; if it fails on one rank, all ranks raise."""
     problem: Exception | None = None
     try:
         yield
-    except Exception as error:  # the others wait for word
+    except Exception as error:  # the other ranks wait for this rank's answer
         problem = error
     try:
         with errors.explained(f"saving {path}", ranks.rank):

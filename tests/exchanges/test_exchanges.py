@@ -136,7 +136,7 @@ def test_nodes_of_several_sizes_are_refused():
         ({"exchange": {"name": "hierarchical", "node_size": 0}}, "node_size=0"),
         ({"exchange": {"name": "hierarchical", "outer": "hierarchical"}}, "unknown exchange 'hierarchical'"),
         ({"exchange": {"name": "hierarchical", "outer": {"name": "two_shot", "adagrad": 1e-8}}}, "without adagrad"),
-        ({"compressor": "dgc", "exchange": "hierarchical"}, "adds up the gradients of a node"),
+        ({"compressor": "dgc", "exchange": "hierarchical"}, "sums the gradients of a node"),
         ({"exchange": {"name": "hierarchical", "outer": "ok_topk"}}, "or keep state between"),
         ({"exchange": {"name": "hierarchical", "outer": "chain"}}, "must not use nodes itself"),
         ({"exchange": {"name": "hierarchical", "inner": "chain"}}, "no setting 'inner' any more.*'name': 'chain'"),
@@ -150,7 +150,7 @@ def test_nodes_of_several_sizes_are_refused():
         ({"exchange": "gtopk"}, "exchange='gtopk' is gone: use 'ok_topk'"),
         ({"exchange": {"name": "gtopk"}}, "or 'split_gather', as 'auto' does"),
         ({"exchange": {"name": "hierarchical", "outer": "gtopk"}}, "is gone: use 'ok_topk'"),
-        ({"compressor": "dgc", "exchange": "two_shot"}, "use exchange='auto', or masking=False"),
+        ({"compressor": "dgc", "exchange": "two_shot"}, "Use exchange='auto', or masking=False"),
         (
             {
                 "compressor": {"name": "dgc", "density": 1.0},

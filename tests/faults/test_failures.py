@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy
 from lightning_compress.core.errors import ExchangeError, cause, explained
+from lightning_compress.strategies.resume import save_compression
 from tests.helpers.training import fit
 
 PEER = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49320."
@@ -81,7 +82,7 @@ def save_on_one(path, state, alone):
     content = {"optimizer_states": []}
     alone = alone or strategy._answers_signal(path)
     if dist.get_rank() == 0:
-        strategy._resume.save(TorchCheckpointIO(), path, content, strategy.compression, alone)
+        save_compression(strategy._resume, TorchCheckpointIO(), path, content, strategy.compression, alone)
     return sorted(content)
 
 
@@ -104,6 +105,6 @@ def test_a_save_where_all_ranks_have_met_is_as_any_other():
     """A cluster's signal is heeded between two batches, unless Lightning's handlers are others by now."""
     strategy = CompressedDDPStrategy("topk", state="mean")
     for taken in (True, False):
-        strategy._meeting = SimpleNamespace(signals=SimpleNamespace(taken=taken))
+        strategy._rendezvous = SimpleNamespace(signals=SimpleNamespace(taken=taken))
         assert strategy._answers_signal("runs/hpc_ckpt_3.ckpt") != taken
         assert not strategy._answers_signal("runs/last.ckpt")

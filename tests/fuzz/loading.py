@@ -16,7 +16,7 @@ from lightning_compress.collectives import run_threads
 from lightning_compress.core import state_dict
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.strategies.resume import Resume
+from lightning_compress.strategies.resume import Resume, restore_compression, save_compression
 from lightning_compress.testing.fuzz import mutate
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def save(method, path, state):
         run.step(2)
         content, resume = {"optimizer_states": []}, Resume(state, strict=False)
         resume.begin(ranks, CPU)
-        resume.save(TorchCheckpointIO(), path, content, run.compression)
+        save_compression(resume, TorchCheckpointIO(), path, content, run.compression)
         run.compression.close()
         return content
 
@@ -76,9 +76,9 @@ def restore(method, path, content, size, files=None, strict=False):
         run, resume = Run(method, ranks), Resume("sidecar", strict)
         before = run.compression.settings
         resume.begin(ranks, CPU)
-        resume.remember(path)
+        resume.path = path
         try:
-            said = resume.restore(files or TorchCheckpointIO(), content(), run.compression)
+            said = restore_compression(resume, files or TorchCheckpointIO(), content(), run.compression)
         except ValueError as error:
             assert strict
             said = str(error)

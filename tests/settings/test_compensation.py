@@ -91,7 +91,7 @@ def test_it_follows_from_both(given):
     assert of(adam) == LoCo()
     assert of(RunState.of("efsign", error_feedback=given).stepped_by("adam")) == "none"
     assert not adam.error_feedback
-    assert settings.options.error_feedback.asks is (given == "auto")
+    assert settings.options.error_feedback.needs_optimizer is (given == "auto")
     assert of(adam.retuned("topk", {})) == "classical"
     assert of(RunState.of("bf16", error_feedback=given).stepped_by("adam")) == "none"
 

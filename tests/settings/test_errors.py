@@ -55,7 +55,7 @@ from tests.helpers.training import Net, fit
         ({"residual_follows_lr": True}, "residual_follows_lr= is gone: write error_feedback={'follows_lr': True}"),
         ({"local_clip_by": "bucket"}, "local_clip_by= is gone: write local_clip_norm={'norm': 1.0, 'by': 'bucket'}"),
         ({"local_clip_norm": {"norm": 1.0, "by": "model"}}, "must be one of 'parameter', 'bucket'"),
-        ({"local_clip_norm": {"by": "bucket"}}, "must be a norm, or say norm and by"),
+        ({"local_clip_norm": {"by": "bucket"}}, "must be a norm, or a mapping of norm and by"),
         (
             {"compressor": {"name": "dgc", "clip": 1.0}},
             "no setting 'clip' any more: give local_clip_norm=1.0",

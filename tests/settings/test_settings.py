@@ -73,7 +73,7 @@ def test_every_setting_arrives(changed):
         ("residual", Feedback("classical")),
         (False, Feedback("none")),
         (None, Feedback()),
-        ("auto", Feedback(asks=True)),
+        ("auto", Feedback(needs_optimizer=True)),
         ("loco", Feedback(LoCo())),
         ({"name": "loco", "beta": 0.2}, Feedback(LoCo(beta=0.2))),
         ({"decay": 0.5}, Feedback(residual=Residual(0.5))),

@@ -89,7 +89,7 @@ class Begun(Callback):
         self.watched, self.broadcasts, self.taken = watched, 0, None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.taken = trainer.strategy._meeting.signals.taken
+        self.taken = trainer.strategy._rendezvous.signals.taken
         if trainer.global_step == 1:
             self.before = self.watched.call_count
         self.broadcasts = self.watched.call_count - getattr(self, "before", 0)

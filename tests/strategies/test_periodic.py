@@ -457,7 +457,7 @@ def _left_alone():
     assert not {"on_run_end", "on_run_start"} & {name for each in loops for name in vars(each)}
     assert not {LOOP, *HANDLERS} & {*vars(loop), *vars(connector)}
     assert not trainer.optimizers[0]._optimizer_step_post_hooks
-    assert trainer.strategy.meeting.signals.taken
+    assert trainer.strategy.rendezvous.signals.taken
     assert all(hasattr(*each) for each in ((loop, LOOP), *((connector, name) for name in HANDLERS)))
 
 
