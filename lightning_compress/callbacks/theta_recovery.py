@@ -11,8 +11,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_compress.callbacks import wraps_model
+from lightning_compress.settings.parsing import must
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.settings.validators import must
 
 Mode = Literal["min", "max"]
 

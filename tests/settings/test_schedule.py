@@ -289,7 +289,7 @@ def test_dgc_goes_on_from_a_run_without_warm_up():
     densities = []
     for epoch in (7, 8):
         made[None].epoch = epoch
-        made[None].count(0)
+        made[None].count(0, 0)
         densities.append(made[None].settings.method.density)
         made[None].roll_back()
     assert densities == [0.001, 0.001]
@@ -299,7 +299,7 @@ def test_values_of_numpy_are_saved_and_gone_on_with(tmp_path):
     densities = np.geomspace(0.1, 0.001, 3)
     settings = RunState.of({"name": "topk", "density": densities[0]}, schedule={"density": {0: densities[1]}})
     made, again = (Compression(nn.Linear(4, 4), settings, run_threads(1, alone)[0]) for _ in range(2))
-    made.count(0)
+    made.count(0, 0)
     assert made.settings.method.density == densities[1]
     made.retune(density=densities[2])
     torch.save(made.state_dict(), tmp_path / "state.pt")

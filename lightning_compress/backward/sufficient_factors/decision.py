@@ -23,7 +23,7 @@ from lightning_compress.collectives.counting import all_gather_rounds, all_reduc
 from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.planning import link as links
 from lightning_compress.planning.cost import Link, link_of, wire_seconds
-from lightning_compress.settings import validators
+from lightning_compress.settings import parsing
 
 LEAST = 1 << 16
 """Weights of a layer that is taken without being named: a smaller one is cheap in a bucket with others."""
@@ -62,8 +62,8 @@ class FactorSettings:
         object.__setattr__(self, "exclude", _patterns("exclude", self.exclude))
         if self.layers == ():
             raise ValueError("layers=[] names no layer; name some, as in ['classifier.*'], or give None for all")
-        validators.one_of(*get_args(Sent))("dtype", self.dtype)
-        validators.truth("force", self.force)
+        parsing.one_of(*get_args(Sent))("dtype", self.dtype)
+        parsing.truth("force", self.force)
         if self.link is not None:
             object.__setattr__(self, "link", link_of(self.link))
 
