@@ -155,7 +155,7 @@ def compress(
         settings,
         own or collective,
         scale,
-        set(ddp.parameters_to_ignore) - checks.averaged_beside(ddp.module),
+        set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
         unused,
         accumulates,
         _caps(ddp),
@@ -163,7 +163,7 @@ def compress(
     compression.forecast = run_summary(compression.settings, parameters, world)
     if not idle:
         hook.register(compression, ddp, own)
-    counting = hook.leave_to(compression, ddp, collective.size) if idle else None
+    counting = hook.count_only(compression, ddp, collective.size) if idle else None
     if idle and own:
         compression.at_close(lambda: None if compression.active else own.close())
 

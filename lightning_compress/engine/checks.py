@@ -234,13 +234,8 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
     ]
 
 
-BESIDE = "_averaged_beside"
+AVERAGED_ELSEWHERE = "_averaged_elsewhere"
 """Attribute of a module: names of parameters that DistributedDataParallel ignores but something else averages."""
-
-
-def averaged_beside(module: nn.Module) -> set[str]:
-    """Return the names of parameters that something else averages, see ``BESIDE``."""
-    return set(getattr(module, BESIDE, ()))
 
 
 def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: Collective) -> dict[int, str]:

@@ -250,8 +250,11 @@ class Compression:
         for callback in self._at_load:
             callback()
 
-    def take_over(self, optimizer: Optimizer) -> None:
+    def take_over(self, optimizer: Optimizer) -> bool:
         """Let a method that does part of the optimizer's work check that the optimizer does not repeat it.
+
+        Returns:
+            whether ``before_step`` has to see the gradients before the optimizer uses them.
 
         Raises:
             ValueError: the method cannot work with this optimizer.
@@ -261,10 +264,6 @@ class Compression:
         for line in self._optimizers.take_over(optimizer, workers) if self.active else ():
             if self._collective.rank == 0:
                 log.info(line)
-
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether ``before_step`` has to see the gradients before an optimizer uses them."""
         return self.active and self._finite.checks and self._scale() is None  # a GradScaler skips such steps itself
 
     def before_step(self, optimizer: Optimizer) -> None:

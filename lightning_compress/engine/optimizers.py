@@ -16,15 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class Listener(Protocol):
     """Gets notified of the steps of every optimizer in the process."""
 
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether ``before_step`` has to be called."""
-
-    def take_over(self, optimizer: Optimizer) -> None:
-        """Called when an optimizer is about to step."""
+    def take_over(self, optimizer: Optimizer) -> bool:
+        """Called when an optimizer is about to step; returns whether ``before_step`` has to be called."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called when its gradients are final, if ``checks_gradients``."""
+        """Called when its gradients are final, if ``take_over`` asked for it."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called when it has really stepped."""
@@ -181,9 +177,7 @@ def _hook_in() -> None:
 
 
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    for listener in list(_listeners):
-        listener.take_over(optimizer)
-    checking = [listener for listener in _listeners if listener.checks_gradients]
+    checking = [listener for listener in list(_listeners) if listener.take_over(optimizer)]
     return _look(checking, optimizer, args, kwargs) if checking else None
 
 
@@ -193,7 +187,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
 
 
 @contextmanager
-def telling(optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def notifying(optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     """Notify listeners of a step that torch's hooks do not see, because the optimizer's class is not torch's.
 
     Args:

@@ -23,7 +23,7 @@ from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
-from lightning_compress.engine.optimizers import telling
+from lightning_compress.engine.optimizers import notifying
 from lightning_compress.exchanges import Pattern
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
@@ -192,8 +192,8 @@ class CompressedDDPMixin(CommonMixin):
         """Step; ``optimizer`` may be any object with an optimizer's methods."""
         if isinstance(optimizer, Optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with telling(optimizer, closure) as notifying:
-            return super().optimizer_step(optimizer, notifying, model, **kwargs)
+        with notifying(optimizer, closure) as wrapped_closure:
+            return super().optimizer_step(optimizer, wrapped_closure, model, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0)."""
