@@ -45,15 +45,15 @@ class _Sample:
 class _Span:
     """Times what happens inside the context."""
 
-    def __init__(self, name: str, now: Callable[[], object], found: list[tuple[str, object, object]]) -> None:
-        self._name, self._now, self._found = name, now, found
+    def __init__(self, name: str, now: Callable[[], object], spans: list[tuple[str, object, object]]) -> None:
+        self._name, self._now, self._spans = name, now, spans
         self._starts: list[object] = []
 
     def __enter__(self) -> None:
         self._starts.append(self._now())
 
     def __exit__(self, *_: object) -> None:
-        self._found.append((self._name, self._starts.pop(), self._now()))
+        self._spans.append((self._name, self._starts.pop(), self._now()))
 
 
 class Meter:

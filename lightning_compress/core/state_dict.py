@@ -73,12 +73,12 @@ def _saved(state: State) -> StateDict:
 
 def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
     """Return the memory order of the dimensions of parameters that are not in C order (channels_last)."""
-    found = {}
+    by_name = {}
     for name, parameter in parameters:
         order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
         if not parameter.is_contiguous() and parameter.permute(order).is_contiguous():
-            found[name] = order
-    return found
+            by_name[name] = order
+    return by_name
 
 
 def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[StateDict]:

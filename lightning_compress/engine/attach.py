@@ -146,14 +146,14 @@ def compress(
     settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
     alone = collective.size == 1 and not settings.works_alone
     idle = alone or settings.plain
-    own = None
+    separate = None
     if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
-        own = collective.apart()  # Gloo matches collectives by their order
+        separate = collective.apart()  # Gloo matches collectives by their order
     unused = ddp.find_unused_parameters or ddp.static_graph
     compression = Compression(
         ddp.module,
         settings,
-        own or collective,
+        separate or collective,
         scale,
         set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
         unused,
@@ -162,17 +162,17 @@ def compress(
     )
     compression.forecast = run_summary(compression.settings, parameters, world)
     if not idle:
-        hook.register(compression, ddp, own)
+        hook.register(compression, ddp, separate)
     counting = hook.count_only(compression, ddp, collective.size) if idle else None
-    if idle and own:
-        compression.at_close(lambda: None if compression.active else own.close())
+    if idle and separate:
+        compression.at_close(lambda: None if compression.active else separate.close())
 
     def loaded() -> None:
         """Switch to what the loaded state runs."""
         runs = compression.next_settings
-        if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
+        if counting and separate and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
-            hook.register(compression, ddp, own)
+            hook.register(compression, ddp, separate)
         compression.forecast = run_summary(runs, parameters, world)
 
     compression.at_load(loaded)

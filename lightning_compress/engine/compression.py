@@ -56,7 +56,7 @@ class Compression:
 
     Attributes:
         active: whether compression averages the gradients; otherwise DistributedDataParallel does.
-        family: the method that the run began with; a state can only be loaded into the same family.
+        family: what the run began with, as text; it is saved with the states.
         settings: the settings of the current step.
         next_settings: the settings of the next step.
         step: optimizer steps so far.

@@ -163,7 +163,7 @@ class ThreadHook:
             lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
         )
         # a future would turn errors into strings, so they are raised at the end of backward
-        if torch._C._current_graph_task_id() == -1:  # backward has ended: static_graph, where Lightning averages later
+        if torch._C._current_graph_task_id() == -1:  # after backward, where Lightning averages a static_graph
             self._background.wait()
         else:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)

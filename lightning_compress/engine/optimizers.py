@@ -135,7 +135,8 @@ class Optimizers:
         for optimizer in self._seen:
             for name, rate in self._rates_of(optimizer).items():
                 before = self.rates.get(name, rate)
-                last = self._last.get(name, id(optimizer)) == id(optimizer)  # the outer one of two; any, after a resume
+                # of two nested optimizers the outer one counts; after a resume, any
+                last = self._last.get(name, id(optimizer)) == id(optimizer)
                 if last and rate and rate != before:
                     factors[name] = before / rate
                     self.rates[name] = rate

@@ -113,7 +113,7 @@ class Unused(Stage):
         """Record which parameters have a gradient on this rank, from the gradients before any stage."""
         for block, part in zip(self.kept, self.kept_parts, strict=True):
             piece = vector.pieces[block.number]
-            if part.device.type == "cpu":  # the first element mostly tells
+            if part.device.type == "cpu":  # the first element is mostly nonzero
                 part.fill_(vector.sound or bool(piece[0] != 0) or bool(piece.any()))
             else:
                 part.copy_(piece.any())
@@ -128,7 +128,7 @@ class Unused(Stage):
             terms = [block.of(summand) for summand in summands]
             if block.rows > 1 or part.device.type != "cpu":
                 part.copy_(torch.stack([(rows.amax(1) != 0) | (rows.amin(1) != 0) for rows in terms]).any(0))
-            else:  # the first element mostly tells
+            else:  # the first element is mostly nonzero
                 part.fill_(any(bool(rows[0, 0] != 0) or bool(rows.any()) for rows in terms))
 
     def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
