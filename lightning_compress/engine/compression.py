@@ -211,7 +211,7 @@ class Compression:
         return state_dict.build(self.family, self.step, rates, running, states, orders)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a ``state_dict`` and its groups; parameters that it lacks start from zero.
+        """Continue from a ``state_dict`` and its groups; parameters that it lacks begin with initial states.
 
         All ranks must call it.
 

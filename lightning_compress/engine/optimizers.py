@@ -71,7 +71,8 @@ class Optimizers:
         Raises:
             ValueError: it would step a parameter that is not averaged.
         """
-        if self._frozen and (late := self._unfrozen(optimizer)):
+        stepped = [each for group in optimizer.param_groups for each in group["params"]] if self._frozen else ()
+        if late := [self._frozen[id(each)] for each in stepped if each.requires_grad and id(each) in self._frozen]:
             raise ValueError(
                 f"{', '.join(late[:3])} did not require a gradient when DistributedDataParallel was built, so it never "
                 "averages them and every rank would train its own. Freeze them after it was built (with Lightning in "
@@ -80,10 +81,6 @@ class Optimizers:
             )
         if optimizer not in self._seen and self.owned(optimizer):
             self._seen.add(optimizer)
-
-    def _unfrozen(self, optimizer: Optimizer) -> list[str]:
-        stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        return [self._frozen[id(each)] for each in stepped if id(each) in self._frozen]
 
     def take_over(self, optimizer: Optimizer, workers: Sequence[Worker]) -> list[str]:
         """Let each worker check that the optimizer does not repeat its work; return new log lines.
