@@ -93,9 +93,9 @@ def attach(
 
 def say(compression: Compression) -> None:
     """Announce what runs, and its warning; call it on one rank."""
-    announce(compression.forecast.line)
-    if compression.forecast.warning and log.level <= logging.INFO:
-        log.warning(compression.forecast.warning)
+    announce(compression.run_summary.line)
+    if compression.run_summary.warning and log.level <= logging.INFO:
+        log.warning(compression.run_summary.warning)
 
 
 def announce(line: str) -> None:
@@ -160,7 +160,7 @@ def compress(
         accumulates,
         _caps(ddp),
     )
-    compression.forecast = run_summary(compression.settings, parameters, world)
+    compression.run_summary = run_summary(compression.settings, parameters, world)
     if not idle:
         hook.register(compression, ddp, separate)
     counting = hook.count_only(compression, ddp, collective.size) if idle else None
@@ -173,7 +173,7 @@ def compress(
         if counting and separate and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
             hook.register(compression, ddp, separate)
-        compression.forecast = run_summary(runs, parameters, world)
+        compression.run_summary = run_summary(runs, parameters, world)
 
     compression.at_load(loaded)
     return compression

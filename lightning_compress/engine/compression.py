@@ -62,7 +62,7 @@ class Compression:
         step: optimizer steps so far.
         epoch: the current epoch; the training loop sets it, for schedules that count epochs.
         meter: counters of bytes, time and error.
-        forecast: the description of what runs and what it sends, once it was computed.
+        run_summary: what runs and what it sends, once it was computed.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Compression:
         self._last_state: StateDict | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
-        self.forecast = RunSummary()
+        self.run_summary = RunSummary()
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
@@ -371,7 +371,7 @@ class Compression:
     @property
     def summary(self) -> str:
         """One line that says what runs, as logged at the start."""
-        return self.forecast.summary
+        return self.run_summary.summary
 
     def at_load(self, callback: Callable[[], None]) -> None:
         """Register a callback for after each ``load_state_dict``."""

@@ -98,7 +98,7 @@ class CompressedDDPMixin(CommonMixin):
             if name != "_class_path"  # LightningCLI's own
         }
         for logger in trainer.loggers if self.is_global_zero else ():
-            logger.log_hyperparams(hyperparameters | self.compression.forecast.hyperparameters())
+            logger.log_hyperparams(hyperparameters | self.compression.run_summary.hyperparameters())
 
     def on_train_start(self) -> None:
         """Check that all ranks have equally many batches, and log what runs: everything is restored by now."""
@@ -109,9 +109,9 @@ class CompressedDDPMixin(CommonMixin):
             most = trainer.max_steps * _accumulation(trainer)
             self._rendezvous.compare_batches(most if most >= 0 else math.inf)
         if self._compression is not None:
-            rank_zero_info(self._compression.forecast.line)
-            if self._compression.forecast.warning:
-                rank_zero_warn(self._compression.forecast.warning)
+            rank_zero_info(self._compression.run_summary.line)
+            if self._compression.run_summary.warning:
+                rank_zero_warn(self._compression.run_summary.warning)
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
