@@ -43,7 +43,7 @@ def disagreement(
 
     Returns:
         this rank's problem, or that of the first rank that has one, or which ranks differ from rank 0 in what. Empty if
-            all agree.
+        all agree.
     """
     digests = [problem is not None, *(digest(repr(value).encode()) for value in said.values())]
     table = gathered(torch.tensor(digests, dtype=torch.int64, device=device), ranks).tolist()

@@ -196,7 +196,7 @@ class CountingCollective(Collective):
         self._count(sum(tensor.nbytes for tensor in sends.values()), self._inner.swap, sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """Count in the same meter."""
+        """Return this rank's part, counted in the same meter."""
         return CountingCollective(self._inner.part(ranks), self._meter)
 
 

@@ -128,8 +128,8 @@ class Passes:
 
         Returns:
             three values. Whether the result of earlier passes counts, for parameters of open steps. The names among
-                these without a gradient on this rank in this pass: DistributedDataParallel sends what ``grad`` holds.
-                And whether the sum over the step's passes is to be averaged, see ``add_up``.
+            these without a gradient on this rank in this pass: DistributedDataParallel sends what ``grad`` holds.
+            And whether the sum over the step's passes is to be averaged, see ``add_up``.
         """
         missing = [name for name in names if name in self.open and name not in self._looked]
         kept = {name: self._holds(name) for name in missing}

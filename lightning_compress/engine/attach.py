@@ -61,7 +61,7 @@ def attach(
 
     Returns:
         the handle: ``summary`` (one line that says what runs), ``stats()``, ``retune()``, ``roll_back()`` (discards
-            what was averaged since an optimizer stepped) and ``close()``.
+        what was averaged since an optimizer stepped) and ``close()``.
 
     Raises:
         ValueError: settings, module or ranks cannot work together; on every rank.

@@ -359,10 +359,10 @@ class Compression:
 
         Returns:
             of the last step: ``bytes_sent``, ``bytes_dense`` (what stock DistributedDataParallel sends), ``ratio``. Of
-                the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, and ``relative_error``: the norm
-                of what was not sent over the norm of gradient plus residual. Now: ``residual_norm``, including the
-                errors that LoCo keeps. In total: ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
-                ``nonfinite_steps``.
+            the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, and ``relative_error``: the norm
+            of what was not sent over the norm of gradient plus residual. Now: ``residual_norm``, including the
+            errors that LoCo keeps. In total: ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
+            ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
         nonfinite = self._finite.count if self._stepped else self._finite.count + self._finite.found()
