@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_compress.collectives.collective import Collective
 
-LONGEST = 500
+PROBLEM_BYTES = 500
 """Bytes of a rank's problem that the other ranks get to read, at most."""
-ALIKE = "; start all ranks with the same script and arguments"
+SAME_ARGUMENTS = "; start all ranks with the same script and arguments"
 """Advice if settings differ."""
 
 
@@ -49,7 +49,7 @@ def disagreement(
     table = gathered(torch.tensor(digests, dtype=torch.int64, device=device), ranks).tolist()
     if failed := [rank for rank, row in enumerate(table) if row[0]]:
         text = "" if problem is None else str(problem) or type(problem).__name__
-        letters = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
+        letters = text.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")
         first = gathered(torch.tensor(list(letters), dtype=torch.uint8, device=device), ranks)[failed[0]]
         return text or f"rank {failed[0]}: {bytes(first.tolist()).rstrip(bytes(1)).decode(errors='ignore')}"
     for place, what in enumerate(said, start=1):

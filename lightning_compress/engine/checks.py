@@ -222,7 +222,9 @@ def check_ranks_agree(
         # on an accelerator, kernels sum in another order than tensor operations do
         f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": used,
     }
-    consensus.check(compared, problem, collective, device, f"{consensus.ALIKE}. Rank {collective.rank} has {settings}")
+    consensus.check(
+        compared, problem, collective, device, f"{consensus.SAME_ARGUMENTS}. Rank {collective.rank} has {settings}"
+    )
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:
