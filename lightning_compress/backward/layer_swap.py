@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-
-SHOWN = 3
-"""Layers that a message names."""
 
 
 class SwappedLayer(nn.Module):
@@ -43,12 +40,6 @@ def restore(layer: SwappedLayer) -> None:
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
     """Return the first shell-style pattern that matches a layer's name; None if no pattern does."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
-
-
-def shown(names: Sequence[str]) -> str:
-    """List the first names, and count the others."""
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def shared_parameters(model: nn.Module) -> set[int]:

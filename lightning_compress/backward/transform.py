@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_compress.backward.layer_swap import pattern_of, restore, shared_parameters, shown, swap, weight_problem
+from lightning_compress.backward.layer_swap import pattern_of, restore, shared_parameters, swap, weight_problem
 from lightning_compress.backward.recurrent import SparseGRU, SparseGRUCell, SparseLSTM, SparseLSTMCell
 from lightning_compress.backward.sparse_layers import SparseConv1d, SparseConv2d, SparseLinear
 from lightning_compress.backward.sparsity import Amount, SparseLayer, Sparsity, check_amount, count_of
+from lightning_compress.core.errors import listed
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ def warn_of_few(model: nn.Module, shares: Mapping[str, float]) -> None:
     if few:
         first = next(iter(few))
         _warn(
-            f"{shown([*few])} would keep {100 * min(few.values()):.2g} % of the outputs. Recurrent layers, "
+            f"{listed([*few])} would keep {100 * min(few.values()):.2g} % of the outputs. Recurrent layers, "
             "and linear layers beside layer norms, as in Transformers, learn badly from so few. With 16 % an LSTM came "
             "to a WER of 23.8 instead of 9.4 %, a Transformer to a BLEU of 1.2 instead of 99.7; with half of the "
             f"outputs both were within two points. Keep half, by k=0.5 or k={{{first!r}: 0.5, ...}}, or leave these "

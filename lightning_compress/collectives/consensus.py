@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_compress.collectives.collective import Collective
 
-LONGEST = 500
+PROBLEM_BYTES = 500
 """Bytes of a rank's problem that the other ranks get to read, at most."""
-ALIKE = "; start all ranks with the same script and arguments"
+SAME_ARGUMENTS = "; start all ranks with the same script and arguments"
 """Advice if settings differ."""
 
 
@@ -43,13 +43,13 @@ def disagreement(
 
     Returns:
         this rank's problem, or that of the first rank that has one, or which ranks differ from rank 0 in what. Empty if
-            all agree.
+        all agree.
     """
-    own = [problem is not None, *(digest(repr(each).encode()) for each in said.values())]
-    table = gathered(torch.tensor(own, dtype=torch.int64, device=device), ranks).tolist()
+    digests = [problem is not None, *(digest(repr(value).encode()) for value in said.values())]
+    table = gathered(torch.tensor(digests, dtype=torch.int64, device=device), ranks).tolist()
     if failed := [rank for rank, row in enumerate(table) if row[0]]:
         text = "" if problem is None else str(problem) or type(problem).__name__
-        letters = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
+        letters = text.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")
         first = gathered(torch.tensor(list(letters), dtype=torch.uint8, device=device), ranks)[failed[0]]
         return text or f"rank {failed[0]}: {bytes(first.tolist()).rstrip(bytes(1)).decode(errors='ignore')}"
     for place, what in enumerate(said, start=1):
@@ -75,10 +75,10 @@ def anywhere(flags: Sequence[bool], ranks: Collective, device: torch.device) -> 
     return [bool(vote) for vote in votes.tolist()]
 
 
-def gathered(own: Tensor, ranks: Collective) -> Tensor:
-    """Return ``[n]`` of every rank as ``[size, n]``, in rank order; a collective call: one all-gather."""
-    everyone = own.new_empty(ranks.size, len(own))
-    ranks.all_gather(own, everyone)
+def gathered(tensor: Tensor, ranks: Collective) -> Tensor:
+    """Return ``tensor [n]`` of every rank as ``[size, n]``, in rank order; a collective call: one all-gather."""
+    everyone = tensor.new_empty(ranks.size, len(tensor))
+    ranks.all_gather(tensor, everyone)
     return everyone
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,26 +33,18 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@dataclass
-class _Sample:
-    """Raw measurements of one step; on CUDA they are read only on request."""
-
-    spans: list[tuple[str, object, object]] = field(default_factory=list)
-    errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
 class _Span:
     """Times what happens inside the context."""
 
-    def __init__(self, name: str, now: Callable[[], object], found: list[tuple[str, object, object]]) -> None:
-        self._name, self._now, self._found = name, now, found
+    def __init__(self, name: str, now: Callable[[], object], spans: list[tuple[str, object, object]]) -> None:
+        self._name, self._now, self._spans = name, now, spans
         self._starts: list[object] = []
 
     def __enter__(self) -> None:
         self._starts.append(self._now())
 
     def __exit__(self, *_: object) -> None:
-        self._found.append((self._name, self._starts.pop(), self._now()))
+        self._spans.append((self._name, self._starts.pop(), self._now()))
 
 
 class Meter:
@@ -79,7 +70,8 @@ class Meter:
         self.bytes_dense = 0
         self._started = (0, 0)
         self._last = (0, 0)
-        self._sample = _Sample()
+        self._spans: list[tuple[str, object, object]] = []  # of the last sampled step; on CUDA, read on request only
+        self._errors: list[tuple[Tensor, Tensor]] = []
         self.encode: AbstractContextManager[None] = nullcontext()
         self.exchange: AbstractContextManager[None] = self.encode
         self.decode: AbstractContextManager[None] = self.encode
@@ -88,7 +80,7 @@ class Meter:
         """Continue the counts of another meter of this run."""
         self.sample_every, self.steps, self.sampled = before.sample_every, before.steps, before.sampled
         self.bytes_sent, self.bytes_dense = before.bytes_sent, before.bytes_dense
-        self._last, self._sample = before._last, before._sample
+        self._last, self._spans, self._errors = before._last, before._spans, before._errors
 
     def begin_step(self) -> None:
         """Begin a step, and sample it if that is due."""
@@ -96,8 +88,8 @@ class Meter:
         self.sampling = due
         self._started = (self.bytes_sent, self.bytes_dense)
         if due:
-            self._sample = _Sample()
-            self.encode, self.exchange, self.decode = (_Span(name, self._now, self._sample.spans) for name in SPANS)
+            self._spans, self._errors = [], []
+            self.encode, self.exchange, self.decode = (_Span(name, self._now, self._spans) for name in SPANS)
 
     def end_step(self) -> None:
         """End the step and count it."""
@@ -116,15 +108,15 @@ class Meter:
 
     def add_error(self, before: Tensor, after: Tensor) -> None:
         """Record the norm of a vector before encoding, and the norm of what was not sent."""
-        self._sample.errors.append((before, after))
+        self._errors.append((before, after))
 
     def read(self) -> dict[str, float]:
         """Return figures of the last step and the last sampled step, and totals; waits for the device."""
         milliseconds = dict.fromkeys(SPANS, 0.0)
-        for name, start, end in self._sample.spans:
+        for name, start, end in self._spans:
             milliseconds[name] += _elapsed_ms(start, end)
-        before = sum(float(norm) ** 2 for norm, _ in self._sample.errors) ** 0.5
-        after = sum(float(norm) ** 2 for _, norm in self._sample.errors) ** 0.5
+        before = sum(float(norm) ** 2 for norm, _ in self._errors) ** 0.5
+        after = sum(float(norm) ** 2 for _, norm in self._errors) ** 0.5
         return {
             "bytes_sent": float(self._last[0]),
             "bytes_dense": float(self._last[1]),
@@ -204,7 +196,7 @@ class CountingCollective(Collective):
         self._count(sum(tensor.nbytes for tensor in sends.values()), self._inner.swap, sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """Count in the same meter."""
+        """Return this rank's part, counted in the same meter."""
         return CountingCollective(self._inner.part(ranks), self._meter)
 
 

@@ -48,17 +48,17 @@ class OrderedCollective(Collective):
         return self._parts[key]
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        """Forward."""
+        """Forward to the inner collective."""
         self._inner.all_gather(tensor, out)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
-        """Forward."""
+        """Forward to the inner collective."""
         self._inner.all_to_all(send, receive)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Forward."""
+        """Forward to the inner collective."""
         self._inner.swap(sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
-        """Keep the order in the part."""
+        """Return this rank's part, whose sums are in rank order too."""
         return OrderedCollective(self._inner.part(ranks))

@@ -78,8 +78,8 @@ class ThreadCollective(Collective):
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """Return a world inside the world."""
-        own = next(tuple(part) for part in ranks if self.rank in part)
-        return ThreadCollective(self._world.part(own), own.index(self.rank), len(own))
+        members = next(tuple(part) for part in ranks if self.rank in part)
+        return ThreadCollective(self._world.part(members), members.index(self.rank), len(members))
 
     def apart(self) -> Collective:
         """Return another world of the same threads at each call."""

@@ -36,7 +36,7 @@ def explained(what: str, rank: int) -> Iterator[None]:
         explain(error, what, rank)
 
 
-def few(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return the first three names as text, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"

@@ -119,7 +119,12 @@ def draw_places(random: RandomBits, key: int, starts: Tensor, lengths: Tensor, o
 
 
 def word_state(key: int, first: int) -> int:
-    """Return the state before the word of element ``first``, a multiple of 4, of a key's stream; modulo 2^64."""
+    """Return the state before the word of element ``first`` in a key's stream, modulo 2^64.
+
+    Args:
+        key: see ``RandomBits.draw``.
+        first: a multiple of 4.
+    """
     return (mix(key) + first // PER_WORD * GAMMA) % 2**64
 
 

@@ -163,13 +163,13 @@ def _load(group: str, name: str) -> None:
     Raises:
         ValueError: it cannot be imported or registered, or several packages offer it.
     """
-    own, what = _own(group, name), f"the {group.rpartition('.')[2].removesuffix('s')} {name!r}"
-    point, *others = (each for each in _offered(group)[name] if own in (None, f"{each.module}.{each.attr}"))
-    if others and not own:
+    ours, what = _own(group, name), f"the {group.rpartition('.')[2].removesuffix('s')} {name!r}"
+    point, *others = (each for each in _offered(group)[name] if ours in (None, f"{each.module}.{each.attr}"))
+    if others and not ours:
         packages = " and ".join(sorted(_package(each) for each in (point, *others)))
         raise ValueError(f"{packages} both offer {what}; uninstall one of them")
     where = f"{_package(point)} offers {what} as {point.value!r}"
-    repair = f"reinstall {OURS}" if own else "repair or uninstall that package"
+    repair = f"reinstall {OURS}" if ours else "repair or uninstall that package"
     try:
         cls = point.load()
     except Exception as error:
@@ -270,31 +270,31 @@ def rebuild(
     Raises:
         ValueError: see ``build``; or this run was not given the class, or does not know the name.
     """
-    owned = list(given)
+    objects = list(given)
     settings = {
-        str(key): rebuild(str(key), value, known, bases, owned)
+        str(key): rebuild(str(key), value, known, bases, objects)
         if isinstance(value, Mapping) and not value.keys().isdisjoint({"class", "name"})
         else value
         for key, value in described.items()
     }
     outside = "class" in settings
     name = settings.pop("class" if outside else "name", None)
-    alike = [each for each in _inside(owned) if (_path(type(each)) if outside else name_of(type(each), known)) == name]
-    own = alike[0] if alike and name is not None else None
-    fields = [field.name for field in dataclasses.fields(own) if field.init] if dataclasses.is_dataclass(own) else []
-    if not outside and isinstance(name, str) and name not in known and not _is_given(name, known, owned):
+    same = [each for each in _inside(objects) if (_path(type(each)) if outside else name_of(type(each), known)) == name]
+    base = same[0] if same and name is not None else None
+    fields = [field.name for field in dataclasses.fields(base) if field.init] if dataclasses.is_dataclass(base) else []
+    if not outside and isinstance(name, str) and name not in known and not _is_given(name, known, objects):
         raise ValueError(
             f"unknown {kind} {name!r} in the state: the run that saved it had registered this name. Call "
             f"lightning_compress.register({name!r}, its class) first, or choose it by name if a package offers it"
         )
     if not outside:
-        taken = {each: getattr(own, each) for each in fields}
+        taken = {field: getattr(base, field) for field in fields}
         return build(kind, {"name": name, **taken, **settings}, known, bases, saved=True)
-    if own is None:
+    if base is None:
         raise ValueError(f"the state is of {kind} {name!r}, which this run was not given")
     if unknown := settings.keys() - set(fields):
         raise ValueError(f"{kind} {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}")
-    return dataclasses.replace(own, **settings) if fields else own  # type: ignore[type-var]
+    return dataclasses.replace(base, **settings) if fields else base  # type: ignore[type-var]
 
 
 def _is_given(name: str, known: Mapping[str, type], given: Iterable[object]) -> bool:

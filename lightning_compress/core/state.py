@@ -190,7 +190,7 @@ class State:
                 self.pending[target.span] = other.base()[segment.span]
                 self.touched |= other.touched & {segment.name}
         for numbers in (other.committed, other.pending):
-            if numbers.is_cuda:  # written on another stream, which would reuse their memory too soon
+            if numbers.is_cuda:  # another stream may have allocated them, and would reuse their memory too soon
                 numbers.record_stream(torch.cuda.current_stream(numbers.device))
 
     def _places(self, names: Collection[str]) -> list[slice]:

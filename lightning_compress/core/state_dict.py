@@ -41,7 +41,7 @@ def build(
     groups: Iterable[tuple[Sequence[str], States]],
     orders: Orders,
 ) -> StateDict:
-    """Return the committed state; its tensors are the states' own memory, which a commit replaces.
+    """Return the committed state. Its tensors share the states' memory, which later commits replace.
 
     Args:
         method: the settings, as text.
@@ -73,12 +73,12 @@ def _saved(state: State) -> StateDict:
 
 def orders(parameters: Iterable[tuple[str, torch.Tensor]]) -> Orders:
     """Return the memory order of the dimensions of parameters that are not in C order (channels_last)."""
-    found = {}
+    by_name = {}
     for name, parameter in parameters:
         order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
         if not parameter.is_contiguous() and parameter.permute(order).is_contiguous():
-            found[name] = order
-    return found
+            by_name[name] = order
+    return by_name
 
 
 def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders) -> list[StateDict]:
@@ -290,7 +290,7 @@ def _is_order(order: Any) -> bool:
 
 
 def _check_running(running: Mapping[object, object]) -> None:
-    """Accept a limited number of primitives in mappings and lists only: other code prints and compares them."""
+    """Raise ValueError unless these are primitives in mappings and lists, and not too many: other code prints them."""
     feedback, scheduled, compressor = (running[name] for name in ("error_feedback", "scheduled", "compressor"))
     fits = isinstance(feedback, bool) and isinstance(scheduled, dict) and isinstance(compressor, dict | None)
     values: list[object] = [running]

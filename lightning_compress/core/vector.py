@@ -117,7 +117,7 @@ class Vector:
 
         Returns:
             True if the gradients are ``raw`` and float32, no value is above ``kernels.LARGEST``, and no gradient is all
-                zeros. Otherwise nothing was set, and the content of ``out`` is undefined.
+            zeros. Otherwise nothing was set, and the content of ``out`` is undefined.
         """
         if not self.raw or self.pieces[0].dtype != torch.float32:
             return False

@@ -100,8 +100,8 @@ class Passes:
             return False
         if name not in self._zero:
             return True
-        found = parameter.grad.any() | self._zero[name]
-        return bool(found) if found.device.type == "cpu" else found
+        holds = parameter.grad.any() | self._zero[name]
+        return bool(holds) if holds.device.type == "cpu" else holds
 
     def _parameter(self, name: str) -> Tensor | None:
         return self._tensors[name]() if name in self._tensors else None
@@ -128,8 +128,8 @@ class Passes:
 
         Returns:
             three values. Whether the result of earlier passes counts, for parameters of open steps. The names among
-                these without a gradient on this rank in this pass: DistributedDataParallel sends what ``grad`` holds.
-                And whether the sum over the step's passes is to be averaged, see ``add_up``.
+            these without a gradient on this rank in this pass: DistributedDataParallel sends what ``grad`` holds.
+            And whether the sum over the step's passes is to be averaged, see ``add_up``.
         """
         missing = [name for name in names if name in self.open and name not in self._looked]
         kept = {name: self._holds(name) for name in missing}
@@ -293,8 +293,8 @@ class FiniteGuard:
         """
         if first:
             self.note()
-        found, scaled = self.found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips on its own
-        return found if scaled is None else found | (scaled > 0).to(found.device).squeeze()
+        nonfinite, scaled = self.found(names), getattr(optimizer, "found_inf", None)  # a fused optimizer skips alone
+        return nonfinite if scaled is None else nonfinite | (scaled > 0).to(nonfinite.device).squeeze()
 
     def note(self) -> None:
         """Count the step if its gradients were not finite."""

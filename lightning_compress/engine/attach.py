@@ -61,7 +61,7 @@ def attach(
 
     Returns:
         the handle: ``summary`` (one line that says what runs), ``stats()``, ``retune()``, ``roll_back()`` (discards
-            what was averaged since an optimizer stepped) and ``close()``.
+        what was averaged since an optimizer stepped) and ``close()``.
 
     Raises:
         ValueError: settings, module or ranks cannot work together; on every rank.
@@ -93,9 +93,9 @@ def attach(
 
 def say(compression: Compression) -> None:
     """Announce what runs, and its warning; call it on one rank."""
-    announce(compression.forecast.line)
-    if compression.forecast.warning and log.level <= logging.INFO:
-        log.warning(compression.forecast.warning)
+    announce(compression.run_summary.line)
+    if compression.run_summary.warning and log.level <= logging.INFO:
+        log.warning(compression.run_summary.warning)
 
 
 def announce(line: str) -> None:
@@ -146,34 +146,34 @@ def compress(
     settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
     alone = collective.size == 1 and not settings.works_alone
     idle = alone or settings.plain
-    own = None
+    separate = None
     if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
-        own = collective.apart()  # Gloo matches collectives by their order
+        separate = collective.apart()  # Gloo matches collectives by their order
     unused = ddp.find_unused_parameters or ddp.static_graph
     compression = Compression(
         ddp.module,
         settings,
-        own or collective,
+        separate or collective,
         scale,
-        set(ddp.parameters_to_ignore) - checks.averaged_beside(ddp.module),
+        set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
         unused,
         accumulates,
         _caps(ddp),
     )
-    compression.forecast = run_summary(compression.settings, parameters, world)
+    compression.run_summary = run_summary(compression.settings, parameters, world)
     if not idle:
-        hook.register(compression, ddp, own)
-    counting = hook.leave_to(compression, ddp, collective.size) if idle else None
-    if idle and own:
-        compression.at_close(lambda: None if compression.active else own.close())
+        hook.register(compression, ddp, separate)
+    counting = hook.count_only(compression, ddp, collective.size) if idle else None
+    if idle and separate:
+        compression.at_close(lambda: None if compression.active else separate.close())
 
     def loaded() -> None:
         """Switch to what the loaded state runs."""
         runs = compression.next_settings
-        if counting and own and not (compression.active or (runs.plain and not runs.error_feedback)):
+        if counting and separate and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
-            hook.register(compression, ddp, own)
-        compression.forecast = run_summary(runs, parameters, world)
+            hook.register(compression, ddp, separate)
+        compression.run_summary = run_summary(runs, parameters, world)
 
     compression.at_load(loaded)
     return compression

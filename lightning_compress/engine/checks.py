@@ -222,7 +222,9 @@ def check_ranks_agree(
         # on an accelerator, kernels sum in another order than tensor operations do
         f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": used,
     }
-    consensus.check(compared, problem, collective, device, f"{consensus.ALIKE}. Rank {collective.rank} has {settings}")
+    consensus.check(
+        compared, problem, collective, device, f"{consensus.SAME_ARGUMENTS}. Rank {collective.rank} has {settings}"
+    )
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:
@@ -234,13 +236,8 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
     ]
 
 
-BESIDE = "_averaged_beside"
+AVERAGED_ELSEWHERE = "_averaged_elsewhere"
 """Attribute of a module: names of parameters that DistributedDataParallel ignores but something else averages."""
-
-
-def averaged_beside(module: nn.Module) -> set[str]:
-    """Return the names of parameters that something else averages, see ``BESIDE``."""
-    return set(getattr(module, BESIDE, ()))
 
 
 def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: Collective) -> dict[int, str]:

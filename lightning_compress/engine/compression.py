@@ -56,13 +56,13 @@ class Compression:
 
     Attributes:
         active: whether compression averages the gradients; otherwise DistributedDataParallel does.
-        family: the method that the run began with; a state can only be loaded into the same family.
+        family: what the run began with, as text; it is saved with the states.
         settings: the settings of the current step.
         next_settings: the settings of the next step.
         step: optimizer steps so far.
         epoch: the current epoch; the training loop sets it, for schedules that count epochs.
         meter: counters of bytes, time and error.
-        forecast: the description of what runs and what it sends, once it was computed.
+        run_summary: what runs and what it sends, once it was computed.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Compression:
         self._last_state: StateDict | None = None
         self._last_norm: float | None = None
         self._stepped, self.active = True, False
-        self.forecast = RunSummary()
+        self.run_summary = RunSummary()
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
@@ -211,7 +211,7 @@ class Compression:
         return state_dict.build(self.family, self.step, rates, running, states, orders)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a ``state_dict`` and its groups; parameters that it lacks start from zero.
+        """Continue from a ``state_dict`` and its groups; parameters that it lacks begin with initial states.
 
         All ranks must call it.
 
@@ -250,8 +250,11 @@ class Compression:
         for callback in self._at_load:
             callback()
 
-    def take_over(self, optimizer: Optimizer) -> None:
+    def take_over(self, optimizer: Optimizer) -> bool:
         """Let a method that does part of the optimizer's work check that the optimizer does not repeat it.
+
+        Returns:
+            whether ``before_step`` has to see the gradients before the optimizer uses them.
 
         Raises:
             ValueError: the method cannot work with this optimizer.
@@ -261,10 +264,6 @@ class Compression:
         for line in self._optimizers.take_over(optimizer, workers) if self.active else ():
             if self._collective.rank == 0:
                 log.info(line)
-
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether ``before_step`` has to see the gradients before an optimizer uses them."""
         return self.active and self._finite.checks and self._scale() is None  # a GradScaler skips such steps itself
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -360,10 +359,10 @@ class Compression:
 
         Returns:
             of the last step: ``bytes_sent``, ``bytes_dense`` (what stock DistributedDataParallel sends), ``ratio``. Of
-                the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, and ``relative_error``: the norm
-                of what was not sent over the norm of gradient plus residual. Now: ``residual_norm``, including the
-                errors that LoCo keeps. In total: ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
-                ``nonfinite_steps``.
+            the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, and ``relative_error``: the norm
+            of what was not sent over the norm of gradient plus residual. Now: ``residual_norm``, including the
+            errors that LoCo keeps. In total: ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
+            ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
         nonfinite = self._finite.count if self._stepped else self._finite.count + self._finite.found()
@@ -372,7 +371,7 @@ class Compression:
     @property
     def summary(self) -> str:
         """One line that says what runs, as logged at the start."""
-        return self.forecast.summary
+        return self.run_summary.summary
 
     def at_load(self, callback: Callable[[], None]) -> None:
         """Register a callback for after each ``load_state_dict``."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.core.errors import few
+from lightning_compress.core.errors import listed
 from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class DriftGuard:
         names = [name for (name, _), differs in zip(self._parameters, parameters | gradients, strict=True) if differs]
         where = "and so do their averaged gradients" if gradients.any() else "but their averaged gradients do not"
         return (
-            f"drift: after step {step}, {few(names)} of rank {ranks} differ from rank 0's, {where}; "
+            f"drift: after step {step}, {listed(names)} of rank {ranks} differ from rank 0's, {where}; "
             "possible causes are randomness or code that depends on the rank, different processors (fft, dct and "
             "powersgd need equal ones), and faulty memory"
         )

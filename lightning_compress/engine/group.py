@@ -118,7 +118,7 @@ class Group:
         self._keeps = looking is not None and bool(looking.kept)
         if looking and self._keeps:
             stages.append(KeptStates(looking))
-        # states outlive the scale of their step, and an output that is not a mean (a vote) cannot be scaled back
+        # states outlive the scale of their step, and votes lack the scale that the GradScaler will divide by
         means = all(each.method.conserves for each in self._sections)
         self._unscales = bool(self.states) or settings.options.local_clip_norm is not None or not means
         if clipping := settings.options.local_clip_norm:
@@ -150,7 +150,7 @@ class Group:
 
     def plan(self, step: int) -> ExchangePlan:
         """Return the exchange of a step: dense while the compression warms up."""
-        # a dense step would leave out what corrections and clipping do, and one rank has nothing to send anyway
+        # one rank has nothing to compress: with a dense plan, corrections and clipping are exactly the optimizer's
         clips = self.settings.options.local_clip_norm is not None
         alone = self._world.collective.size == 1 and (self._corrects or clips)
         if step >= self._dense_steps and not alone:

@@ -13,7 +13,7 @@ from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import state_dict
-from lightning_compress.core.errors import few
+from lightning_compress.core.errors import listed
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import squares
 from lightning_compress.core.workspace import release
@@ -150,7 +150,7 @@ class Groups:
                 f"{', '.join(list(self._shapes)[:3])}): give the model's modules the names that they had"
             )
         if dropped and self._world.collective.rank == 0:
-            log.warning("the checkpoint's state of %s is ignored: the model trains no such parameter", few(dropped))
+            log.warning("the checkpoint's state of %s is ignored: the model trains no such parameter", listed(dropped))
         for saved in state_dict.reordered(state, self._shapes, self.orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
                 group = self.add(names, settings, had_residual=True)

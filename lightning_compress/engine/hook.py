@@ -104,7 +104,7 @@ class StreamHook:
 
     def __init__(self, compression: Compression) -> None:
         self._compression, self._device = compression, compression.device
-        self._stream = _stream_beside(self._device)
+        self._stream = _side_stream(self._device)
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel.
@@ -129,7 +129,7 @@ class StreamHook:
 
 
 @cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the process's one stream: its models share scratch memory, and their collectives need one order."""
     return torch.cuda.Stream(device, priority=-1)
 
@@ -163,7 +163,7 @@ class ThreadHook:
             lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
         )
         # a future would turn errors into strings, so they are raised at the end of backward
-        if torch._C._current_graph_task_id() == -1:  # backward has ended: static_graph, where Lightning averages later
+        if torch._C._current_graph_task_id() == -1:  # after backward, where Lightning averages a static_graph
             self._background.wait()
         else:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
@@ -175,7 +175,7 @@ def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients
     if compression.device.type != "cuda":
         compression.reduce(parameters, gradients)
         return
-    stream, current = _stream_beside(compression.device), torch.cuda.current_stream(compression.device)
+    stream, current = _side_stream(compression.device), torch.cuda.current_stream(compression.device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         compression.reduce(parameters, gradients)
@@ -200,7 +200,7 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
     ddp.register_comm_hook(None, hook.reduce)
 
 
-def leave_to(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> Callable[[], None]:
+def count_only(compression: Compression, ddp: DistributedDataParallel, ranks: int) -> Callable[[], None]:
     """Let ``ddp`` average by itself while ``compression`` counts its bytes; return a function that stops counting."""
     parameters = [parameter for _, parameter in checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)]
     sent = all_reduce_bytes(sum(parameter.nbytes for parameter in parameters), ranks)

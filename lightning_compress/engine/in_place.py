@@ -16,7 +16,7 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
 
     Args:
         gradients: one-dimensional, contiguous, of one dtype; each becomes its mean over the ranks. If they are
-            contiguous with one another, as in a bucket, they are sent from there without a copy.
+            neighbours in memory, as in a bucket, they are sent from there without a copy.
         collective: the ranks.
 
     Returns:
@@ -39,7 +39,7 @@ def extremes(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _side_by_side(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return one tensor of all gradients if they are contiguous with one another in memory, in any order; else None."""
+    """Return one tensor of all gradients if together they fill a piece of memory, in any order; else None."""
     parts = sorted(gradients, key=torch.Tensor.data_ptr)
     first, storage = parts[0], parts[0].untyped_storage().data_ptr()
     contiguous = all(one.data_ptr() + one.nbytes == two.data_ptr() for one, two in pairwise(parts))

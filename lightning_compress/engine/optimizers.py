@@ -16,15 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class Listener(Protocol):
     """Gets notified of the steps of every optimizer in the process."""
 
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether ``before_step`` has to be called."""
-
-    def take_over(self, optimizer: Optimizer) -> None:
-        """Called when an optimizer is about to step."""
+    def take_over(self, optimizer: Optimizer) -> bool:
+        """Called when an optimizer is about to step; returns whether ``before_step`` has to be called."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called when its gradients are final, if ``checks_gradients``."""
+        """Called when its gradients are final, if ``take_over`` asked for it."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called when it has really stepped."""
@@ -75,7 +71,8 @@ class Optimizers:
         Raises:
             ValueError: it would step a parameter that is not averaged.
         """
-        if self._frozen and (late := self._unfrozen(optimizer)):
+        stepped = [each for group in optimizer.param_groups for each in group["params"]] if self._frozen else ()
+        if late := [self._frozen[id(each)] for each in stepped if each.requires_grad and id(each) in self._frozen]:
             raise ValueError(
                 f"{', '.join(late[:3])} did not require a gradient when DistributedDataParallel was built, so it never "
                 "averages them and every rank would train its own. Freeze them after it was built (with Lightning in "
@@ -84,10 +81,6 @@ class Optimizers:
             )
         if optimizer not in self._seen and self.owned(optimizer):
             self._seen.add(optimizer)
-
-    def _unfrozen(self, optimizer: Optimizer) -> list[str]:
-        stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        return [self._frozen[id(each)] for each in stepped if id(each) in self._frozen]
 
     def take_over(self, optimizer: Optimizer, workers: Sequence[Worker]) -> list[str]:
         """Let each worker check that the optimizer does not repeat its work; return new log lines.
@@ -139,7 +132,8 @@ class Optimizers:
         for optimizer in self._seen:
             for name, rate in self._rates_of(optimizer).items():
                 before = self.rates.get(name, rate)
-                last = self._last.get(name, id(optimizer)) == id(optimizer)  # the outer one of two; any, after a resume
+                # of two nested optimizers the outer one counts; after a resume, any
+                last = self._last.get(name, id(optimizer)) == id(optimizer)
                 if last and rate and rate != before:
                     factors[name] = before / rate
                     self.rates[name] = rate
@@ -181,9 +175,7 @@ def _hook_in() -> None:
 
 
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    for listener in list(_listeners):
-        listener.take_over(optimizer)
-    checking = [listener for listener in _listeners if listener.checks_gradients]
+    checking = [listener for listener in list(_listeners) if listener.take_over(optimizer)]
     return _look(checking, optimizer, args, kwargs) if checking else None
 
 
@@ -193,7 +185,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
 
 
 @contextmanager
-def telling(optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def notifying(optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     """Notify listeners of a step that torch's hooks do not see, because the optimizer's class is not torch's.
 
     Args:

@@ -92,7 +92,7 @@ class Unused(Stage):
         self._wait = self._collective.begin_all_reduce(self._mask, "max")
 
     def after(self, vector: Vector) -> None:
-        """Zero the means of what no rank uses, or leave them as they were; zero what encoding made of zeros."""
+        """Zero the means of what no rank uses, or keep earlier ones, and zero what encoding made of zeros."""
         if not self._looks(vector):
             return
         self._wait()
@@ -113,7 +113,7 @@ class Unused(Stage):
         """Record which parameters have a gradient on this rank, from the gradients before any stage."""
         for block, part in zip(self.kept, self.kept_parts, strict=True):
             piece = vector.pieces[block.number]
-            if part.device.type == "cpu":  # the first element mostly tells
+            if part.device.type == "cpu":  # the first element is mostly nonzero
                 part.fill_(vector.sound or bool(piece[0] != 0) or bool(piece.any()))
             else:
                 part.copy_(piece.any())
@@ -128,11 +128,18 @@ class Unused(Stage):
             terms = [block.of(summand) for summand in summands]
             if block.rows > 1 or part.device.type != "cpu":
                 part.copy_(torch.stack([(rows.amax(1) != 0) | (rows.amin(1) != 0) for rows in terms]).any(0))
-            else:  # the first element mostly tells
+            else:  # the first element is mostly nonzero
                 part.fill_(any(bool(rows[0, 0] != 0) or bool(rows.any()) for rows in terms))
 
     def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
-        """Write zeros where nothing is used; ``mixed``: also in the vector, and restore the owners' states."""
+        """Zero the means of what no rank uses.
+
+        Args:
+            blocks: to check.
+            parts: of each block, 0 where a row is unused.
+            vector: its means are changed.
+            mixed: also zero these rows in what was not sent, and restore the owners' states.
+        """
         for block, part, unused in _unused(blocks, parts):
             targets = [vector.means[block.number].view(block.rows, -1), *([block.of(vector.made())] if mixed else [])]
             for rows in targets:

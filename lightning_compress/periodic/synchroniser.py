@@ -321,7 +321,7 @@ class Synchroniser(ABC):
 
     def _compare(self, described: object, problem: ValueError | None, ranks: Collective, device: torch.device) -> None:
         """Stop all ranks where one refuses its settings, or they differ."""
-        advice = f"{consensus.ALIKE}. Rank {ranks.rank} has {described!r}"
+        advice = f"{consensus.SAME_ARGUMENTS}. Rank {ranks.rank} has {described!r}"
         consensus.check({f"settings of {self.kind}": described}, problem, ranks, device, advice)
 
     def _rest(self, averaged: Collection[str], buffers: bool = True) -> dict[str, Tensor]:

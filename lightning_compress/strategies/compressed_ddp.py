@@ -23,7 +23,7 @@ from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
-from lightning_compress.engine.optimizers import telling
+from lightning_compress.engine.optimizers import notifying
 from lightning_compress.exchanges import Pattern
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import beside_adam, kind_of
@@ -98,7 +98,7 @@ class CompressedDDPMixin(CommonMixin):
             if name != "_class_path"  # LightningCLI's own
         }
         for logger in trainer.loggers if self.is_global_zero else ():
-            logger.log_hyperparams(hyperparameters | self.compression.forecast.hyperparameters())
+            logger.log_hyperparams(hyperparameters | self.compression.run_summary.hyperparameters())
 
     def on_train_start(self) -> None:
         """Check that all ranks have equally many batches, and log what runs: everything is restored by now."""
@@ -109,9 +109,9 @@ class CompressedDDPMixin(CommonMixin):
             most = trainer.max_steps * _accumulation(trainer)
             self._rendezvous.compare_batches(most if most >= 0 else math.inf)
         if self._compression is not None:
-            rank_zero_info(self._compression.forecast.line)
-            if self._compression.forecast.warning:
-                rank_zero_warn(self._compression.forecast.warning)
+            rank_zero_info(self._compression.run_summary.line)
+            if self._compression.run_summary.warning:
+                rank_zero_warn(self._compression.run_summary.warning)
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
@@ -192,8 +192,8 @@ class CompressedDDPMixin(CommonMixin):
         """Step; ``optimizer`` may be any object with an optimizer's methods."""
         if isinstance(optimizer, Optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with telling(optimizer, closure) as notifying:
-            return super().optimizer_step(optimizer, notifying, model, **kwargs)
+        with notifying(optimizer, closure) as wrapped_closure:
+            return super().optimizer_step(optimizer, wrapped_closure, model, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0)."""

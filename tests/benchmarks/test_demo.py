@@ -137,7 +137,7 @@ def _paced_steps(compressor):
     compression, wire = attach(model, compressor), Wire()
     pace(model, compression, wire)
     data, optimizer, seconds, sent = torch.randn(4, 512), torch.optim.SGD(model.parameters(), 1e-3), [], 0
-    speed = SENT / compression.forecast.ratio / 0.05
+    speed = SENT / compression.run_summary.ratio / 0.05
     for rate in (None, None, speed, speed, speed, speed / 4, speed / 4, speed / 4):
         dist.barrier()
         wire.bytes_per_s, already, start = rate, compression.meter.bytes_sent, time.perf_counter()

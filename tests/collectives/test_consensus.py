@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.collectives import consensus, run_threads
-from lightning_compress.collectives.consensus import LONGEST
+from lightning_compress.collectives.consensus import PROBLEM_BYTES
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 5]
@@ -59,8 +59,8 @@ def test_a_problem_of_one_rank_is_told_to_all_and_comes_before_what_differs(bad)
 
 
 def test_a_problem_without_words_and_one_with_too_many():
-    errors = [None, KeyError(), ValueError("é" * LONGEST)]
-    for bad, told in ((1, "KeyError"), (2, "é" * (LONGEST // 2))):
+    errors = [None, KeyError(), ValueError("é" * PROBLEM_BYTES)]
+    for bad, told in ((1, "KeyError"), (2, "é" * (PROBLEM_BYTES // 2))):
         program = lambda rank, ranks, bad=bad: consensus.disagreement(  # noqa: E731
             {}, errors[bad] if rank == bad else None, ranks, CPU
         )

@@ -16,10 +16,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from lightning_compress.backward.layer_swap import pattern_of, shared_parameters, shown, weight_problem
+from lightning_compress.backward.layer_swap import pattern_of, shared_parameters, weight_problem
 from lightning_compress.backward.sufficient_factors.factored_layer import Layer, known_as
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_gather_rounds, all_reduce_rounds, least_ms
+from lightning_compress.core.errors import listed
 from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.planning import link as links
 from lightning_compress.planning.cost import Link, link_of, wire_seconds
@@ -261,4 +262,4 @@ def _line(faster: Sequence[_Case], more: Sequence[_Case], slower: Sequence[_Case
 
 
 def _names(cases: Sequence[_Case]) -> str:
-    return shown([case.layer.name or "the model" for case in cases])
+    return listed([case.layer.name or "the model" for case in cases])

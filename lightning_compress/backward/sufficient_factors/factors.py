@@ -80,7 +80,7 @@ class Factors:
             min(biased, key=lambda each: each.module.out_features).bias = None
         ours = [path for layer in self.layers for path in layer.paths]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._module, [*self._before, *ours])
-        setattr(self._module, checks.BESIDE, ours)
+        setattr(self._module, checks.AVERAGED_ELSEWHERE, ours)
         for layer in self.layers:
             layer.under_way = self._outermost.task
             layer.switch(on=True)
@@ -343,7 +343,7 @@ class Factors:
             layer.forget()
             for parameter in layer.parameters:
                 vars(parameter).pop("_ddp_ignored", None)
-        vars(self._module).pop(checks.BESIDE, None)
+        vars(self._module).pop(checks.AVERAGED_ELSEWHERE, None)
         vars(self._module).pop(_IGNORED, None)
         if self._before:
             setattr(self._module, _IGNORED, self._before)
