@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -11,6 +12,11 @@ if not torch.cuda.is_available():
 from tests.helpers import labs, link
 from tests.helpers.data import public_data
 from tests.helpers.processes import Pools
+
+
+def pytest_collection_finish():
+    """Collections of garbage, of which some tests ask for many, need not look at thousands of tests and modules."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,21 @@ LIGHTNING_ALLOWED = {"strategies", "callbacks", "pytorch_lightning", "contrib"}
 COMPILERS = {"numba", "triton", "llvmlite"}
 
 
+@cache
+def nodes(path):
+    """All of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten():
+    yield
+    nodes.cache_clear()
+
+
 def imports(path):
     """Modules that a file imports, outside of blocks for type checkers."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
         elif isinstance(node, ast.Import):
@@ -47,24 +60,21 @@ def room(path):
 MODULES = [path for path in SOURCES if PACKAGE in path.parents]
 
 
-def name_of(path):
-    return str(path.relative_to(PACKAGE))
+def level(name):
+    return next(number for number, row in enumerate(ROOMS) if name in row)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_arrows_run_one_way(path):
-    here = room(path)
-    if here == "__init__":
-        return
-    level = next(number for number, row in enumerate(ROOMS) if here in row)
-    for module in imports(path):
-        top, _, rest = module.partition(".")
-        assert top not in {"hydra", "omegaconf", "wandb", "recipes", "benchmarks", "tests"}, module
-        assert top not in {"lightning", "pytorch_lightning"} or here in LIGHTNING_ALLOWED, module
-        assert not (here == "codecs" and module.startswith("torch.distributed"))
-        if top == "lightning_compress" and rest and rest.split(".")[0] != here:
-            target = next(number for number, row in enumerate(ROOMS) if rest.split(".")[0] in row)
-            assert target < level, f"{path.name} imports {module}"
+def test_arrows_run_one_way():
+    for path in MODULES:
+        here = room(path)
+        for module in imports(path) if here != "__init__" else ():
+            top, _, rest = module.partition(".")
+            said = f"{path} imports {module}"
+            assert top not in {"hydra", "omegaconf", "wandb", "recipes", "benchmarks", "tests"}, said
+            assert top not in {"lightning", "pytorch_lightning"} or here in LIGHTNING_ALLOWED, said
+            assert not (here == "codecs" and module.startswith("torch.distributed")), said
+            if top == "lightning_compress" and rest and rest.split(".")[0] != here:
+                assert level(rest.split(".")[0]) < level(here), said
 
 
 def dotted(path):
@@ -77,7 +87,7 @@ BY_NAME = {dotted(path): path for path in MODULES}
 
 def names(path):
     """Pairs of a module and what a file imports from it, also inside of functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -105,26 +115,27 @@ def test_no_imports_go_in_circles():
             del uses[name]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_compilers_stay_with_kernels(path):
+def test_compilers_stay_with_kernels():
     """A method is ``<method>.py``, ``<method>_numba.py`` and ``<method>_triton.py``."""
-    used = {module.partition(".")[0] for module in imports(path)} & COMPILERS
-    if path.parent.parent.name == "kernels":
-        assert used <= {path.parent.name} | ({"llvmlite"} if path.name == "simd.py" else set())
-    else:
-        assert used <= {path.stem.rpartition("_")[2]}, used
+    for path in MODULES:
+        used = {module.partition(".")[0] for module in imports(path)} & COMPILERS
+        if path.parent.parent.name == "kernels":
+            assert used <= {path.parent.name} | ({"llvmlite"} if path.name == "simd.py" else set()), path
+        else:
+            assert used <= {path.stem.rpartition("_")[2]}, path
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if PACKAGE not in path.parents], ids=dotted)
-def test_recipes_can_be_copied_without_benchmarks(path):
-    beyond = {"tests"} if path.is_relative_to(ROOT / "benchmarks") else {"benchmarks", "tests"}
-    assert not {module.partition(".")[0] for module in imports(path)} & beyond
+def test_recipes_can_be_copied_without_benchmarks():
+    for path in SOURCES:
+        if PACKAGE not in path.parents:
+            beyond = {"tests"} if path.is_relative_to(ROOT / "benchmarks") else {"benchmarks", "tests"}
+            assert not {module.partition(".")[0] for module in imports(path)} & beyond, path
 
 
 def test_files_and_functions_are_small():
     for path in SOURCES:
         assert len(path.read_text().splitlines()) <= 400, path
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef):
                 start = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
                 assert node.end_lineno - start <= 60, f"{path}: {node.name}"
@@ -138,7 +149,7 @@ def test_functions_have_few_branches():
     found = set()
     for path in SOURCES:
         if not path.stem.endswith(("_numba", "_triton")) and "kernels" not in path.parts:
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if (
                     isinstance(node, ast.FunctionDef)
                     and sum(isinstance(each, BRANCHES) for each in ast.walk(node)) > 12
@@ -147,10 +158,10 @@ def test_functions_have_few_branches():
     assert not found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_kernels_that_are_asked_for_are_there(path):
+def test_kernels_that_are_asked_for_are_there():
     """A sibling with another name would not be found, and tensor operations would do its work without a word."""
-    asked = re.findall(r"kernels\.backend\(__name__, [^\n]*?(?:\"(numba|triton)\")?\)(?:\s|$|\))", path.read_text())
-    there = {by for by in ("numba", "triton") if path.with_name(f"{path.stem}_{by}.py").exists()}
-    for by in asked:
-        assert by in there if by else there, path
+    call = re.compile(r"kernels\.backend\(__name__, [^\n]*?(?:\"(numba|triton)\")?\)(?:\s|$|\))")
+    for path in MODULES:
+        there = {by for by in ("numba", "triton") if path.with_name(f"{path.stem}_{by}.py").exists()}
+        for by in call.findall(path.read_text()):
+            assert by in there if by else there, path

@@ -187,6 +187,7 @@ def by_lightning():
 
 
 @root
+@pytest.mark.thorough
 def test_a_name_for_loopback_is_the_error_of_the_page(hosts):
     processes = [hosts.start(script, rank) for rank, script in enumerate(without_interface(by_lightning()))]
     failed = _first_failed(processes)

@@ -107,6 +107,7 @@ def test_terminated(training):
 
 
 @root
+@pytest.mark.thorough
 def test_killed(training):
     process, ranks = training
     process.kill()

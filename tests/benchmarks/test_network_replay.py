@@ -31,6 +31,7 @@ def computed(steps):
 
 
 @root
+@pytest.mark.thorough
 def test_traces_are_of_whole_steps(recorded):
     parameters = len(list(models.MODELS["resnet20"][0]().parameters()))
     for name in METHODS:

@@ -204,8 +204,15 @@ def _train(make, compressor):
     return parameters(model), model.losses
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("make", [Staggered, EverySecond])
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (Staggered, 2),
+        (EverySecond, 3),
+        pytest.param(Staggered, 3, marks=pytest.mark.thorough),
+        pytest.param(EverySecond, 2, marks=pytest.mark.thorough),
+    ],
+)
 def test_training_in_lightning(pools, make, size):
     (stock, _), *_ = pools[size].run(_train, make, None)
     (lossless, _), *_ = pools[size].run(_train, make, {"name": "topk", "density": 1.0})

@@ -15,7 +15,8 @@ from benchmarks._faults.ranks import PRELOAD, forking
 from benchmarks._gpu.nccl import share_a_gpu
 from tests.helpers.loopback import enter
 
-PRELOADED = (*PRELOAD, "tests.helpers.training", "sklearn.datasets")
+NUMBA = "lightning_compress.core.vector_numba"
+PRELOADED = (*PRELOAD, "tests.helpers.training", "sklearn.datasets", NUMBA, "tests.helpers.frozen")
 
 
 class RankError(AssertionError):
