@@ -248,7 +248,7 @@ class Signals:
         self.save = True
 
     def watch_clocks(self) -> None:
-        """Make Timers note after each batch that their limit is reached; only before the first one do they broadcast."""
+        """Make Timers note after each batch that their limit is reached; they broadcast only before the first."""
         for timer in self._trainer.callbacks:
             kinds = {(cls.__name__, cls.__module__.partition(".")[2]) for cls in type(timer).__mro__}
             known = not kinds.isdisjoint(TIMERS) and hasattr(timer, CLOCK)
