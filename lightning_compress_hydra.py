@@ -1,7 +1,7 @@
-"""Put our config groups on Hydra's search path: ``import lightning_compress_hydra`` above ``@hydra.main``.
+"""Add our config groups to Hydra's search path: ``import lightning_compress_hydra`` above ``@hydra.main``.
 
-A top-level module that imports Hydra alone, so that it loads no PyTorch and works from a wheel and an editable install.
-Hydra 1.4 finds it by its entry point; there the import is not needed, and does no harm.
+This top-level module imports only Hydra. So it does not load PyTorch, and works from a wheel and from an editable
+install. Hydra 1.4 finds it by its entry point; the import is then unnecessary but harmless.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["LightningCompressSearchPathPlugin"]
 
 
 class LightningCompressSearchPathPlugin(SearchPathPlugin):
-    """Append ``pkg://lightning_compress.conf``, behind the user's own configs, which may so shadow ours."""
+    """Append ``pkg://lightning_compress.conf`` after the user's own configs, which can therefore override ours."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append our groups to ``search_path``."""
+        """Append our config groups to ``search_path``."""
         search_path.append(provider="lightning_compress", path="pkg://lightning_compress.conf")
 
 

@@ -39,7 +39,7 @@ _LIGHTNING = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs Lightning on first use: that takes seconds, which ``attach`` does without."""
+    """Import what needs Lightning on first use: the import takes seconds, and ``attach`` does not need it."""
     if name not in _LIGHTNING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LIGHTNING[name]}"), name)
@@ -47,14 +47,14 @@ def __getattr__(name: str) -> object:
 
 @when_imported("lightning.pytorch")
 def _register(_: ModuleType) -> None:
-    """Tell Lightning the names of our strategies, whichever of the two is imported first."""
+    """Register our strategies with Lightning, whichever of the two packages is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
     import_module("lightning_compress.strategies.constructors")
 
 
 @when_imported("pytorch_lightning")
 def _register_there(_: ModuleType) -> None:
-    """The other class tree has a registry of its own."""
+    """Register our strategies with ``pytorch_lightning`` too, which has its own class tree and registry."""
     import_module("lightning_compress.pytorch_lightning")
 
 

@@ -1,4 +1,4 @@
-"""The strategy and the callbacks for users of ``import pytorch_lightning``, a class tree of its own."""
+"""The strategies and callbacks for users of ``import pytorch_lightning``, which has its own class tree."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ThetaRecovery(RecoveryMixin, Callback):
 
 
 def __getattr__(name: str) -> object:
-    """Import what stands in contrib on first use, as the package itself does."""
+    """Import what is in contrib on first use, as the package itself does."""
     if name != "MeSimp":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("lightning_compress.contrib.pytorch_lightning"), name)

@@ -1,1 +1,1 @@
-"""What the user chose, checked."""
+"""What the user chose, checked, and the settings in force during a run."""

@@ -1,4 +1,4 @@
-"""Settings of the compressor that change while training."""
+"""Change settings of the compressor during training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_compress.settings.rules import Compressor
 Unit = Literal["step", "epoch"]
 
 PRESETS: dict[str, dict[str, tuple[float, ...]]] = {"dgc": {"density": WARMUP_DENSITIES}}
-"""Values of one stage after the other, as far as they are above the compressor's own, which comes last and stays.
+"""Values by stage. Values not above the compressor's own are left out; its own comes last and stays.
 ``dgc``: the warm-up of Lin et al., ICLR 2018."""
 NONE = "none"
-"""No schedule, not even what the compressor brings."""
+"""No schedule, not even the compressor's own."""
 
 
 class Progress(NamedTuple):
-    """How far training is: committed steps, the epoch, and the learning rate of the step to come (None: unknown)."""
+    """How far training is: committed steps, the epoch, and the learning rate of the next step (None: unknown)."""
 
     step: int = 0
     epoch: int = 0
@@ -34,27 +34,32 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Milestones:
-    """Values from a step or an epoch on; the first is from 0 on."""
+    """Pairs of a start (step or epoch) and the value from there on; the first start is 0."""
 
     unit: Unit
     values: tuple[tuple[int, object], ...]
 
     def at(self, progress: Progress) -> object:
-        """The value that is due."""
+        """Return the present value."""
         now = progress.step if self.unit == "step" else progress.epoch
         return [value for start, value in self.values if start <= now][-1]
 
     def examples(self) -> list[Progress]:
-        """Moments that show every value."""
+        """Return moments at which every value occurs."""
         return [Progress(**{self.unit: start}) for start, _ in self.values]
 
 
 @dataclass(frozen=True)
 class ByRate:
-    """A dropped share, ``theta = min(limit, factor * lr)``; or, if ``kept``, ``density = max(limit, 1 - factor * lr)``.
+    """A dropped share that follows the learning rate: ``theta = min(limit, factor * lr)``.
 
-    What a drop of a share phi loses is at most ``sqrt(phi)`` of the norm, so this is the diminishing theta^2 ~ lr of
-    Wang et al., HPDC 2020. Rounded down to steps of a tenth, so that plans are not made anew in every step.
+    Dropping a share phi loses at most ``sqrt(phi)`` of the norm, so this is the diminishing ``theta^2 ~ lr`` of Wang et
+    al., HPDC 2020. Values are rounded down to a grid in steps of a tenth, so that plans are not rebuilt in every step.
+
+    Args:
+        factor: above 0.
+        limit: the compressor's own share.
+        kept: the setting is the kept share instead: ``density = max(limit, 1 - factor * lr)``.
     """
 
     factor: float
@@ -62,17 +67,17 @@ class ByRate:
     kept: bool
 
     def at(self, progress: Progress) -> float:
-        """The value that is due; ``limit`` while the rate is unknown."""
+        """Return the present value; ``limit`` while the learning rate is unknown."""
         dropped = 1.0 if progress.rate is None else _rounded(self.factor * progress.rate)
         return max(self.limit, 1 - dropped) if self.kept else min(self.limit, dropped)
 
     def examples(self) -> list[Progress]:
-        """Moments that show both ends."""
+        """Return moments at which both extreme values occur."""
         return [Progress(), Progress(rate=0.0)]
 
 
 def _rounded(share: float) -> float:
-    """Down to the next of a grid on which the lesser of ``share`` and ``1 - share`` changes by a tenth."""
+    """Round down to a grid on which the smaller of ``share`` and ``1 - share`` changes by a tenth per step."""
     if share >= 1.0:
         return 1.0
     return 0.0 if share < 1e-3 else 1 / (1 + math.exp(-math.floor(10 * math.log(share / (1 - share))) / 10))
@@ -82,7 +87,11 @@ Course = Milestones | ByRate
 
 
 def preset(given: object, compressor: Compressor) -> dict[str, object] | None:
-    """A preset by name, one epoch a stage, or ``{preset: name, steps: n}``, ``{preset: name, epochs: n}``; else None.
+    """Return the courses of a preset, or None if ``given`` is not a preset.
+
+    Args:
+        given: a name (one epoch per stage), ``{preset: name, steps: n}`` or ``{preset: name, epochs: n}``.
+        compressor: whose settings change.
 
     Raises:
         ValueError: there is no such preset, or its stages have no length.
@@ -92,14 +101,14 @@ def preset(given: object, compressor: Compressor) -> dict[str, object] | None:
         return None
     name = fields.pop("preset")
     if name not in PRESETS:
-        raise ValueError(f"unknown schedule {name!r}; there are: {', '.join(PRESETS)}")
+        raise ValueError(f"unknown schedule {name!r}; there are: {', '.join(PRESETS)}, {NONE}")
     unit, length = _length(fields or {"epochs": 1}, f"schedule {name!r}")
-    made: dict[str, object] = {}
+    courses: dict[str, object] = {}
     for setting, values in PRESETS[str(name)].items():
         own = getattr(compressor, setting, values[-1])
         stages = [*(value for value in values if value > own), own]
-        made[setting] = {"unit": unit, "values": {stage * length: value for stage, value in enumerate(stages)}}
-    return made
+        courses[setting] = {"unit": unit, "values": {stage * length: value for stage, value in enumerate(stages)}}
+    return courses
 
 
 def _length(fields: Mapping[object, object], where: str) -> tuple[Unit, int]:
@@ -107,14 +116,19 @@ def _length(fields: Mapping[object, object], where: str) -> tuple[Unit, int]:
         length = fields.get(f"{unit}s")
         if len(fields) == 1 and isinstance(length, int) and not isinstance(length, bool) and length > 0:
             return unit, length
-    raise ValueError(f"{where} needs either steps or epochs, a whole number above 0, and nothing else; not {fields}")
+    raise ValueError(f"{where} needs either steps or epochs, a whole number above 0, and nothing else, not {fields}")
 
 
 def course(name: str, given: object, own: object) -> Course:
-    """What the user gave for one setting; ``own`` is the value that the compressor was given.
+    """Read the schedule of one setting; the forms are those of ``CompressedDDPStrategy``.
+
+    Args:
+        name: of the setting.
+        given: by the user.
+        own: the compressor's value of the setting.
 
     Raises:
-        ValueError: it is none of the forms.
+        ValueError: it has none of the forms.
     """
     where = f"schedule of {name}"
     if not isinstance(given, Mapping) or not given:
@@ -148,7 +162,7 @@ def _milestones(where: str, own: object, fields: Mapping[object, object]) -> Mil
 
 
 def _ramp(where: str, own: object, linear: bool, fields: dict[object, object]) -> Milestones:
-    """Stages of equal length from a value to another, which is reached at the end and stays."""
+    """Return stages of equal length from one value to another, which is reached at the end and stays."""
     first, last, stages = fields.pop("from", own), fields.pop("to", None), fields.pop("stages", 8)
     unit, length = _length(fields, where)
     if not isinstance(first, (int, float)) or not isinstance(last, (int, float)):
@@ -156,7 +170,7 @@ def _ramp(where: str, own: object, linear: bool, fields: dict[object, object]) -
     if not isinstance(stages, int) or not 1 <= stages <= length:
         raise ValueError(f"{where}: stages={stages!r} must be a whole number from 1 to {length}")
     if not linear and min(first, last) <= 0:
-        raise ValueError(f"{where}: an exponential goes between numbers above 0, not from {first} to {last}")
+        raise ValueError(f"{where}: an exponential ramp goes between numbers above 0, not from {first} to {last}")
     shares = [stage / stages for stage in range(stages)]
     values = [first + (last - first) * s if linear else first * (last / first) ** s for s in shares]
     whole = [round(value) if isinstance(own, int) else value for value in [*values, last]]
@@ -166,26 +180,24 @@ def _ramp(where: str, own: object, linear: bool, fields: dict[object, object]) -
 def _by_rate(where: str, name: str, own: object, fields: Mapping[object, object]) -> ByRate:
     factor = fields.get("factor")
     if name not in ("theta", "density") or not isinstance(own, (int, float)):
-        raise ValueError(f"{where}: kind=lr drives a share, theta or density")
+        raise ValueError(f"{where}: kind=lr drives a share, theta or density. Use another kind, or milestones")
     if {*fields} != {"factor"} or not isinstance(factor, (int, float)) or not factor > 0:
-        raise ValueError(f"{where}: kind=lr needs factor, a number above 0, and nothing else; not {dict(fields)}")
+        raise ValueError(f"{where}: kind=lr needs factor, a number above 0, and nothing else, not {dict(fields)}")
     return ByRate(float(factor), own, kept=name == "density")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each setting's value is, and when; nothing else decides, so all ranks agree."""
+    """The value of each scheduled setting over time. It depends on ``Progress`` alone, so all ranks agree."""
 
     courses: tuple[tuple[str, Course], ...] = ()
 
     @classmethod
     def of(cls, given: object, compressor: Compressor) -> Schedule:
-        """Check and complete what the user gave; the forms are those of ``CompressedDDPStrategy``.
-
-        Where the user gives none, it is what the compressor brings itself.
+        """Read a schedule; the forms are those of ``CompressedDDPStrategy``. None: the compressor's own, if it has one.
 
         Raises:
-            ValueError: it is none of these forms, or names a setting or a value that the compressor has not.
+            ValueError: it has none of these forms, or the compressor has no such setting or refuses a value.
         """
         if isinstance(given, Schedule):
             schedule = given
@@ -194,8 +206,8 @@ class Schedule:
             courses = {} if own in (None, NONE) else preset(own, compressor) or own
             if not isinstance(courses, Mapping) or (own not in (None, NONE) and not courses):
                 raise ValueError(
-                    f"schedule={given!r}: give {{setting: {{0: value, step: value, ...}}}}, or a preset: "
-                    f"{', '.join(PRESETS)}"
+                    f"schedule={given!r} must be {{setting: {{0: value, step: value, ...}}}}, a preset "
+                    f"({', '.join(PRESETS)}), or none"
                 )
             check_names(compressor, courses)
             named = {str(name): each for name, each in courses.items()}
@@ -205,36 +217,36 @@ class Schedule:
 
     @property
     def by_epoch(self) -> bool:
-        """Whether the number of the epoch decides anything."""
+        """Whether any value depends on the epoch."""
         return any(isinstance(each, Milestones) and each.unit == "epoch" for _, each in self.courses)
 
     @property
     def by_rate(self) -> bool:
-        """Whether a learning rate decides anything."""
+        """Whether any value depends on a learning rate."""
         return any(isinstance(each, ByRate) for _, each in self.courses)
 
     def values(self, progress: Progress) -> dict[str, object]:
-        """What the settings should be now."""
+        """Return the present values of the scheduled settings."""
         return {name: each.at(progress) for name, each in self.courses}
 
     def compressors(self, compressor: Compressor) -> list[Compressor]:
-        """The compressors that the schedule produces, in order.
+        """Return the compressors that the schedule produces, in order.
 
         Raises:
-            ValueError: at some time it would have a value out of range.
+            ValueError: a value is out of range.
         """
-        made = []
+        produced = []
         for moment in [moment for _, each in self.courses for moment in each.examples()]:
             values = self.values(moment)
             try:
-                made.append(changed(compressor, values))
+                produced.append(changed(compressor, values))
             except ValueError as error:
                 raise ValueError(f"schedule, at {moment}: {error}") from error
-        return made
+        return produced
 
 
 def changed(compressor: Compressor, changes: Mapping[str, object]) -> Compressor:
-    """A compressor with other settings.
+    """Return the compressor with changed settings.
 
     Raises:
         ValueError: there is no such setting, or a value is out of range.
@@ -246,11 +258,7 @@ def changed(compressor: Compressor, changes: Mapping[str, object]) -> Compressor
 
 
 def check_names(compressor: Compressor, names: Iterable[object]) -> None:
-    """Refuse settings that the compressor has not.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raise ValueError if the compressor lacks one of these settings."""
     allowed = [field.name for field in dataclasses.fields(compressor)]  # type: ignore[arg-type]
     if unknown := [name for name in names if name not in allowed]:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""What ``Trainer(strategy=...)`` takes, and what it keeps beside a checkpoint."""
+"""What ``Trainer(strategy=...)`` takes, and the files beside its checkpoints."""

@@ -1,4 +1,4 @@
-"""Strategies by their names in Lightning: each makes its synchroniser, from arguments that are checked there."""
+"""``LocalSGDStrategy`` and ``GossipStrategy``: strategies that build their synchroniser from their own arguments."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ LOCAL_STEPS: dict[str, dict[str, Any]] = {
         "error_feedback": {"decay": 0.95},
     },
 }
-"""Settings of local steps by the registered name of the strategy."""
+"""Arguments of ``LocalSGDStrategy`` by registered name."""
 
 
 def constructor(makes: type[Synchroniser], more: Iterable[inspect.Parameter] = ()) -> Callable[..., None]:
-    """An ``__init__`` of a strategy that takes the arguments of a synchroniser, and makes it.
+    """Return an ``__init__`` for a strategy that takes a synchroniser's arguments and builds it.
 
     Args:
-        makes: the synchroniser.
-        more: what it takes by name beside those of its signature.
+        makes: the synchroniser's class.
+        more: parameters that it takes by name, in addition to those of its signature.
     """
-    own = [
-        each for each in inspect.signature(makes, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD
-    ]
-    known = [*own, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in more)]
+    parameters = inspect.signature(makes, eval_str=True).parameters.values()
+    known = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    known += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in more]
 
     def __init__(  # noqa: N807
         self: Any, *args: Any, state: SavedState = "sidecar", strict_state: bool = False, **kwargs: Any
     ) -> None:
-        given = {each.name: kwargs.pop(each.name) for each in known if each.name in kwargs}
-        PeriodicMixin.__init__(self, makes(*args, **given), state, strict_state, **kwargs)
+        named = {each.name: kwargs.pop(each.name) for each in known if each.name in kwargs}
+        PeriodicMixin.__init__(self, makes(*args, **named), state, strict_state, **kwargs)
 
     us, *_, state, strict, rest = inspect.signature(__init__, eval_str=True).parameters.values()
     __init__.__signature__ = inspect.Signature([us, *known, state, strict, rest])  # type: ignore[attr-defined]
@@ -55,7 +54,7 @@ def constructor(makes: type[Synchroniser], more: Iterable[inspect.Parameter] = (
 
 
 def _option(name: str) -> inspect.Parameter:
-    """One of the settings of a compression."""
+    """Return the parameter of one of the compression's ``Options``."""
     usual = getattr(Options, name, None)
     usual = usual if isinstance(usual, bool | int | str) else None
     named = inspect.signature(Options.of, eval_str=True).parameters
@@ -63,35 +62,36 @@ def _option(name: str) -> inspect.Parameter:
 
 
 class LocalSGDMixin(PeriodicMixin):
-    """Turns a ``DDPStrategy`` into one of local steps; see ``LocalSGDStrategy``."""
+    """Turn a ``DDPStrategy`` into one of local steps; see ``LocalSGDStrategy``."""
 
     __init__ = constructor(LocalSGD, map(_option, OPTIONS))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the presets, and the variants of each."""
+        """Register the names of ``LOCAL_STEPS``, each with its variants."""
         register(strategy_registry, cls, "Local steps", LOCAL_STEPS)
 
 
 class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
-    """Ranks take local steps alone, then average what changed, compressed by any method that conserves.
+    """Local steps: each rank trains alone for some steps, then all ranks average what changed, compressed.
 
-    Its arguments are those of ``lightning_compress.periodic.LocalSGD``, and those of ``PeriodicStrategy``: ``state``,
-    ``strict_state``, and Lightning's own.
+    The arguments are those of ``lightning_compress.periodic.LocalSGD`` and of ``PeriodicStrategy`` (``state``,
+    ``strict_state``, Lightning's own). Any compressor works whose result is a mean (``conserves``). When local steps
+    pay, and what they cost: docs/local-steps.md.
 
     Raises:
-        ValueError: unknown names or settings, values out of range, or what local steps cannot work with.
+        ValueError: a name or setting is unknown, a value is out of range, or local steps cannot work with it.
     """
 
 
 class GossipMixin(PeriodicMixin):
-    """Turns a ``DDPStrategy`` into one that trains by gossip; see ``GossipStrategy``."""
+    """Turn a ``DDPStrategy`` into one that trains by gossip; see ``GossipStrategy``."""
 
     __init__ = constructor(Gossip)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``gossip``, one name per algorithm, Moniqua with those that take it, and the variants of each."""
+        """Register ``gossip``, one name per algorithm and those with Moniqua, each with its variants."""
         named: dict[str, dict[str, object]] = {"gossip": {}, "gossip_moniqua": {"compressor": "moniqua"}}
         named |= {f"gossip_{name}": {"algorithm": name} for name in ALGORITHMS.offered}
         named["gossip_d2_moniqua"] = {"algorithm": "d2", "compressor": "moniqua"}
@@ -99,14 +99,14 @@ class GossipMixin(PeriodicMixin):
 
 
 class GossipStrategy(GossipMixin, DDPStrategy):
-    """Decentralised data-parallel training: ranks average parameters with their neighbours, and nothing with all.
+    """Decentralised data-parallel training: each rank averages parameters with its neighbours only.
 
-    Its arguments are those of ``lightning_compress.periodic.Gossip``, and those of ``PeriodicStrategy``: ``state``,
-    ``strict_state``, and Lightning's own.
+    The arguments are those of ``lightning_compress.periodic.Gossip`` and of ``PeriodicStrategy`` (``state``,
+    ``strict_state``, Lightning's own). When gossip pays, and which algorithm to choose: docs/gossip.md.
 
     Raises:
-        ValueError: unknown names or settings, values out of range, a compressor that the algorithm cannot take, or an
-            argument of DistributedDataParallel, which does not wrap the model here.
+        ValueError: a name or setting is unknown, a value is out of range, the algorithm cannot take the compressor, or
+            an argument belongs to DistributedDataParallel, which does not wrap the model here.
     """
 
 

@@ -1,7 +1,7 @@
-"""Where ranks meet: are they at the same batch, and has a cluster's signal come to any of them, or time run out?
+"""Every few steps, all ranks agree on three things: the batch index, pending signals, and the time limit.
 
-Strategies whose ranks train alone have them meet every so many steps, and wait. Where they average in every step, a
-question travels beside the batches, and its answer is taken a batch later: all hear of it, and none waits.
+Strategies with a model per rank wait for this agreement. Strategies that average in every step send the question in
+parallel with the next batch and read the answer one batch later, so no rank waits.
 """
 
 from __future__ import annotations
@@ -25,43 +25,49 @@ from lightning_compress.core import errors
 from lightning_compress.periodic.synchroniser import Meeting
 
 STEP, END, ELSEWHERE = range(3)
-"""Ranks meet in a step, at the end of the fit, or in a collective call of Lightning's."""
+"""Where ranks meet: in a step, at the end of the fit, or in a collective call of Lightning's."""
 EVERY = 4
-"""Batches from one question to the next. An answer is taken a batch later, so a job ends within five. On two ranks a
-question takes 0.1 ms of the main thread, and Lightning's broadcast, in every batch, 0.2 ms and a round trip."""
+"""Batches between two questions. The answer is read one batch later, so a job ends within five batches of a signal.
+On two ranks, a question takes 0.1 ms of the main thread. Lightning's broadcast takes 0.2 ms and a round trip, in every
+batch."""
 
 _GROUP = (
-    "connecting the ranks by Gloo (where a host's own name resolves to 127.0.x.x, others cannot reach it: set "
+    "connecting the ranks by Gloo (if a host's own name resolves to 127.0.x.x, other hosts cannot reach it: set "
     "GLOO_SOCKET_IFNAME to the network interface between the hosts, such as eth0)"
 )
 
 
 class Rendezvous(Meeting):
-    """The ranks of one fit.
+    """The agreement of all ranks during one fit.
 
     Args:
-        trainer: of the fit; its signal handlers are not registered yet.
-        ranks: for small tensors; where ranks average in every step the default group, as in Lightning's own broadcast.
-        device: of these; on CUDA questions travel on a stream beside the batches, which only the answer waits for.
+        trainer: of the fit; create this before its signal handlers are registered.
+        ranks: transport for small tensors. If ranks average in every step, it is the default group, which Lightning's
+            own broadcast uses too.
+        device: of these tensors. On CUDA, questions use their own stream, and only reading an answer waits for it.
 
     Attributes:
-        signals: what a cluster asked for.
+        signals: the cluster's requests.
     """
 
     def __init__(self, trainer: Any, ranks: Collective, device: torch.device) -> None:
         super().__init__(ranks, device)
         self.signals, self._trainer, self._where = Signals(trainer), trainer, STEP
-        self._batches, self._beside = 0, _Beside(ranks, device) if device.type == "cuda" else None
-        self._asked: Callable[[], Tensor] | None = None
+        self._batches, self._stream = 0, _Stream(ranks, device) if device.type == "cuda" else None
+        self._answer: Callable[[], Tensor] | None = None
 
     @classmethod
     def everywhere(cls, trainer: Any, device: torch.device) -> Rendezvous:
-        """In the default process group; on the CPU if it can."""
+        """Return one that uses the default process group, on the CPU if the group supports it."""
         return cls(trainer, TorchCollective(), torch.device("cpu") if backend_of("cpu") else device)
 
     @classmethod
     def apart(cls, trainer: Any, timeout: timedelta | None) -> Rendezvous:
-        """Over a process group of Gloo of its own, on the CPU; ``timeout``: None for the default.
+        """Return one that uses its own Gloo process group, on the CPU.
+
+        Args:
+            trainer: of the fit.
+            timeout: of the group; None: the default.
 
         Raises:
             ExchangeError: the ranks cannot connect.
@@ -71,23 +77,24 @@ class Rendezvous(Meeting):
         return cls(trainer, TorchCollective(group), torch.device("cpu"))
 
     def compare_batches(self, needed: float = math.inf) -> None:
-        """Compare numbers of training batches, once loaders are set up.
+        """Check that all ranks have equally many training batches per epoch; call once loaders are set up. Collective.
 
         Args:
-            needed: batches of an epoch, which may differ where all ranks have as many.
+            needed: batches until the fit ends. If all ranks have that many, their numbers may differ.
 
         Raises:
-            ValueError: they differ; on all ranks.
+            ValueError: on all ranks: the numbers differ.
         """
         known = self._trainer.num_training_batches
         own = torch.tensor([-1 if math.isinf(known) else int(known)], device=self.device)
         counts = consensus.gathered(own, self.ranks).flatten().tolist()
         self.unsized = -1 in counts or bool(self._trainer.reload_dataloaders_every_n_epochs)
         if len(set(counts)) > 1 and min(counts) < needed:
-            said = ", ".join("unknown" if each < 0 else str(each) for each in counts)
+            numbers = ", ".join("unknown" if count < 0 else str(count) for count in counts)
             raise ValueError(
-                f"the ranks have different numbers of training batches ({said}, by rank), and would wait for each "
-                "other for ever; give all the same (a DistributedSampler does), or set limit_train_batches"
+                f"the ranks have different numbers of training batches ({numbers}, by rank), so they would wait for "
+                "each other forever. Give all ranks the same number (a DistributedSampler does), or set "
+                "limit_train_batches"
             )
 
     def ask(self) -> Tensor:
@@ -106,13 +113,13 @@ class Rendezvous(Meeting):
             raise ValueError(
                 f"the ranks have different numbers of training batches: rank {self.ranks.rank} is at batch "
                 f"{loop.epoch_loop.batch_progress.current.ready} of epoch {loop.epoch_progress.current.processed}, and "
-                "another rank elsewhere, or an optimizer's step was skipped on one of them; give all the same number, "
-                "or set limit_train_batches, and in manual optimization step on all ranks or on none"
+                "another rank is not, or an optimizer's step was skipped on one of them. Give all ranks the same "
+                "number, or set limit_train_batches; in manual optimization, step on all ranks or on none"
             )
         self.signals.agreed(bool(end), bool(save), bool(stop))
 
     def agree(self, own: Sequence[int] = (), where: int = STEP) -> list[int]:
-        """See ``Meeting``; SIGTERM to one is for all."""
+        """See ``Meeting``; a SIGTERM of one rank ends all."""
         self._where = where
         try:
             return super().agree(own)
@@ -120,21 +127,21 @@ class Rendezvous(Meeting):
             self._where = STEP
 
     def next_batch(self) -> None:
-        """Take the last question's answer, ask the next, or neither; save what is to be saved.
+        """Read the last answer if one is due, act on it, and ask again every ``EVERY`` batches.
 
         Raises:
-            ExchangeError: a rank died, or did not come in time.
+            ExchangeError: a rank died, or did not answer in time.
         """
         if not self.signals.taken:
             return
         self._take()
         self.signals.act()
         if self._batches % EVERY == 0:
-            self._asked = self._beside.ask(self.ask()) if self._beside else self._begin(self.ask().to(self.device))
+            self._answer = self._stream.ask(self.ask()) if self._stream else self._begin(self.ask().to(self.device))
         self._batches += 1
 
     def finish(self) -> None:
-        """The last batch is done: ask once more, and wait for the answer."""
+        """Ask once more after the last batch, and wait for the answer."""
         if self.signals.taken:
             self._take()
             self.agree(where=END)
@@ -145,22 +152,22 @@ class Rendezvous(Meeting):
         return lambda: (wait(), words)[1]
 
     def _take(self) -> None:
-        if self._asked is not None:
-            answer, self._asked = self._asked, None
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
             with errors.explained("asking the others whether a signal came", self.ranks.rank):
                 said = answer().cpu()
             self.heed(said)
 
     def close(self, waits: bool = False) -> None:
-        """The fit is over; ``waits``: a rank may still wait in the process group, and the exit ends that."""
-        self._asked = None
+        """End the fit; ``waits``: a rank may still wait in the process group, so leave closing it to the exit."""
+        self._answer = None
         self.signals.release()
         if not waits:
             self.ranks.close()
 
 
-class _Beside:
-    """Asks on a stream of its own, from pinned memory and into it: one question at a time."""
+class _Stream:
+    """Asks on its own CUDA stream, from and into pinned memory; one question at a time."""
 
     def __init__(self, ranks: Collective, device: torch.device) -> None:
         self._ranks, self._device, self._stream = ranks, device, torch.cuda.Stream(device)
@@ -170,17 +177,17 @@ class _Beside:
         if self._words is None:
             self._words = torch.empty_like(words).pin_memory()
             with torch.cuda.stream(self._stream):
-                self._there = torch.zeros(len(words), dtype=torch.int64, device=self._device)
+                self._on_device = torch.zeros(len(words), dtype=torch.int64, device=self._device)
         self._words.copy_(words)
         with torch.cuda.stream(self._stream):
-            self._ranks.begin_all_reduce(self._there.copy_(self._words, non_blocking=True), "max")()
-            self._words.copy_(self._there, non_blocking=True)
+            self._ranks.begin_all_reduce(self._on_device.copy_(self._words, non_blocking=True), "max")()
+            self._words.copy_(self._on_device, non_blocking=True)
             event = self._stream.record_event()
-        found = self._words
+        reduced = self._words
 
         def answer() -> Tensor:
             event.synchronize()
-            return found
+            return reduced
 
         return answer
 
@@ -188,30 +195,30 @@ class _Beside:
 log = logging.getLogger(__name__)
 
 LOOP = "_broadcast_sigterm_tensor"
-"""Lightning's broadcast after every batch, a method of the training epoch loop."""
+"""Method of the training epoch loop: Lightning's broadcast after every batch."""
 HANDLERS = ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
-"""Lightning's handlers, methods of the signal connector: the job is to end; it is to be saved and started again."""
+"""Methods of the signal connector, Lightning's handlers: one ends the job, one saves it and starts it again."""
 
 CLOCK = "_check_time_remaining"
-"""Lightning's broadcast of whether time is over, a method of its Timer."""
+"""Method of Lightning's Timer: broadcasts whether the time limit is reached."""
 TIMERS = (("Timer", "pytorch.callbacks.timer"), ("Timer", "callbacks.timer"))
-"""Which is one of lightning.pytorch's or of pytorch_lightning's."""
+"""Class name and module (after the package's name) of the Timer in lightning.pytorch and in pytorch_lightning."""
 
 
 class Signals:
-    """Takes the place of Lightning's rendezvous in one fit; where Lightning has another one by now, of none.
+    """Replace Lightning's own agreement on signals for one fit; do nothing if Lightning's internals have changed.
 
-    Create it before the signal handlers are registered, in the strategy's ``setup``. Lightning acts on what was agreed:
-    at the end of the batch, as on a SIGTERM of its own.
+    Create it in the strategy's ``setup``, before the signal handlers are registered. Lightning acts on the ranks'
+    agreement at the end of the batch, as on a SIGTERM.
 
     Args:
         trainer: of the fit.
 
     Attributes:
-        taken: Lightning's rendezvous are replaced.
-        end: SIGTERM arrived on this rank.
-        save: so did the cluster's signal to save the run and start it again.
-        stop: a Timer's time is over on this rank.
+        taken: whether Lightning's own agreement is replaced.
+        end: whether SIGTERM arrived on this rank.
+        save: whether the cluster's signal to save and requeue the run arrived on this rank.
+        stop: whether a Timer's limit is reached on this rank.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -233,7 +240,7 @@ class Signals:
 
     def _note_end(self, number: int, _: Any) -> None:
         launcher = self._trainer.strategy.launcher
-        if not self.end and launcher is not None:  # which forwards it to the processes that it started
+        if not self.end and launcher is not None:  # forwards the signal to the processes that it started
             launcher.kill(number)
         self.end = True
 
@@ -241,9 +248,9 @@ class Signals:
         self.save = True
 
     def watch_clocks(self) -> None:
-        """Have Timers only note that their time is over, after every batch; before the first they broadcast it."""
+        """Make Timers note after each batch that their limit is reached; they broadcast only before the first."""
         for timer in self._trainer.callbacks:
-            kinds = {(each.__name__, each.__module__.partition(".")[2]) for each in type(timer).__mro__}
+            kinds = {(cls.__name__, cls.__module__.partition(".")[2]) for cls in type(timer).__mro__}
             known = not kinds.isdisjoint(TIMERS) and hasattr(timer, CLOCK)
             if known and timer._interval == "step":
                 self._replace(timer, CLOCK, functools.partial(self._note_time, timer))
@@ -253,7 +260,7 @@ class Signals:
         self.stop = self.stop or (left is not None and left <= 0)
 
     def agreed(self, end: bool, save: bool, stop: bool = False) -> None:
-        """The ranks have met, in an optimizer's step, and one of them at least was told this."""
+        """Note what at least one rank was asked for, once all ranks know it."""
         if stop and not self._trainer.should_stop:
             rank_zero_info("lightning_compress: the time limit is reached; training stops")
             self._trainer.should_stop = True
@@ -262,11 +269,11 @@ class Signals:
             self._due = lambda: self._slurm(number, None)
             self.save = False
         self._ends = self._ends or end
-        if self._ends and self._due is None:  # else it is saved first: Lightning ends before the next batch
+        if self._ends and self._due is None:  # else save first: Lightning ends before the next batch
             self._connector.received_sigterm = True
 
     def act(self) -> None:
-        """Save what was agreed to be saved, then end if that was, too; to be called between two batches."""
+        """Save if the ranks agreed to, then end if they agreed to; call it between two batches."""
         due, self._due = self._due, None
         if due is not None:
             due()
@@ -274,7 +281,7 @@ class Signals:
             self._connector.received_sigterm = True
 
     def release(self) -> None:
-        """Give Lightning its own back."""
+        """Restore Lightning's own methods."""
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
         self._replaced.clear()

@@ -1,11 +1,11 @@
-"""Files beside a checkpoint: every rank's own state, which the checkpoint itself, written by rank 0, cannot hold.
+"""Files beside a checkpoint with each rank's own state; rank 0 writes the checkpoint itself, which cannot hold them.
 
-    epoch=3.ckpt                          the checkpoint; a manifest in it names the files that belong to it
-    epoch=3.ckpt.lc/<save>.rank0.pt       one file a rank and save, tensors and primitives only
-    hpc.lc/<save>.rank0.pt                the same for hpc_ckpt_1.ckpt and the others that a cluster's signal makes
+    epoch=3.ckpt                          the checkpoint; its manifest names the files that belong to it
+    epoch=3.ckpt.lc/<save>.rank0.pt       one file per rank and save, tensors and primitives only
+    hpc.lc/<save>.rank0.pt                the same for hpc_ckpt_<n>.ckpt, which Lightning saves on a cluster's signal
 
-A file is written under a temporary name and renamed, and belongs to one save: a checkpoint that is written again keeps
-the files of the save before until the one after, so that at any moment some checkpoint is whole.
+A file belongs to one save; it is written under a temporary name and renamed. When a checkpoint is overwritten, the
+files of the previous save stay until the next one, so at any moment one complete checkpoint exists.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from lightning_compress.core import state_dict
 from lightning_compress.core.state_dict import StateDict
 
 KEY = "lightning_compress"
-"""Where a checkpoint has the manifest."""
+"""The checkpoint's key of the manifest."""
 CHOSEN = "lightning_compress_chosen"
-"""Where it has what ``compressor="auto"`` became."""
+"""The key of what ``compressor="auto"`` picked."""
 ATTEMPTS = "lightning_compress_attempts"
-"""Where it has how often each optimizer's step was tried, where ranks train models of their own."""
+"""The key of each optimizer's number of attempted steps, in runs with a model per rank."""
 FORMAT = 1
+"""Version of the manifest."""
 MOST_RANKS = 1 << 20
 NAME = re.compile(r"[0-9a-f]{16}-\d{1,18}-\d{1,18}")
-"""Of a save."""
+"""Pattern of a save's name: run, count, step."""
 SavedState = Literal["sidecar", "mean", "none"]
 Tree = dict[str, Any]
 """Tensors and primitives, in mappings and lists."""
 
 
 class Files(Protocol):
-    """What is needed of a Lightning ``CheckpointIO``."""
+    """The methods that are used of a Lightning ``CheckpointIO``."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
-        """Write."""
+        """Write a checkpoint."""
 
     def load_checkpoint(self, path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read; tensors and primitives only."""
+        """Read a checkpoint; tensors and primitives only."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Save:
     """One save of one run.
 
     Args:
-        run: a number that the ranks of a run have in common.
-        count: how many saves were before it.
-        step: optimizer steps that it holds.
+        run: a random number that identifies the fit on all ranks.
+        count: number of earlier saves.
+        step: optimizer steps so far.
     """
 
     run: int
@@ -71,41 +72,46 @@ class Save:
 def write(
     files: Files, path: str, checkpoint: dict[str, Any], save: Save, method: str, tree: Tree, ranks: Collective
 ) -> None:
-    """Write this rank's file, put the manifest into the checkpoint, and drop files that no checkpoint needs.
+    """Write this rank's file, add the manifest to the checkpoint, and remove files that no checkpoint needs.
 
     Args:
-        files: writes.
+        files: writes the file.
         path: of the checkpoint.
         checkpoint: gets the manifest.
-        save: which one, the same on all ranks.
-        method: what can go on from it.
+        save: the same on all ranks.
+        method: name of the method that can resume from it.
         tree: of this rank.
-        ranks: not communicated with: a save may happen in an exception or signal handler.
+        ranks: used for their number only, without communication: an exception or signal handler may save.
     """
-    folder, ending = _beside(path), f".rank{ranks.rank}.pt"
+    folder, ending = _folder_for(path), f".rank{ranks.rank}.pt"
     content = {"save": str(save), "tree": tree, "checksum": state_dict.checksum(tree)}
     files.save_checkpoint(content, f"{folder}/{save}{ending}")
     _drop_older(folder, ending, save)
-    place = {"save": str(save), "folder": os.path.basename(folder)}
-    checkpoint[KEY] = {"format": FORMAT, "method": method, "world_size": ranks.size, **place}
+    checkpoint[KEY] = {
+        "format": FORMAT,
+        "method": method,
+        "world_size": ranks.size,
+        "save": str(save),
+        "folder": os.path.basename(folder),
+    }
 
 
-def _beside(path: str) -> str:
-    """The folder of the ranks' files.
+def _folder_for(path: str) -> str:
+    """Return the folder of the ranks' files for a new checkpoint.
 
-    When a cluster's signal arrives, every rank counts the ``hpc_ckpt_<n>`` that are there to name its own: one that is
-    late sees what the others wrote, and folders too. So those have one folder, which is not counted.
+    On a cluster's signal, each rank counts the existing ``hpc_ckpt_<n>`` files and folders to name its own. A late rank
+    already sees those of the others. So they all share a folder whose name is not counted.
     """
     parent, name = os.path.split(path)
     return os.path.join(parent, "hpc.lc") if name.startswith("hpc_ckpt_") else f"{path}.lc"
 
 
 def _drop_older(folder: str, ending: str, save: Save) -> None:
-    """Keep the files of this save and of the one before it: the checkpoint on disk may still be the earlier one."""
+    """Keep this rank's files of this save and of the previous one: the checkpoint on disk may still be the previous."""
     fs, place = url_to_fs(folder)
     try:
         paths = [path for path in fs.ls(place, detail=False) if path.endswith(ending)]
-    except FileNotFoundError:  # it is being written in the background
+    except FileNotFoundError:  # the file is still being written in the background
         return
     ours = {path: _count(path, save.run) for path in paths}
     previous = max((count for count in ours.values() if count is not None and count < save.count), default=-1)
@@ -113,7 +119,7 @@ def _drop_older(folder: str, ending: str, save: Save) -> None:
     for path, count in ours.items():
         if count is not None and count < previous:
             fs.rm(path)
-    if previous >= 0:  # two saves of this run are whole: what an earlier run left is not needed
+    if previous >= 0:  # two saves of this run are complete, so files of earlier runs are not needed
         for path in others:
             fs.rm(path)
 
@@ -124,22 +130,23 @@ def _count(path: str, run: int) -> int | None:
 
 
 def write_inside(checkpoint: dict[str, Any], state: StateDict, ranks: Collective, device: torch.device) -> None:
-    """Put the mean over the ranks into the checkpoint itself; where ranks differ, all of them must save.
+    """Put the mean of the ranks' states into the checkpoint itself. Collective if the states differ between ranks.
 
     Args:
-        checkpoint: gets it.
+        checkpoint: gets the mean.
         state: of this rank.
-        ranks: that sum.
-        device: on which they talk.
+        ranks: to average over.
+        device: for the collective calls.
     """
     state = _averaged(state, ranks, ranks.size, device)
     checkpoint[KEY] = {"format": FORMAT, "method": state["method"], "world_size": ranks.size, "tree": state}
 
 
 def remove(path: str, rank: int) -> None:
-    """Remove the files beside a checkpoint that was removed: rank 0 all that it sees, others their own.
+    """Remove the files beside a removed checkpoint: rank 0 all that it sees, other ranks their own.
 
-    Where the checkpoint is still there, rank 0 has not removed it yet, or removes another one, and the disk is shared.
+    If another rank still sees the checkpoint, the disk is shared, and rank 0 has not removed it yet or removes another
+    one. Then the rank does nothing.
     """
     fs, place = url_to_fs(path)
     folder = f"{place}.lc"
@@ -149,23 +156,23 @@ def remove(path: str, rank: int) -> None:
         files = fs.ls(folder, detail=False)
     except FileNotFoundError:
         return
-    for each in files:
-        if rank == 0 or each.endswith(f".rank{rank}.pt"):
+    for file in files:
+        if rank == 0 or file.endswith(f".rank{rank}.pt"):
             with contextlib.suppress(FileNotFoundError):  # another rank was faster
-                fs.rm(each)
-    with contextlib.suppress(OSError):  # likewise, or others still have files there
+                fs.rm(file)
+    with contextlib.suppress(OSError):  # another rank was faster, or still has files there
         fs.rmdir(folder)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint's manifest says.
+    """A checkpoint's manifest, validated.
 
     Args:
-        ranks: that saved.
-        inside: the state that the checkpoint holds in place of files, or None.
-        save: which one.
-        place: of the ranks' files, up to the rank's number.
+        ranks: number of ranks that saved.
+        inside: the state inside the checkpoint, if there are no files; else None.
+        save: name of the save.
+        place: path of the ranks' files, up to the rank's number.
     """
 
     ranks: int
@@ -175,122 +182,130 @@ class Saved:
 
     @classmethod
     def of(cls, path: str, manifest: object, methods: Sequence[str], size: int | None = None) -> Saved:
-        """Read a manifest, of which nothing is taken for granted.
+        """Validate a manifest.
 
         Args:
             path: of the checkpoint.
-            manifest: what it has under ``KEY``.
-            methods: whose state this run can go on from, its own first.
-            size: ranks that must have saved; None: any number.
+            manifest: the checkpoint's content under ``KEY``; may be anything.
+            methods: names of the methods whose state this run can resume from, its own first.
+            size: required number of ranks; None: any.
 
         Raises:
-            ValueError: there is none, or it is damaged, or of another method or number of ranks.
+            ValueError: it is missing or damaged, or of another method or number of ranks.
         """
         if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
             raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
-        theirs, before = manifest.get("method"), manifest.get("world_size")
-        if not isinstance(theirs, str) or type(before) is not int or not 0 < before <= MOST_RANKS:
+        method, ranks = manifest.get("method"), manifest.get("world_size")
+        if not isinstance(method, str) or type(ranks) is not int or not 0 < ranks <= MOST_RANKS:
             raise ValueError("the checkpoint's manifest is damaged")
-        if size not in (None, before):
-            raise ValueError(f"the checkpoint is of {before} ranks, and this run has {size}")
-        if theirs not in methods:
-            raise ValueError(f"the checkpoint was trained with {theirs}, this run compresses with {methods[0]}")
+        if size not in (None, ranks):
+            raise ValueError(f"the checkpoint is of {ranks} ranks, and this run has {size}")
+        if method not in methods:
+            raise ValueError(f"the checkpoint was trained with {method}, this run compresses with {methods[0]}")
         if (inside := _tree(manifest)) is not None:
-            return cls(before, inside)
+            return cls(ranks, inside)
         folder, save = manifest.get("folder"), manifest.get("save")
         if not isinstance(folder, str) or not isinstance(save, str):
             raise ValueError("the checkpoint's manifest is damaged")
         plain = os.path.basename(folder) == folder and folder.endswith(".lc") and "::" not in folder
         if not plain or not NAME.fullmatch(save):
-            raise ValueError("the checkpoint's manifest names files elsewhere")
-        return cls(before, None, save, f"{_folder(path, folder, save)}/{save}.rank")
+            raise ValueError("the checkpoint's manifest names files outside of its folder")
+        return cls(ranks, None, save, f"{_folder(path, folder, save)}/{save}.rank")
 
     def part(self, files: Files, rank: int, check: Callable[[object], Tree]) -> Tree:
-        """One rank's own, with its tensors on the CPU.
+        """Return one rank's tree, with its tensors on the CPU.
 
         Args:
-            files: reads.
-            rank: of those that saved.
-            check: refuses what else a file may hold.
+            files: reads the file.
+            rank: the number that the rank had when it saved.
+            check: returns the tree, or raises ValueError if the file holds something else.
 
         Raises:
-            ValueError: it is missing, damaged or of another save.
+            ValueError: the file is missing, damaged or of another save.
         """
         path = f"{self.place}{rank}.pt"
         content = _content(files, path, self.save)
         tree = check(_tree(content))
-        if "tree" in content and content.get("checksum") != state_dict.checksum(tree):  # torch.load does not notice
+        if "tree" in content and content.get("checksum") != state_dict.checksum(tree):  # torch.load does not check it
             raise ValueError(f"{path} is damaged: its checksum is wrong")
         return tree
 
 
 def _tree(content: Mapping[str, Any]) -> object:
-    """What is saved of ranks, which earlier versions had under another name."""
+    """Return what is saved; earlier versions kept it under another key."""
     return content.get("tree", content.get("state"))
 
 
 def read(
     files: Files, path: str, manifest: object, methods: Sequence[str], ranks: Collective, device: torch.device
 ) -> StateDict:
-    """This rank's state of a compression: its own, or at another world size its part of the mean over those that were.
+    """Return this rank's state of a compression.
+
+    It is the rank's own, or on another number of ranks a sum over some of the saved states, which ``redistribute``
+    turns into their mean.
 
     Args:
-        files: reads.
+        files: reads the files.
         path: of the checkpoint.
-        manifest: what the checkpoint has under ``KEY``.
-        methods: whose state this run can go on from, its own first.
-        ranks: of this run; not communicated with: see ``redistribute``.
-        device: on which they talk, and where numbers go.
+        manifest: the checkpoint's content under ``KEY``.
+        methods: names of the methods whose state this run can resume from, its own first.
+        ranks: of this run, used without communication.
+        device: where the state's numbers go.
 
     Raises:
-        ValueError: a part is missing, damaged, of another save or of another method.
+        ValueError: a file is missing, damaged, of another save or of another method.
     """
     saved = Saved.of(path, manifest, methods)
     if saved.inside is not None:
         share = {"owner": saved.ranks / ranks.size}
         inside = state_dict.check(saved.inside)
-        return state_dict.mapped(inside, lambda one: one | {"numbers": one["numbers"] * share.get(one["holder"], 1)})
+        return state_dict.mapped(
+            inside, lambda each: each | {"numbers": each["numbers"] * share.get(each["holder"], 1)}
+        )
 
     def part(rank: int) -> StateDict:
-        made: StateDict = state_dict.moved(saved.part(files, rank, state_dict.check), device)
-        return made
+        state: StateDict = state_dict.moved(saved.part(files, rank, state_dict.check), device)
+        return state
 
     if saved.ranks == ranks.size:
         return part(ranks.rank)
-    numbers = range(ranks.rank, saved.ranks, ranks.size)
-    own = state_dict.total(map(part, numbers)) if numbers else state_dict.zeroed(part(0))  # one at a time in memory
-    return own | {"summands": saved.ranks}
+    earlier = range(ranks.rank, saved.ranks, ranks.size)
+    total = state_dict.total(map(part, earlier)) if earlier else state_dict.zeroed(part(0))  # one at a time in memory
+    return total | {"summands": saved.ranks}
 
 
 def redistribute(state: StateDict, ranks: Collective, device: torch.device) -> StateDict:
-    """Finish ``read`` at another world size, where all ranks read well: every rank goes on from the mean."""
+    """Finish ``read`` on another number of ranks: return the mean. Call it once all ranks have read. Collective."""
     if "summands" not in state:
         return state
     return _averaged(state, ranks, state.pop("summands"), device)
 
 
 def _averaged(state: StateDict, ranks: Collective, summands: int, device: torch.device) -> StateDict:
-    """The same with means over the ranks for what each has for itself, on the device where the ranks talk."""
+    """Return the state with means over the ranks for all entries that differ between ranks, on ``device``."""
 
-    def mean(one: StateDict) -> StateDict:
-        if one["holder"] == "shared":
-            return one
-        one = state_dict.opened(one)
-        numbers = one["numbers"].to(device, torch.float32, copy=True)
+    def mean(entry: StateDict) -> StateDict:
+        if entry["holder"] == "shared":
+            return entry
+        entry = state_dict.opened(entry)
+        numbers = entry["numbers"].to(device, torch.float32, copy=True)
         ranks.all_reduce(numbers)
-        numbers /= summands if one["holder"] == "rank" else ranks.size  # owners add all ranks' up again
-        return one | {"numbers": numbers}
+        numbers /= summands if entry["holder"] == "rank" else ranks.size  # an owner sums all ranks' numbers again
+        return entry | {"numbers": numbers}
 
     return state_dict.mapped(state, mean)
 
 
 def _folder(path: str, named: str, save: str) -> str:
-    """Where the files are: beside the checkpoint, under its name now or then; ``last.ckpt`` may be a link to it."""
+    """Return the folder of the files: beside the checkpoint, named after it or as it was named when it was saved.
+
+    ``last.ckpt`` may be a link to the checkpoint.
+    """
     real = path if "://" in path else os.path.realpath(path)
     places = [f"{real}.lc", f"{os.path.dirname(real)}/{named}"]
     for place in places:
         fs, folder = url_to_fs(place)
-        if fs.exists(folder) and any(os.path.basename(each).startswith(f"{save}.") for each in fs.ls(folder, False)):
+        if fs.exists(folder) and any(os.path.basename(file).startswith(f"{save}.") for file in fs.ls(folder, False)):
             return place
     return places[0]
 
@@ -298,24 +313,27 @@ def _folder(path: str, named: str, save: str) -> str:
 def _content(files: Files, path: str, save: str) -> Mapping[str, Any]:
     fs, place = url_to_fs(path)
     if not fs.exists(place):
-        raise ValueError(f"{path} is missing: the ranks' own state was not copied along, or not written to its end")
+        raise ValueError(
+            f"{path} is missing: the run ended before it was written, or the folder was not copied with the "
+            "checkpoint. Copy the folder too"
+        )
     try:
         content = _load(files, path)
     except Exception as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch advises what runs any code
-            said = f"it holds a {foreign[1]}, and only tensors, numbers, texts, lists and mappings are read"
-        raise ValueError(f"{path} cannot be read: {said}") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice would run any code
+            reason = f"it holds a {foreign[1]}, and only tensors, numbers, texts, lists and mappings are allowed"
+        raise ValueError(f"{path} cannot be read: {reason}") from error
     if not isinstance(content, Mapping) or content.get("save") != save:
         raise ValueError(f"{path} is of another save than the checkpoint")
     return content
 
 
 def _load(files: Files, path: str) -> object:
-    """Read tensors and primitives, so that no code in a file runs, and no more of them than there are bytes.
+    """Read tensors and primitives only: no code in a file runs, and nothing unpacks to more than the file's size.
 
-    What torch.save wrote is read here, since a CheckpointIO of the user's own, or of an older Lightning, need not take
-    ``weights_only``. One that writes another format must.
+    Files of torch.save are read here, because a user's CheckpointIO, or that of an older Lightning, may not accept
+    ``weights_only``. A CheckpointIO with its own format must accept it.
     """
     fs, place = url_to_fs(path)
     with fs.open(place, "rb") as file:
@@ -325,10 +343,10 @@ def _load(files: Files, path: str) -> object:
                 size = file.seek(0, os.SEEK_END)
                 stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
                 if not stored or sum(record.file_size for record in records) > size:
-                    raise ValueError("it is no file that torch.save writes")
+                    raise ValueError("it is not a file that torch.save writes")
                 file.seek(0)
                 content = torch.load(file, map_location="cpu", weights_only=True)
-                # earlier versions had a checksum by another rule; the archive has its own
+                # earlier versions used another checksum, so check the archive's own
                 if isinstance(content, dict) and "state" in content and archive.testzip():
                     raise ValueError("it is damaged: its checksum is wrong")
                 return content

@@ -1,4 +1,4 @@
-"""What a strategy over a synchroniser, which leaves the model unwrapped, cannot be combined with."""
+"""Raise if a strategy with a model per rank is combined with something that it cannot work with."""
 
 from __future__ import annotations
 
@@ -10,56 +10,58 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _REFUSED = {
-    "ddp_comm_hook": "there is no DistributedDataParallel whose hook it could be; name a compressor",
-    "ddp_comm_state": "there is no hook that it could be of; remove it",
-    "ddp_comm_wrapper": "there is no hook to wrap; name a compressor",
-    "model_averaging_period": "this strategy averages by itself; use its own settings",
+    "ddp_comm_hook": "this strategy has no DistributedDataParallel to hook. Give a compressor instead",
+    "ddp_comm_state": "this strategy has no DistributedDataParallel hook. Remove it",
+    "ddp_comm_wrapper": "this strategy has no DistributedDataParallel hook to wrap. Give a compressor instead",
+    "model_averaging_period": "this strategy averages models itself. Use its own settings instead",
 }
 
 
 def without_wrapper(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without those of DistributedDataParallel, which Lightning's command line gives with their defaults.
+    """Return the arguments without those of DistributedDataParallel.
+
+    Lightning's command line passes them with their defaults.
 
     Raises:
         ValueError: one of them is not the default.
     """
-    theirs = inspect.signature(DistributedDataParallel.__init__).parameters
+    wrapper = inspect.signature(DistributedDataParallel.__init__).parameters
     for name, value in given.items():
         if name in _REFUSED and value is not None:
             raise ValueError(f"{name}={value!r}: {_REFUSED[name]}")
-        if name in theirs and value not in (None, theirs[name].default):
+        if name in wrapper and value not in (None, wrapper[name].default):
             raise ValueError(
-                f"{name}={value!r} is an argument of DistributedDataParallel, which does not wrap the model here; "
-                "remove it"
+                f"{name}={value!r} is an argument of DistributedDataParallel, which does not wrap the model here. "
+                "Remove it"
             )
-    return {name: value for name, value in given.items() if name not in theirs}
+    return {name: value for name, value in given.items() if name not in wrapper}
 
 
 def check_fit(name: str, trainer: Any, module: nn.Module, synchronises: bool) -> None:
-    """Refuse what would have ranks talk, or look at clocks and weights, on their own.
+    """Raise if a rank would communicate, look at its clock, or swap weights without the other ranks.
 
     Args:
-        name: of the strategy.
+        name: of the strategy, for messages.
         trainer: of the fit.
         module: the model.
-        synchronises: batch norm is to.
+        synchronises: whether ``sync_batchnorm`` is set.
 
     Raises:
-        ValueError: it is chosen.
+        ValueError: the trainer, model or a callback does one of these.
     """
     if synchronises or any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
         raise ValueError(
-            f"{name} cannot be combined with SyncBatchNorm, which talks in every forward pass of all ranks; set "
-            "sync_batchnorm=False: buffers are averaged where the models are"
+            f"{name} cannot be combined with SyncBatchNorm, which communicates in every forward pass. Set "
+            "sync_batchnorm=False: buffers are averaged when the models are"
         )
     if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
         raise ValueError(
-            f"{name} cannot be combined with a val_check_interval of {seconds:g} s: each rank looks at its own "
-            "clock, and they would validate at different steps; give a number of batches"
+            f"{name} cannot be combined with a val_check_interval of {seconds:g} s: the ranks' clocks differ, so they "
+            "would validate at different steps. Give a number of batches"
         )
     for callback in trainer.callbacks:
-        if "WeightAveraging" in [each.__name__ for each in type(callback).__mro__]:
+        if "WeightAveraging" in [cls.__name__ for cls in type(callback).__mro__]:
             raise ValueError(
-                f"{name} cannot be combined with {type(callback).__name__}, which averages each rank's own model "
-                "and swaps it in by itself; remove it, or use StochasticWeightAveraging"
+                f"{name} cannot be combined with {type(callback).__name__}, which swaps in an average of each rank's "
+                "own model. Remove it, or use StochasticWeightAveraging"
             )

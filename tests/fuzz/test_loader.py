@@ -110,7 +110,7 @@ def test_what_unpacks_to_more_than_the_file_is_refused(saved):
     with zipfile.ZipFile(stored) as source, zipfile.ZipFile(saved[2][1], "w", zipfile.ZIP_DEFLATED) as packed:
         for name in source.namelist():
             packed.writestr(name, source.read(name))
-    assert "no file that torch.save writes" in "".join(outcome(saved))
+    assert "not a file that torch.save writes" in "".join(outcome(saved))
 
 
 def rewrite(file, change):
