@@ -277,15 +277,6 @@ class Planner(Pattern):
         """
 
 
-def agree_length(plan: MessagePlan, used: int, collective: Collective, device: torch.device) -> int:
-    """Return the bytes of a message to send: the most that any rank used. Communicates only if lengths vary.
-
-    Raises:
-        ValueError: a rank reports an impossible length; raised on every rank.
-    """
-    return longest(used, plan.size, collective, device) if plan.variable else plan.size
-
-
 def longest(used: int, most: int, collective: Collective, device: torch.device) -> int:
     """Return the most bytes that any rank uses, a multiple of the alignment. Collective.
 
@@ -308,19 +299,11 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
     return width
 
 
-def length_bytes(plan: MessagePlan, ranks: int) -> int:
-    """Return the bytes that each of ``ranks`` ranks sends in ``agree_length``."""
-    return all_reduce_bytes(LENGTH, ranks) if plan.variable else 0
-
-
-def length_rounds(plan: MessagePlan, ranks: int) -> int:
-    """Return the sequential rounds of ``agree_length``."""
-    return all_reduce_rounds(ranks) if plan.variable else 0
-
-
-def rows(buffer: Tensor, count: int, width: int) -> Tensor:
-    """View the first ``count * width`` bytes of a contiguous buffer as ``[count, width]``."""
-    return buffer.view(-1)[: count * width].view(count, width)
+def length_cost(plan: MessagePlan, ranks: int) -> Cost:
+    """Return what it costs each of ``ranks`` ranks to agree on the longest message, if lengths vary."""
+    if not plan.variable:
+        return Cost()
+    return Cost(bytes_sent=all_reduce_bytes(LENGTH, ranks), rounds=all_reduce_rounds(ranks))
 
 
 def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:

@@ -222,12 +222,7 @@ class MessagePlan:
             for number, (span, plan) in enumerate(self._parts):
                 part, section_key = message[end : end + plan.message_size], _section_key(key, number)
                 added = summands and (summands[0][span], summands[1][span])
-                if isinstance(plan, FusedPlan):
-                    plan.encode(vector[span], part, section_key, keeps[number], added)
-                else:
-                    plan.encode(
-                        vector[span] if added is None else torch.add(*added, out=vector[span]), part, section_key
-                    )
+                encode_by(plan, vector[span], part, section_key, keeps[number], added)
                 starts.append(end)
                 if self.variable:
                     used = plan.used
@@ -321,6 +316,16 @@ class MessagePlan:
         """Apply ``zero_nonfinite`` to each section of a vector of sums."""
         for span, _ in self._parts:
             zero_nonfinite(vector[span], flag)
+
+
+def encode_by(
+    plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None
+) -> None:
+    """Encode with any plan, fused or not; see ``FusedPlan.encode``."""
+    if isinstance(plan, FusedPlan):
+        plan.encode(vector, message, key, keep, summands)
+    else:
+        plan.encode(vector if summands is None else torch.add(*summands, out=vector), message, key)
 
 
 def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:

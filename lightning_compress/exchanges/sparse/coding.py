@@ -55,7 +55,7 @@ def write(values: Tensor, message: Tensor) -> int:
             return used
     indices = indices_of(values)
     if _kind(len(indices), numel) == "dense":
-        return _dense(len(indices), values, message)
+        return write_dense(len(indices), values, message)
     return write_entries(indices, values[indices], numel, message)
 
 
@@ -71,7 +71,7 @@ def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor, 
     """
     count, kind = len(indices), _kind(len(indices), numel, exact)
     if kind == "dense":
-        return _dense(count, values.new_zeros(numel).index_copy_(0, indices, values), message)
+        return write_dense(count, values.new_zeros(numel).index_copy_(0, indices, values), message)
     message[:4].view(torch.int32)[0] = count
     used = int(used_bytes(count, numel, exact))
     body = message[HEADER:used]
@@ -85,11 +85,6 @@ def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor, 
         body[:bitmap].copy_(torch.from_numpy(packed))
     body[len(body) - 4 * count :].view(torch.float32).copy_(values)
     return used
-
-
-def write_all(values: Tensor, message: Tensor) -> int:
-    """Write all values, zeros too, and return the bytes of the message."""
-    return _dense(len(values), values, message)
 
 
 def read(message: Tensor, out: Tensor) -> int:
@@ -186,7 +181,8 @@ def _kind(count: int, numel: int, exact: bool = False) -> Literal["list", "bitma
     return "list" if used == 8 * count else "bitmap"
 
 
-def _dense(count: int, values: Tensor, message: Tensor) -> int:
+def write_dense(count: int, values: Tensor, message: Tensor) -> int:
+    """Write all values, of which ``count`` are entries, and return the bytes of the message."""
     message[:4].view(torch.int32)[0] = count
     used = HEADER + 4 * len(values)
     message[HEADER:used].view(torch.float32).copy_(values)

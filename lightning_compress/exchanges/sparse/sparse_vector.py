@@ -50,7 +50,7 @@ class SparseVector:
     def write(self, message: Tensor) -> int:
         """Write all elements, and return the bytes of the message."""
         if self.indices is None:
-            return coding.write_all(self.values, message)
+            return coding.write_dense(self.numel, self.values, message)
         return coding.write_entries(self.indices, self.values, self.numel, message, exact=True)
 
     def cuts(self, bounds: Sequence[int]) -> list[int]:
