@@ -14,7 +14,7 @@ from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import State, States, StateSpec
-from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, of_vectors, scatter
+from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, scatter
 from lightning_compress.exchanges.message import Section, zero_nonfinite
 from lightning_compress.reducers import Reducer, ReducerPlan
 
@@ -115,9 +115,8 @@ class CompositePlan(ExchangePlan):
         costs = (plan.compared.scaled(share) for plan, share in zip(self._plans, self._shares, strict=True))
         return reduce(add, costs)
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        """See ``ExchangePlan.mean``."""
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.average``."""
         for number, plan in enumerate(self._plans):
             plan.mean(vector, out, key if self._one_key else mix(key, number), flag)
 
@@ -143,8 +142,7 @@ class _ReducersPlan(ExchangePlan):
         sent, rounds = (sum(each) for each in zip(*((plan.bytes_sent, plan.rounds) for _, plan in plans), strict=True))
         self.cost = Cost(bytes_sent=sent, rounds=rounds)
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         carried = self._carried
         if len(carried):
             carried[0] = flag

@@ -22,7 +22,6 @@ from lightning_compress.exchanges.exchange import (
     ExchangePlan,
     Pattern,
     gather,
-    of_vectors,
     scatter,
 )
 from lightning_compress.exchanges.message import Section, zero_nonfinite
@@ -152,8 +151,7 @@ class _PartsPlan(ExchangePlan):
         rows = torch.zeros(self._inside.size, self._width, device=self._device)
         return rows, torch.empty_like(rows), torch.empty(self._width, device=self._device)
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size
         rows, received, own_mean = self._buffers
         for row, spans in zip(rows, self._spans, strict=True):

@@ -24,11 +24,11 @@ from lightning_compress.exchanges.exchange import (
     Exchange,
     ExchangePlan,
     Sums,
-    as_one,
     length_cost,
     longest,
     of_sums,
     read_sums,
+    whole,
 )
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
@@ -140,7 +140,7 @@ class _Plan(ExchangePlan):
                 self._collective.rank
             ].spans:  # own shard: encoded only after the others' are added
                 torch.add(summands[0][span], summands[1][span], out=vector[span])
-        with as_one(out, vector) as mean:
+        with whole(out, vector) as mean:
             self._mean(vector, mean, key, flag, summands)
 
     def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor, summands: Summands) -> None:

@@ -9,7 +9,9 @@ from lightning_compress.codecs.codec import aligned
 from lightning_compress.collectives import Collective, LocalCollective, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, Pattern, TwoShot
-from lightning_compress.testing.averaging import (
+from lightning_compress.testing.bias import ADVICE, KEYS, Measure, T, check_sent
+from lightning_compress.testing.laws import law
+from lightning_compress.testing.thread_ranks import (
     Average,
     StepsRun,
     average_on_ranks,
@@ -19,8 +21,6 @@ from lightning_compress.testing.averaging import (
     run_steps,
     variance_and_bias,
 )
-from lightning_compress.testing.bias import ADVICE, KEYS, Measure, T, check_sent
-from lightning_compress.testing.laws import law
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, make
 
 

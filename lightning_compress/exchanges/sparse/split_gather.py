@@ -30,7 +30,7 @@ from lightning_compress.collectives.counting import (
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Growing, Messages
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, longest, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, longest
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
@@ -89,8 +89,7 @@ class _Plan(ExchangePlan):
             calls=2,
         )
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
         self._plan.encode(vector, self._own.all[0], mix(key, rank), flag)
