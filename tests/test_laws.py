@@ -239,9 +239,7 @@ def own_noise(codec):
 @pytest.mark.parametrize("exchange", NOISE)
 @pytest.mark.parametrize(("codec", "size"), by_turns(UNBIASED, (4, 8), 1, repr))
 def test_private_noise_averages_out(codec, exchange, size):
-    left = run_threads(size, lambda ranks: thread_ranks.variance_and_bias(NOISY[exchange], codec, ranks)[0])[
-        0
-    ]
+    left = run_threads(size, lambda ranks: thread_ranks.variance_and_bias(NOISY[exchange], codec, ranks)[0])[0]
     room = 1.4 if isinstance(codec, ATOMO) else 1.1  # one number decides what is sent of a matrix
     assert left <= room * NOISE[exchange](size) * own_noise(codec) / size
     if exchange == "all_gather":
