@@ -142,7 +142,7 @@ class MessagePlan:
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
         self.in_pieces = not self.variable and any(plan.in_pieces for plan in plans)
-        self._ends = [self._header + each for each in accumulate(aligned(plan.message_size) for plan in plans)]
+        self._ends = [self._header + end for end in accumulate(aligned(plan.message_size) for plan in plans)]
         counts = [sum(segment.numel > 0 for segment in section.layout.segments) for section in sections]
         self._pieces = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
         self._device = device

@@ -50,10 +50,9 @@ class Cluster:
 
 def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
     """Return each rank's host name, padded to 256 bytes. Collective."""
-    own = torch.zeros(256, dtype=torch.uint8, device=device)
-    name = socket.gethostname().encode()[:256]
-    own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    return [bytes(row) for row in consensus.gathered(own, collective).tolist()]
+    name = socket.gethostname().encode()[:256].ljust(256, b"\0")
+    row = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
+    return [bytes(row) for row in consensus.gathered(row, collective).tolist()]
 
 
 def nodes_of(collective: Collective, size: int | None, device: torch.device, one_size: bool = True) -> list[list[int]]:
@@ -165,10 +164,10 @@ class _PartsPlan(ExchangePlan):
             total.add_(row)
         flag.copy_(total[-1])
         numel = self._numels[rank]
-        own, mean = total[:numel], own_mean[:numel]
-        zero_nonfinite(own, flag)
-        self._outer.mean(own, mean, mix(key, rank), flag)
-        scatter(own, self._spans[rank], vector)
+        node_sum, mean = total[:numel], own_mean[:numel]
+        zero_nonfinite(node_sum, flag)
+        self._outer.mean(node_sum, mean, mix(key, rank), flag)
+        scatter(node_sum, self._spans[rank], vector)
         torch.mul(mean, 1 / size, out=mean)
         own_mean[-1] = flag
         self._inside.all_gather(own_mean, rows)

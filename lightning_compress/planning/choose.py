@@ -194,7 +194,7 @@ class Auto(Planner):
             measured = self._measured.nodes if self.link is None else []
             nodes = measured if ranks == node * len(measured) else nodes_of(world.collective, node, world.device)
             offers += [self._offer(Between(way, nodes), sections, world) for way in _ways(codecs, ranks // node)]
-        allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
+        allowed = [offer for offer in offers if self.fallback == "never" or offer.outward <= dense.outward]
         dense.name, dense.others = "float32 all_reduce", [str(offer) for offer in offers]
         if not allowed:
             sent = f"{usual.plan.description} would send {usual.plan.cost.bytes_sent:,} bytes"
@@ -202,7 +202,7 @@ class Auto(Planner):
         best = min(allowed, key=lambda offer: offer.seconds)
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
             best = usual
-        best.others = [str(each) for each in (*offers, dense) if each is not best]
+        best.others = [str(offer) for offer in (*offers, dense) if offer is not best]
         if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
             return dense.replacing(f"{best.plan.description} would save too little", sections, world)
         return best

@@ -77,8 +77,8 @@ def _check_vector(codec: Codec, given: Tensor, where: str, reference: Reference 
     before, after = float(given.double().norm()), float(residual.double().norm())
     shrinks = not codec.contractive or after <= before * (1 + 1e-6)
     law(8, shrinks, f"{where} is declared contractive, and leaves a norm of {after:.6g} of {before:.6g}")
-    kept = not codec.keeps_zeros or not decoded[given == 0].any()
-    law(8, kept, f"{where} is declared keeps_zeros, and decodes zeros to other numbers")
+    zeros_kept = not codec.keeps_zeros or not decoded[given == 0].any()
+    law(8, zeros_kept, f"{where} is declared keeps_zeros, and decodes zeros to other numbers")
     if reference is not None:
         off = float((reference(given.clone()) - decoded).abs().max())
         law(8, off <= room, f"{where} is off its reference by {off:.3g}")

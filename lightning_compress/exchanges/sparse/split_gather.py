@@ -119,11 +119,12 @@ class _Plan(ExchangePlan):
         bad = flag.isnan().long().view(1)
         table = torch.cat([*(_quantiles(each, size) for each in held), bad])
         self._collective.all_reduce(table)
-        *sums, found = table.tolist()
-        flag.fill_(torch.nan if found else 0.0)
+        *sums, any_bad = table.tolist()
+        flag.fill_(torch.nan if any_bad else 0.0)
         bounds = []
         for number, numel in enumerate(numels):
-            cuts = (min(max(0, each // size), numel) for each in sums[number * (size - 1) : (number + 1) * (size - 1)])
+            section_sums = sums[number * (size - 1) : (number + 1) * (size - 1)]
+            cuts = (min(max(0, total // size), numel) for total in section_sums)
             bounds.append([0, *accumulate(cuts, max), numel])  # ascending, for any bytes
         return bounds
 
