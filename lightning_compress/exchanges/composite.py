@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
@@ -105,7 +103,7 @@ class CompositePlan(ExchangePlan):
         self._plans = plans
         self._one_key = one_key
         self._shares = shares
-        self.cost = reduce(add, (plan.cost.scaled(share) for plan, share in zip(plans, shares, strict=True)))
+        self.cost = sum((plan.cost.scaled(share) for plan, share in zip(plans, shares, strict=True)), Cost())
         self.description = description or ", ".join(plan.description for plan in plans)
         self.dense_spans = [span for plan in plans for span in plan.dense_spans]
 
@@ -113,7 +111,7 @@ class CompositePlan(ExchangePlan):
     def compared(self) -> Cost:
         """See ``ExchangePlan.compared``."""
         costs = (plan.compared.scaled(share) for plan, share in zip(self._plans, self._shares, strict=True))
-        return reduce(add, costs)
+        return sum(costs, Cost())
 
     def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.average``."""

@@ -55,6 +55,12 @@ def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
     return [bytes(row) for row in consensus.gathered(row, collective).tolist()]
 
 
+def check_node_size(name: str, size: object) -> None:
+    """Raise ValueError unless ``size`` is a number of ranks or None; ``name`` is the class's, for the message."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"{name}(node_size={size!r}): it must be a number of ranks, 1 or more, or null")
+
+
 def nodes_of(collective: Collective, size: int | None, device: torch.device, one_size: bool = True) -> list[list[int]]:
     """Return the ranks of each node, in order. Collective.
 

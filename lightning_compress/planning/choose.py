@@ -17,7 +17,7 @@ from lightning_compress.exchanges import AllGather, AllReduce, Exchange, Exchang
 from lightning_compress.exchanges.composite import CompositePlan
 from lightning_compress.exchanges.exchange import META
 from lightning_compress.exchanges.message import Section, codecs_of
-from lightning_compress.exchanges.nodes import Between, nodes_of
+from lightning_compress.exchanges.nodes import Between, check_node_size, nodes_of
 from lightning_compress.planning import cost
 from lightning_compress.planning.cost import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.planning.link import Measured, kind_of
@@ -84,9 +84,7 @@ class Auto(Planner):
                 "'never'"
             )
         object.__setattr__(self, "link", None if self.link is None else cost.link_of(self.link))
-        size = self.node_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"Auto(node_size={size!r}): it must be a number of ranks, 1 or more, or null")
+        check_node_size("Auto", self.node_size)
 
     @cached_property
     def _measured(self) -> Measured:

@@ -33,6 +33,7 @@ AUTO = "auto chose float32, because this link is as fast as the compressor"
 NONE = "compressor='none' sends gradients as they are"
 """Reasons why compression is off."""
 
+_LOGGED = ("compressor", "exchange", "ratio", "summary")
 _OF_DRIFT = ("on_drift", "check_drift_every")
 _OF_COMPRESSION = ("warmup_steps", "on_nonfinite", *_OF_DRIFT, "min_numel", "rules")
 
@@ -65,12 +66,7 @@ class RunSummary:
 
     def hyperparameters(self) -> dict[str, str | float]:
         """Return the entries for loggers, without measured times, so that equal runs log the same."""
-        return {
-            "lightning_compress/compressor": self.compressor,
-            "lightning_compress/exchange": self.exchange,
-            "lightning_compress/ratio": self.ratio,
-            "lightning_compress/summary": self.summary,
-        }
+        return {f"lightning_compress/{name}": getattr(self, name) for name in _LOGGED}
 
 
 def run_summary(settings: RunState, parameters: Parameters, world: World, steps: int = 1) -> RunSummary:

@@ -25,7 +25,7 @@ from lightning_compress.core.state import States
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
+from lightning_compress.exchanges.sparse.coding import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 BAD, AGAIN = 1, 2

@@ -30,7 +30,7 @@ from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, 
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
+from lightning_compress.exchanges.sparse.coding import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 MORE, FEWER, NUDGE = 4 / 3, 2 / 3, 1.008

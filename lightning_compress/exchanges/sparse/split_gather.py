@@ -34,7 +34,7 @@ from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, 
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
+from lightning_compress.exchanges.sparse.coding import SparseVector
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
 """The time to write and to read a sparse vector, in multiples of copying it: by tensor operations, by a kernel."""
