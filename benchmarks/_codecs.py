@@ -13,7 +13,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import CORRECTED, Corrected
-from lightning_compress.testing.single_rank import encode
+from lightning_compress.exchanges.message import encode_by
 
 Case = Codec | Corrected
 
@@ -53,7 +53,7 @@ class CorrectedPlan(FusedPlan):
         given = Vector([vector if summands is None else summands[0]], 1 << 20)
         given.gradient, given.means = given.pieces[0], [self._means]
         self._correction.before(given)
-        encode(self._plan, vector, message, key, keep, summands)
+        encode_by(self._plan, vector, message, key, keep, summands)
         given.sent = vector
         self._correction.after(given)
         for state in self._states.values():

@@ -26,7 +26,7 @@ from lightning_compress.core import state
 from lightning_compress.core import vector as vectors
 from lightning_compress.core.layout import Layout
 from lightning_compress.engine import unused
-from lightning_compress.testing.single_rank import encode
+from lightning_compress.exchanges.message import encode_by
 
 _MINUS_TWO = "0fC0000000"
 LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]
@@ -97,8 +97,8 @@ def _launch(name: str, layout: Layout) -> None:
     vector = torch.zeros(layout.numel)
     messages = torch.zeros(2, aligned(plan.message_size), dtype=torch.uint8)[:, : plan.message_size]
     plan.share(1)
-    encode(plan, vector.clone(), messages[0], 1, summands=(vector, vector))
-    encode(plan, vector.clone(), messages[0], 1, keep=False)
+    encode_by(plan, vector.clone(), messages[0], 1, summands=(vector, vector))
+    encode_by(plan, vector.clone(), messages[0], 1, keep=False)
     for accumulate in (False, True):
         plan.decode(messages, vector, 0.5, accumulate)
 

@@ -20,7 +20,7 @@ from lightning_compress.planning import link as probe
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link
 from lightning_compress.reducers import REDUCERS
-from lightning_compress.testing import averaging
+from lightning_compress.testing import thread_ranks
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE
 from tests.cases import CASES, unbiased_cases
 from tests.helpers.sizes import by_turns
@@ -43,7 +43,7 @@ PATTERNS |= {"hierarchical": Hierarchical(node_size=2), "chain": Chain("binomial
 
 def group_plan(method, exchange, collective, meter, dense=DENSE, large=LARGE):
     """The plan of a group as the rules make it, by an exchange or its name: a dense stretch, then the method's."""
-    return averaging.make_plan(method, pattern(exchange), collective, meter, dense, large)[0]
+    return thread_ranks.make_plan(method, pattern(exchange), collective, meter, dense, large)[0]
 
 
 def pattern(exchange):
@@ -72,18 +72,18 @@ def can_travel(case, exchange, size=2):
 
 def average(codec, exchange, size, flag_rank=None):
     """One mean on every rank."""
-    return averaging.average_on_ranks(codec, pattern(exchange), size, flag_rank)
+    return thread_ranks.average_on_ranks(codec, pattern(exchange), size, flag_rank)
 
 
 def over_sockets(codec, exchanges):
     """A mean by each exchange on a rank of a pool."""
-    return [averaging.average(TorchCollective(), codec, pattern(exchange)) for exchange in exchanges]
+    return [thread_ranks.average(TorchCollective(), codec, pattern(exchange)) for exchange in exchanges]
 
 
 @cache
 def outcome(codec, exchange, size):
     """Of a mean that several laws look at."""
-    return averaging.outcome_of(average(codec, exchange, size))
+    return thread_ranks.outcome_of(average(codec, exchange, size))
 
 
 @cache
@@ -140,7 +140,7 @@ def test_the_same_over_sockets(pools, case, size):
     answers = pools[size].run(over_sockets, case.codec, exchanges)
     for number, exchange in enumerate(exchanges):
         ranks = [answer[number] for answer in answers]
-        check_conservation(averaging.outcome_of(ranks), case, exchange, size)
+        check_conservation(thread_ranks.outcome_of(ranks), case, exchange, size)
         summed = not isinstance(case.codec, Codec) or case.codec.sum_dtype is not None
         if not summed or exchange in ("all_gather", "two_shot"):  # the transport does not add
             threads = average(case.codec, exchange, size)
@@ -180,12 +180,12 @@ def test_bytes_equal_the_formula(case, exchange, size):
 
 @pytest.mark.parametrize(("case", "exchange", "size"), [each for each in GRID if each.values[0].lossless])
 def test_lossless_settings_are_the_mean(case, exchange, size):
-    assert averaging.lost(average(case.lossless, exchange, size)) <= 1e-6
+    assert thread_ranks.lost(average(case.lossless, exchange, size)) <= 1e-6
 
 
 @pytest.mark.parametrize(("case", "exchange", "size"), [each for each in GRID if each.values[2] in (2, 3)])
 def test_a_flag_on_any_rank_reaches_every_rank(case, exchange, size):
-    assert averaging.flags_arrive(case.codec, pattern(exchange), size)
+    assert thread_ranks.flags_arrive(case.codec, pattern(exchange), size)
     assert outcome(case.codec, exchange, size).zero_flags
 
 
@@ -233,13 +233,13 @@ NOISY = PATTERNS | {
 @cache
 def own_noise(codec):
     """Of one rank's message."""
-    return averaging.variance_and_bias(AllGather(), codec, LocalCollective())[0]
+    return thread_ranks.variance_and_bias(AllGather(), codec, LocalCollective())[0]
 
 
 @pytest.mark.parametrize("exchange", NOISE)
 @pytest.mark.parametrize(("codec", "size"), by_turns(UNBIASED, (4, 8), 1, repr))
 def test_private_noise_averages_out(codec, exchange, size):
-    left = run_threads(size, lambda collective: averaging.variance_and_bias(NOISY[exchange], codec, collective)[0])[0]
+    left = run_threads(size, lambda ranks: thread_ranks.variance_and_bias(NOISY[exchange], codec, ranks)[0])[0]
     room = 1.4 if isinstance(codec, ATOMO) else 1.1  # one number decides what is sent of a matrix
     assert left <= room * NOISE[exchange](size) * own_noise(codec) / size
     if exchange == "all_gather":

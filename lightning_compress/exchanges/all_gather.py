@@ -13,14 +13,7 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages
-from lightning_compress.exchanges.exchange import (
-    Cost,
-    Exchange,
-    ExchangePlan,
-    agree_length,
-    length_bytes,
-    length_rounds,
-)
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, length_cost, longest
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 
@@ -48,9 +41,9 @@ class _Plan(ExchangePlan):
         self._messages = Messages(collective.size, plan.size, device)
         size = collective.size
         self.in_pieces = plan.in_pieces
-        self.cost = Cost(
-            bytes_sent=(size - 1) * plan.expected_size + length_bytes(plan, size),
-            rounds=length_rounds(plan, size) + all_gather_rounds(size),
+        self.cost = length_cost(plan, size) + Cost(
+            bytes_sent=(size - 1) * plan.expected_size,
+            rounds=all_gather_rounds(size),
             encodes=1.0,
             decodes=float(size),
             calls=2,
@@ -63,7 +56,7 @@ class _Plan(ExchangePlan):
         used = self._plan.encode(vector, message, mix(key, rank), flag, keep=False, summands=summands)
         width = self._plan.size
         if self._plan.variable:
-            width = agree_length(self._plan, used, self._collective, vector.device)
+            width = longest(used, width, self._collective, vector.device)
         messages = self._messages.all.view(-1)[: size * width].view(size, width)
         self._collective.all_gather(message[:width], messages)
         flag.copy_(self._plan.flags(messages))

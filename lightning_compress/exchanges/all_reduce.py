@@ -18,7 +18,7 @@ from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages, chunk_size
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 
@@ -98,12 +98,11 @@ class _Plan(ExchangePlan):
 
     def mean(self, vector: Out, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         if isinstance(vector, Tensor):
-            self._mean(vector, out, key, flag, summands)
+            super().mean(vector, out, key, flag, summands)
         elif self.from_gradients:
             self.from_gradients.mean(vector, flag)
 
-    @of_vectors
-    def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         waits = []
         for number, (plan, message, sums) in enumerate(self._parts):

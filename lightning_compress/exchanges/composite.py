@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import State, States, StateSpec
-from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, of_vectors, scatter
+from lightning_compress.exchanges.exchange import Cost, ExchangePlan, Pattern, gather, scatter
 from lightning_compress.exchanges.message import Section, zero_nonfinite
 from lightning_compress.reducers import Reducer, ReducerPlan
 
@@ -105,7 +103,7 @@ class CompositePlan(ExchangePlan):
         self._plans = plans
         self._one_key = one_key
         self._shares = shares
-        self.cost = reduce(add, (plan.cost.scaled(share) for plan, share in zip(plans, shares, strict=True)))
+        self.cost = sum((plan.cost.scaled(share) for plan, share in zip(plans, shares, strict=True)), Cost())
         self.description = description or ", ".join(plan.description for plan in plans)
         self.dense_spans = [span for plan in plans for span in plan.dense_spans]
 
@@ -113,11 +111,10 @@ class CompositePlan(ExchangePlan):
     def compared(self) -> Cost:
         """See ``ExchangePlan.compared``."""
         costs = (plan.compared.scaled(share) for plan, share in zip(self._plans, self._shares, strict=True))
-        return reduce(add, costs)
+        return sum(costs, Cost())
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        """See ``ExchangePlan.mean``."""
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.average``."""
         for number, plan in enumerate(self._plans):
             plan.mean(vector, out, key if self._one_key else mix(key, number), flag)
 
@@ -143,8 +140,7 @@ class _ReducersPlan(ExchangePlan):
         sent, rounds = (sum(each) for each in zip(*((plan.bytes_sent, plan.rounds) for _, plan in plans), strict=True))
         self.cost = Cost(bytes_sent=sent, rounds=rounds)
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         carried = self._carried
         if len(carried):
             carried[0] = flag

@@ -7,11 +7,10 @@ rank did not send, such that ``W * mean + sum over ranks of vector_after == sum 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import wraps
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 
-P = TypeVar("P", bound="ExchangePlan")
-Mean = Callable[..., None]
 META = torch.device("meta")
 """The device of plans without memory. They are made to read their cost and never run."""
 Sums = Literal["refined", "same"] | Codec | str | Mapping[str, object]
@@ -94,7 +91,7 @@ def _of_sum(section: Section, ranks: int, sums: object) -> Section:
 
 
 @contextmanager
-def as_one(out: Out, like: Tensor) -> Iterator[Tensor]:
+def whole(out: Out, like: Tensor) -> Iterator[Tensor]:
     """Yield ``out`` if it is one tensor; else a scratch vector, which is copied to the tensors of ``out`` on exit.
 
     Args:
@@ -109,23 +106,7 @@ def as_one(out: Out, like: Tensor) -> Iterator[Tensor]:
     torch._foreach_copy_(list(out), list(mean.split([piece.numel() for piece in out])))
 
 
-def of_vectors(mean: Callable[[P, Tensor, Tensor, int, Tensor], None]) -> Mean:
-    """Turn a ``mean`` of one vector into one vector into an ``ExchangePlan.mean``.
-
-    It adds ``summands`` up into ``vector`` first, and copies the mean to the tensors of ``out`` last.
-    """
-
-    @wraps(mean)
-    def whole_mean(self: P, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
-        if summands is not None:
-            torch.add(*summands, out=vector)
-        with as_one(out, vector) as whole:
-            mean(self, vector, whole, key, flag)
-
-    return whole_mean
-
-
-class ExchangePlan(ABC):
+class ExchangePlan:
     """An exchange prepared for the vectors of one group. It allocates its message buffers in the first ``mean``.
 
     Attributes:
@@ -153,7 +134,6 @@ class ExchangePlan(ABC):
         """Return whether this slice of the vector travels as float32."""
         return any(dense.start <= span.start and span.stop <= dense.stop for dense in self.dense_spans)
 
-    @abstractmethod
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         """Average over the ranks.
 
@@ -166,6 +146,14 @@ class ExchangePlan(ABC):
             summands: gradient and residual. If given, their sum is first written to ``vector``; ``out`` may be the
                 gradient.
         """
+        if summands is not None:
+            torch.add(*summands, out=vector)
+        with whole(out, vector) as mean:
+            self.average(vector, mean, key, flag)
+
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """Do the work of ``mean`` for one vector and one tensor ``out``; a plan that fuses more overrides ``mean``."""
+        raise NotImplementedError
 
 
 class Keeper(ABC):
@@ -277,15 +265,6 @@ class Planner(Pattern):
         """
 
 
-def agree_length(plan: MessagePlan, used: int, collective: Collective, device: torch.device) -> int:
-    """Return the bytes of a message to send: the most that any rank used. Communicates only if lengths vary.
-
-    Raises:
-        ValueError: a rank reports an impossible length; raised on every rank.
-    """
-    return longest(used, plan.size, collective, device) if plan.variable else plan.size
-
-
 def longest(used: int, most: int, collective: Collective, device: torch.device) -> int:
     """Return the most bytes that any rank uses, a multiple of the alignment. Collective.
 
@@ -308,19 +287,11 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
     return width
 
 
-def length_bytes(plan: MessagePlan, ranks: int) -> int:
-    """Return the bytes that each of ``ranks`` ranks sends in ``agree_length``."""
-    return all_reduce_bytes(LENGTH, ranks) if plan.variable else 0
-
-
-def length_rounds(plan: MessagePlan, ranks: int) -> int:
-    """Return the sequential rounds of ``agree_length``."""
-    return all_reduce_rounds(ranks) if plan.variable else 0
-
-
-def rows(buffer: Tensor, count: int, width: int) -> Tensor:
-    """View the first ``count * width`` bytes of a contiguous buffer as ``[count, width]``."""
-    return buffer.view(-1)[: count * width].view(count, width)
+def length_cost(plan: MessagePlan, ranks: int) -> Cost:
+    """Return what it costs each of ``ranks`` ranks to agree on the longest message, if lengths vary."""
+    if not plan.variable:
+        return Cost()
+    return Cost(bytes_sent=all_reduce_bytes(LENGTH, ranks), rounds=all_reduce_rounds(ranks))
 
 
 def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:

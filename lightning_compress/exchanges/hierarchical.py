@@ -19,7 +19,7 @@ from lightning_compress.exchanges.all_gather import AllGather
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.exchange import Exchange, ExchangePlan, Pattern, Planner
 from lightning_compress.exchanges.message import Section
-from lightning_compress.exchanges.nodes import Between, nodes_of
+from lightning_compress.exchanges.nodes import Between, check_node_size, nodes_of
 from lightning_compress.exchanges.sparse.split_gather import SplitGather
 from lightning_compress.exchanges.two_shot import TwoShot
 
@@ -62,8 +62,7 @@ def read_outer(name: str, given: object, node_size: object) -> Pattern:
             f"{name}(outer={outer}): the exchange between nodes must not use nodes itself or keep state between "
             "steps; use 'auto', or 'two_shot' without adagrad"
         )
-    if node_size is not None and (isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1):
-        raise ValueError(f"{name}(node_size={node_size!r}): it must be a number of ranks, 1 or more, or null")
+    check_node_size(name, node_size)
     return outer
 
 

@@ -142,7 +142,7 @@ class MessagePlan:
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
         self.in_pieces = not self.variable and any(plan.in_pieces for plan in plans)
-        self._ends = [self._header + each for each in accumulate(aligned(plan.message_size) for plan in plans)]
+        self._ends = [self._header + end for end in accumulate(aligned(plan.message_size) for plan in plans)]
         counts = [sum(segment.numel > 0 for segment in section.layout.segments) for section in sections]
         self._pieces = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
         self._device = device
@@ -222,12 +222,7 @@ class MessagePlan:
             for number, (span, plan) in enumerate(self._parts):
                 part, section_key = message[end : end + plan.message_size], _section_key(key, number)
                 added = summands and (summands[0][span], summands[1][span])
-                if isinstance(plan, FusedPlan):
-                    plan.encode(vector[span], part, section_key, keeps[number], added)
-                else:
-                    plan.encode(
-                        vector[span] if added is None else torch.add(*added, out=vector[span]), part, section_key
-                    )
+                encode_by(plan, vector[span], part, section_key, keeps[number], added)
                 starts.append(end)
                 if self.variable:
                     used = plan.used
@@ -321,6 +316,16 @@ class MessagePlan:
         """Apply ``zero_nonfinite`` to each section of a vector of sums."""
         for span, _ in self._parts:
             zero_nonfinite(vector[span], flag)
+
+
+def encode_by(
+    plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None
+) -> None:
+    """Encode with any plan, fused or not; see ``FusedPlan.encode``."""
+    if isinstance(plan, FusedPlan):
+        plan.encode(vector, message, key, keep, summands)
+    else:
+        plan.encode(vector if summands is None else torch.add(*summands, out=vector), message, key)
 
 
 def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:

@@ -22,7 +22,6 @@ from lightning_compress.exchanges.exchange import (
     ExchangePlan,
     Pattern,
     gather,
-    of_vectors,
     scatter,
 )
 from lightning_compress.exchanges.message import Section, zero_nonfinite
@@ -51,10 +50,15 @@ class Cluster:
 
 def hosts_of(collective: Collective, device: torch.device) -> list[bytes]:
     """Return each rank's host name, padded to 256 bytes. Collective."""
-    own = torch.zeros(256, dtype=torch.uint8, device=device)
-    name = socket.gethostname().encode()[:256]
-    own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    return [bytes(row) for row in consensus.gathered(own, collective).tolist()]
+    name = socket.gethostname().encode()[:256].ljust(256, b"\0")
+    row = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
+    return [bytes(row) for row in consensus.gathered(row, collective).tolist()]
+
+
+def check_node_size(name: str, size: object) -> None:
+    """Raise ValueError unless ``size`` is a number of ranks or None; ``name`` is the class's, for the message."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"{name}(node_size={size!r}): it must be a number of ranks, 1 or more, or null")
 
 
 def nodes_of(collective: Collective, size: int | None, device: torch.device, one_size: bool = True) -> list[list[int]]:
@@ -152,8 +156,7 @@ class _PartsPlan(ExchangePlan):
         rows = torch.zeros(self._inside.size, self._width, device=self._device)
         return rows, torch.empty_like(rows), torch.empty(self._width, device=self._device)
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size
         rows, received, own_mean = self._buffers
         for row, spans in zip(rows, self._spans, strict=True):
@@ -167,10 +170,10 @@ class _PartsPlan(ExchangePlan):
             total.add_(row)
         flag.copy_(total[-1])
         numel = self._numels[rank]
-        own, mean = total[:numel], own_mean[:numel]
-        zero_nonfinite(own, flag)
-        self._outer.mean(own, mean, mix(key, rank), flag)
-        scatter(own, self._spans[rank], vector)
+        node_sum, mean = total[:numel], own_mean[:numel]
+        zero_nonfinite(node_sum, flag)
+        self._outer.mean(node_sum, mean, mix(key, rank), flag)
+        scatter(node_sum, self._spans[rank], vector)
         torch.mul(mean, 1 / size, out=mean)
         own_mean[-1] = flag
         self._inside.all_gather(own_mean, rows)

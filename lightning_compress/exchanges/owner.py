@@ -57,10 +57,6 @@ class OwnerAdaGrad(Keeper):
             )
         return None
 
-    def plan(self, sections: Sequence[Section], world: World, states: States) -> OwnerStep:
-        """Return the step for this rank's shards of these sections."""
-        return OwnerStep(self.eps, sections, world, states)
-
     def adopted(self, sections: Sequence[Section], world: World, states: States) -> None:
         """Move every element to its new owner. Non-owners hold 0, so that the sum is the old owner's value."""
         owned = _owned(sections, world)

@@ -24,13 +24,11 @@ from lightning_compress.exchanges.exchange import (
     Exchange,
     ExchangePlan,
     Sums,
-    agree_length,
-    as_one,
-    length_bytes,
-    length_rounds,
+    length_cost,
+    longest,
     of_sums,
     read_sums,
-    rows,
+    whole,
 )
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
@@ -100,7 +98,7 @@ class TwoShot(Exchange):
         """See ``Exchange.plan``."""
         collective, device, meter = world
         shards = [[section.shard(rank, collective.size) for section in sections] for rank in range(collective.size)]
-        step = self.keeper.plan(sections, world, states or {}) if self.keeper else None
+        step = OwnerStep(self.adagrad, sections, world, states or {}) if self.adagrad else None
         plans = [MessagePlan(shard, device, meter) for shard in shards]
         finer = [of_sums(shard, collective.size, self.sums) for shard in shards]
         sums = plans if finer == shards else [MessagePlan(shard, device, meter) for shard in finer]
@@ -123,13 +121,11 @@ class _Plan(ExchangePlan):
         self._send = Messages(size, width, device)
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
-        sent, rounds = 0, all_to_all_rounds(size) + all_gather_rounds(size)
-        for plans, widest in ((shards, self._widest), (sums, self._widest_sum)):
-            sent += (size - 1) * max(plan.expected_size for plan in plans) + length_bytes(widest, size)
-            rounds += length_rounds(widest, size)
-        self.cost = Cost(
-            bytes_sent=sent,
-            rounds=rounds,
+        expected = sum(max(plan.expected_size for plan in plans) for plans in (shards, sums))
+        lengths = length_cost(self._widest, size) + length_cost(self._widest_sum, size)
+        self.cost = lengths + Cost(
+            bytes_sent=(size - 1) * expected,
+            rounds=all_to_all_rounds(size) + all_gather_rounds(size),
             encodes=1.0,
             decodes=2.0 - 1 / size,  # own shard from all others, then all shards
             sum_encodes=1 / size,
@@ -144,7 +140,7 @@ class _Plan(ExchangePlan):
                 self._collective.rank
             ].spans:  # own shard: encoded only after the others' are added
                 torch.add(summands[0][span], summands[1][span], out=vector[span])
-        with as_one(out, vector) as mean:
+        with whole(out, vector) as mean:
             self._mean(vector, mean, key, flag, summands)
 
     def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor, summands: Summands) -> None:
@@ -161,7 +157,7 @@ class _Plan(ExchangePlan):
                 message = self._send.all[peer, : shard.size]
                 used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, summands))
         width = self._width(self._widest, used)
-        received = rows(self._receive.all, size, width)
+        received = self._rows(width)
         self._collective.all_to_all(self._send.all[:, :width].contiguous(), received)
         error = DeferredError()
         for others in (received[:rank, : own_shard.size], received[rank + 1 :, : own_shard.size]):
@@ -179,7 +175,7 @@ class _Plan(ExchangePlan):
         width = self._width(self._widest_sum, used)
         if self._step:
             self._step.after(vector)
-        received = rows(self._receive.all, size, width)
+        received = self._rows(width)
         self._collective.all_gather(self._sum.all[0, :width], received)
         error.raise_own()
         for peer, shard in enumerate(self._sums):
@@ -192,4 +188,11 @@ class _Plan(ExchangePlan):
 
     def _width(self, widest: MessagePlan, used: int) -> int:
         """Return the bytes of each rank's row; collective if lengths vary."""
-        return agree_length(widest, used, self._collective, self._send.device)
+        if not widest.variable:
+            return widest.size
+        return longest(used, widest.size, self._collective, self._send.device)
+
+    def _rows(self, width: int) -> Tensor:
+        """Return room for one message of ``width`` bytes per rank."""
+        size = self._collective.size
+        return self._receive.all.view(-1)[: size * width].view(size, width)

@@ -17,7 +17,7 @@ from lightning_compress.exchanges import AllGather, AllReduce, Exchange, Exchang
 from lightning_compress.exchanges.composite import CompositePlan
 from lightning_compress.exchanges.exchange import META
 from lightning_compress.exchanges.message import Section, codecs_of
-from lightning_compress.exchanges.nodes import Between, nodes_of
+from lightning_compress.exchanges.nodes import Between, check_node_size, nodes_of
 from lightning_compress.planning import cost
 from lightning_compress.planning.cost import CODES, COPIES, LISTS, Link, Speeds
 from lightning_compress.planning.link import Measured, kind_of
@@ -84,9 +84,7 @@ class Auto(Planner):
                 "'never'"
             )
         object.__setattr__(self, "link", None if self.link is None else cost.link_of(self.link))
-        size = self.node_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"Auto(node_size={size!r}): it must be a number of ranks, 1 or more, or null")
+        check_node_size("Auto", self.node_size)
 
     @cached_property
     def _measured(self) -> Measured:
@@ -194,7 +192,7 @@ class Auto(Planner):
             measured = self._measured.nodes if self.link is None else []
             nodes = measured if ranks == node * len(measured) else nodes_of(world.collective, node, world.device)
             offers += [self._offer(Between(way, nodes), sections, world) for way in _ways(codecs, ranks // node)]
-        allowed = [each for each in offers if self.fallback == "never" or each.outward <= dense.outward]
+        allowed = [offer for offer in offers if self.fallback == "never" or offer.outward <= dense.outward]
         dense.name, dense.others = "float32 all_reduce", [str(offer) for offer in offers]
         if not allowed:
             sent = f"{usual.plan.description} would send {usual.plan.cost.bytes_sent:,} bytes"
@@ -202,7 +200,7 @@ class Auto(Planner):
         best = min(allowed, key=lambda offer: offer.seconds)
         if usual in allowed and best.seconds >= GAIN * usual.seconds:
             best = usual
-        best.others = [str(each) for each in (*offers, dense) if each is not best]
+        best.others = [str(offer) for offer in (*offers, dense) if offer is not best]
         if self.fallback == "dense" and best.seconds > TRUST * dense.seconds:
             return dense.replacing(f"{best.plan.description} would save too little", sections, world)
         return best

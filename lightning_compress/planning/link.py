@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -118,12 +118,13 @@ def kind_of(codec: Codec) -> str:
     Strings select other code (indices as ``rice`` or ``int32``). Numbers change the speed little, and a schedule that
     changes them must not cause new measurements during a run.
     """
-    names: list[str] = [field.name for field in fields(codec)] if is_dataclass(codec) else []
+    names: list[str] = [each.name for each in fields(codec)] if is_dataclass(codec) else []
     settings = {name: getattr(codec, name) for name in names}
     words = [f"{name}={value}" for name, value in settings.items() if isinstance(value, str)]
     return " ".join([type(codec).__name__, *words])
 
 
+@dataclass(eq=False)
 class Measured:
     """All measurements so far, equal on all ranks. On another cluster, everything is measured again.
 
@@ -136,13 +137,12 @@ class Measured:
         nodes: the ranks of each node, not necessarily consecutive; empty if ``node_size`` is 0 or 1.
     """
 
-    def __init__(self) -> None:
-        self.cluster: Cluster | None = None
-        self._here = False
-        self.links: dict[str, Link] = {}
-        self.speeds: dict[str, Speeds] = {}
-        self.node_size = 0
-        self.nodes: list[list[int]] = []
+    cluster: Cluster | None = None
+    links: dict[str, Link] = field(default_factory=dict)
+    speeds: dict[str, Speeds] = field(default_factory=dict)
+    node_size: int = 0
+    nodes: list[list[int]] = field(default_factory=list)
+    _here: bool = False
 
     def measure(
         self,
@@ -214,14 +214,15 @@ class Measured:
         Raises:
             ValueError: they are not what ``as_primitives`` returned.
         """
-        measured = cls()
         cluster = saved.get("cluster")  # missing in older checkpoints
         try:
-            measured.cluster = None if cluster is None else Cluster(**cluster)
-            measured.links = {str(name): Link(*each) for name, each in saved["links"].items()}
-            measured.speeds = {str(name): Speeds(*each) for name, each in saved["speeds"].items()}
-            measured.node_size = int(saved["node_size"])
-            measured.nodes = [[int(rank) for rank in node] for node in saved.get("nodes", [])]
+            measured = cls(
+                cluster=None if cluster is None else Cluster(**cluster),
+                links={str(name): Link(*figures) for name, figures in saved["links"].items()},
+                speeds={str(name): Speeds(*figures) for name, figures in saved["speeds"].items()},
+                node_size=int(saved["node_size"]),
+                nodes=[[int(rank) for rank in node] for node in saved.get("nodes", [])],
+            )
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the checkpoint's measurements are invalid: {error!r}") from error
         if measured.node_size < 0 or (

@@ -33,6 +33,7 @@ AUTO = "auto chose float32, because this link is as fast as the compressor"
 NONE = "compressor='none' sends gradients as they are"
 """Reasons why compression is off."""
 
+_LOGGED = ("compressor", "exchange", "ratio", "summary")
 _OF_DRIFT = ("on_drift", "check_drift_every")
 _OF_COMPRESSION = ("warmup_steps", "on_nonfinite", *_OF_DRIFT, "min_numel", "rules")
 
@@ -65,12 +66,7 @@ class RunSummary:
 
     def hyperparameters(self) -> dict[str, str | float]:
         """Return the entries for loggers, without measured times, so that equal runs log the same."""
-        return {
-            "lightning_compress/compressor": self.compressor,
-            "lightning_compress/exchange": self.exchange,
-            "lightning_compress/ratio": self.ratio,
-            "lightning_compress/summary": self.summary,
-        }
+        return {f"lightning_compress/{name}": getattr(self, name) for name in _LOGGED}
 
 
 def run_summary(settings: RunState, parameters: Parameters, world: World, steps: int = 1) -> RunSummary:
@@ -93,7 +89,7 @@ def run_summary(settings: RunState, parameters: Parameters, world: World, steps:
             return _off(AUTO, why, idle and f"{AUTO}: {idle} has no effect without compression")
         idle = ", ".join(_idle(settings))
         return _off(NONE, warning=f"{NONE}, and {idle} has no effect; leave it out" if idle else "")
-    plans = [(sections, _plan(settings, made, sections, world)) for made, sections in _sections(settings, parameters)]
+    plans = list(_plans(settings, parameters, world))
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
         small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or rules keep all in float32"
@@ -176,11 +172,11 @@ def _compensation(settings: RunState) -> str:
     estimated = settings.correction is not None and settings.correction.replaces_residual
     if estimated or way == automatic(settings.method, None):
         return ""
-    said = f", error_feedback {way if isinstance(way, str) else label(way)}"
+    note = f", error_feedback {way if isinstance(way, str) else label(way)}"
     if settings.options.error_feedback.way is not None:
-        return said
+        return note
     before = name_of(settings.method) in dict(settings.decided)
-    return f"{said} as the run began" if before else f"{said} since the optimizer is {settings.optimizer}"
+    return f"{note} as the run began" if before else f"{note} since the optimizer is {settings.optimizer}"
 
 
 def label(compressor: object) -> str:
@@ -188,13 +184,13 @@ def label(compressor: object) -> str:
     kind = type(compressor)
     name = registered_name(kind, COMPRESSORS) or str(getattr(kind, "name", kind.__name__))
     fields = dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ()
-    said = []
+    shown = []
     for number, field in enumerate(fields):
         value = getattr(compressor, field.name)
         main = number == 0 and isinstance(value, int | float) and not isinstance(value, bool)
         if main or value != field.default:
-            said.append(f"{field.name} {value}")
-    return f"{name} ({', '.join(said)})" if said else name
+            shown.append(f"{field.name} {value}")
+    return f"{name} ({', '.join(shown)})" if shown else name
 
 
 def _number(ratio: float) -> str:
@@ -217,16 +213,15 @@ def parts(parameters: Parameters) -> Iterator[list[tuple[str, Shape]]]:
     yield part
 
 
-def _sections(settings: RunState, parameters: Parameters) -> Iterator[tuple[Layout, Sequence[Section]]]:
-    for part in parts(parameters):
-        _, sections = settings.rules.sections(part)
-        yield Layout.of(part), [settings.fed(each) for each in sections]
-
-
-def _plan(settings: RunState, layout: Layout, sections: Sequence[Section], world: World) -> ExchangePlan:
-    """Return the plan of a group without allocating its memory, if planning allows that."""
-    exchange, messages = settings.exchange, composite.encoded(sections)
-    if messages and isinstance(exchange, Auto):
-        exchange.measure(messages, world)
+def _plans(
+    settings: RunState, parameters: Parameters, world: World
+) -> Iterator[tuple[Sequence[Section], ExchangePlan]]:
+    """Yield each group's sections and plan, without allocating memory if planning allows that."""
+    exchange = settings.exchange
     dry = world if exchange.plans_collectively else World(world.collective, META, Meter(META))
-    return composite.plan_alone(sections, exchange, layout, dry)[0]
+    for part in parts(parameters):
+        sections = [settings.fed(section) for section in settings.rules.sections(part)[1]]
+        messages = composite.encoded(sections)
+        if messages and isinstance(exchange, Auto):
+            exchange.measure(messages, world)
+        yield sections, composite.plan_alone(sections, exchange, Layout.of(part), dry)[0]

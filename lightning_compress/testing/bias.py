@@ -157,14 +157,14 @@ def missing(send: Send, given: Tensor, target: Tensor, scale: float, feedback: b
         total += sent
         unsent &= sent == 0
         if step % 20 == 0:
-            found = Missing(int(unsent.sum()), float((_norms(total / step - target) / norms).max()))
-            if found.little:
+            now = Missing(int(unsent.sum()), float((_norms(total / step - target) / norms).max()))
+            if now.little:
                 break
             if step in LOOKS:
-                if found.never >= earlier.never and not found.share < 0.98 * earlier.share:
+                if now.never >= earlier.never and not now.share < 0.98 * earlier.share:
                     break
-                earlier = found
-    return found
+                earlier = now
+    return now
 
 
 def _least_missing(measured: Measured, scales: Sequence[float], feedback: bool) -> Missing:

@@ -8,10 +8,10 @@ from lightning_compress.codecs import CODECS, Codec, Method, Plan
 from lightning_compress.exchanges import AllGather, AllReduce, Pattern, SplitGather, TwoShot
 from lightning_compress.planning.choose import Auto
 from lightning_compress.reducers import REDUCERS, ReducerPlan
-from lightning_compress.testing.averaging import average_on_ranks, lost
 from lightning_compress.testing.laws import law, located
 from lightning_compress.testing.multi_rank import check_multi_rank, check_noise, check_steps
 from lightning_compress.testing.single_rank import Reference, Size, check_single_rank
+from lightning_compress.testing.thread_ranks import average_on_ranks, lost
 
 
 def check_codec(

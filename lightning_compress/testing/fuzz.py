@@ -6,6 +6,7 @@ Most inputs are nearly valid, because these find more defects.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,7 +118,7 @@ class Guarded:
         assert torch.equal(self.out, self.expected), "a valid message is decoded differently afterwards"
 
 
-def random_bytes(data: Bytes, random: np.random.Generator) -> None:
+def randomize(data: Bytes, random: np.random.Generator) -> None:
     """Replace all bytes."""
     data[:] = random.integers(0, 256, len(data), np.uint8)
 
@@ -127,56 +128,53 @@ def clear(data: Bytes, random: np.random.Generator) -> None:
     data[:] = 0x00
 
 
-def set_bits(data: Bytes, random: np.random.Generator) -> None:
+def fill(data: Bytes, random: np.random.Generator) -> None:
     """Set all bits to 1; an Elias code then never ends."""
     data[:] = 0xFF
 
 
-def flip_bits(data: Bytes, random: np.random.Generator) -> None:
+def flip(data: Bytes, random: np.random.Generator) -> None:
     """Flip a few bits."""
     for place in random.integers(0, len(data), random.integers(1, 9)):
         data[place] ^= 1 << random.integers(8)
 
 
-def change_bytes(data: Bytes, random: np.random.Generator) -> None:
+def replace(data: Bytes, random: np.random.Generator) -> None:
     """Replace a few bytes."""
     places = random.integers(0, len(data), random.integers(1, 9))
     data[places] = random.integers(0, 256, len(places), np.uint8)
 
 
-def fill_tail(data: Bytes, random: np.random.Generator) -> None:
+def tail(data: Bytes, random: np.random.Generator) -> None:
     """Set all bits from some byte on to the same value."""
     data[random.integers(len(data)) :] = random.choice([0x00, 0xFF])
 
 
-def change_head(data: Bytes, random: np.random.Generator) -> None:
+def head(data: Bytes, random: np.random.Generator) -> None:
     """Replace the first bytes, which hold lengths, counts, scales and norms."""
     first = data[: random.integers(1, 65)]
     first[:] = random.integers(0, 256, len(first), np.uint8)
 
 
-def _words(data: Bytes, random: np.random.Generator, values: npt.NDArray[Any]) -> None:
-    size = values.dtype.itemsize
-    words = data[: len(data) // size * size].view(values.dtype)
-    if len(words):
-        near = max(1, min(len(words), int(random.choice([8, 64, len(words)]))))
-        count = random.integers(1, 9)
-        words[random.integers(0, near, count)] = random.choice(values, count)
+def _inserting(values: npt.NDArray[Any]) -> Callable[[Bytes, np.random.Generator], None]:
+    """Return a mutation that writes a few of these values, often near the beginning."""
+
+    def insert(data: Bytes, random: np.random.Generator) -> None:
+        words = data[: len(data) // values.itemsize * values.itemsize].view(values.dtype)
+        if len(words):
+            near = max(1, min(len(words), int(random.choice([8, 64, len(words)]))))
+            count = random.integers(1, 9)
+            words[random.integers(0, near, count)] = random.choice(values, count)
+
+    return insert
 
 
-def insert_floats(data: Bytes, random: np.random.Generator) -> None:
-    """Insert scales that are not finite, negative, or denormal."""
-    _words(data, random, FLOATS)
-
-
-def insert_ints(data: Bytes, random: np.random.Generator) -> None:
-    """Insert 32-bit counts, lengths and indices that are out of range."""
-    _words(data, random, WHOLE)
-
-
-def insert_halves(data: Bytes, random: np.random.Generator) -> None:
-    """Insert 16-bit counts, lengths and indices that are out of range."""
-    _words(data, random, HALVES)
+floats = _inserting(FLOATS)
+"""Insert scales that are not finite, negative, or denormal."""
+ints = _inserting(WHOLE)
+"""Insert 32-bit counts, lengths and indices that are out of range."""
+halves = _inserting(HALVES)
+"""Insert 16-bit counts, lengths and indices that are out of range."""
 
 
 def duplicate(data: Bytes, random: np.random.Generator) -> None:
@@ -199,21 +197,7 @@ def shift(data: Bytes, random: np.random.Generator) -> None:
     data[:] = np.roll(data, random.integers(1, 9))
 
 
-MUTATIONS = (
-    random_bytes,
-    clear,
-    set_bits,
-    flip_bits,
-    change_bytes,
-    fill_tail,
-    change_head,
-    insert_floats,
-    insert_ints,
-    insert_halves,
-    duplicate,
-    reverse,
-    shift,
-)
+MUTATIONS = (randomize, clear, fill, flip, replace, tail, head, floats, ints, halves, duplicate, reverse, shift)
 
 
 def mutate(data: Bytes, random: np.random.Generator) -> None:

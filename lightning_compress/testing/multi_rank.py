@@ -9,7 +9,9 @@ from lightning_compress.codecs.codec import aligned
 from lightning_compress.collectives import Collective, LocalCollective, run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather, Pattern, TwoShot
-from lightning_compress.testing.averaging import (
+from lightning_compress.testing.bias import ADVICE, KEYS, Measure, T, check_sent
+from lightning_compress.testing.laws import law
+from lightning_compress.testing.thread_ranks import (
     Average,
     StepsRun,
     average_on_ranks,
@@ -19,8 +21,6 @@ from lightning_compress.testing.averaging import (
     run_steps,
     variance_and_bias,
 )
-from lightning_compress.testing.bias import ADVICE, KEYS, Measure, T, check_sent
-from lightning_compress.testing.laws import law
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, make
 
 
@@ -30,8 +30,12 @@ def check_multi_rank(method: Method, exchange: Pattern, count: int, where: str, 
     law(4, result.agree, f"{where}: ranks have different means")
     law(4, result.finite, f"{where}: the mean of finite gradients is not finite")
     room = count * max(1e-6, rounding)
-    kept = not method.conserves or result.error <= room
-    law(1, kept, f"{where}: mean and what stays differ from the sum by {result.error:.3g} of it, more than {room:.3g}")
+    conserved = not method.conserves or result.error <= room
+    law(
+        1,
+        conserved,
+        f"{where}: mean and residuals differ from the sum by {result.error:.3g}, more than {room:.3g}",
+    )
     law(7, result.zero_flags, f"{where}: finite gradients are flagged")
     law(7, flags_arrive(method, exchange, count), f"{where}: a gradient that is not finite does not reach all ranks")
     counted, promised = result.counted, result.promised
@@ -55,11 +59,11 @@ def check_steps(method: Method, exchange: Pattern, count: int, where: str, round
         result, at = outcome_of(step), f"{where}, step {number + 1}"
         law(4, result.agree and result.finite, f"{at}: ranks have different means, or numbers that are not finite")
         law(7, result.zero_flags, f"{at}: finite gradients are flagged")
-        kept = not method.conserves or result.error <= count * max(1e-6, rounding)
-        law(1, kept, f"{at}: mean and what stays differ from the sum by {result.error:.3g} of it")
+        conserved = not method.conserves or result.error <= count * max(1e-6, rounding)
+        law(1, conserved, f"{at}: mean and residuals differ from the sum by {result.error:.3g}")
         zeros = torch.stack([each.before == 0 for each in step]).all(0)
-        kept = not method.keeps_zeros or not step[0].mean[zeros].any()
-        law(8, kept, f"{at} is declared keeps_zeros, but the mean is not zero where all ranks have zeros")
+        zeros_kept = not method.keeps_zeros or not step[0].mean[zeros].any()
+        law(8, zeros_kept, f"{at} is declared keeps_zeros, but the mean is not zero where all ranks have zeros")
     if not isinstance(method, Codec):
         counted, promised = result.counted, result.promised
         law(2, counted == promised, f"{at} sent {counted} bytes, but the plan says {promised}")
@@ -86,20 +90,20 @@ def _equal(one: Average, other: Average) -> bool:
 
 
 def _measured(method: Method, exchange: Pattern, count: int, whole: Layout, measure: Measure[T]) -> T:
-    given = [make("normal", whole.numel, 3 + rank) for rank in range(count)]
-    right = torch.stack(given).mean(0)
+    vectors = [make("normal", whole.numel, 3 + rank) for rank in range(count)]
+    right = torch.stack(vectors).mean(0)
 
     def on(collective: Collective) -> T:
-        return measure(mean_sender(method, exchange, collective, whole), given[collective.rank], right)
+        return measure(mean_sender(method, exchange, collective, whole), vectors[collective.rank], right)
 
     return run_threads(count, on)[0]
 
 
 def check_noise(codec: Codec, count: int) -> None:
     """Check that an unbiased codec's noise differs between ranks and averages out over them."""
-    own, bias = variance_and_bias(AllGather(), codec, LocalCollective(), KEYS)
-    figures = f"the mean over {KEYS} keys is off by {bias:.3g} of the square, where noise would be {own / KEYS:.3g}"
-    law(8, bias <= max(2 * own / KEYS, 1e-12), f"{codec} is not declared contractive, but {figures}; {ADVICE}")
+    single, bias = variance_and_bias(AllGather(), codec, LocalCollective(), KEYS)
+    figures = f"the mean over {KEYS} keys is off by {bias:.3g} of the square, where noise would be {single / KEYS:.3g}"
+    law(8, bias <= max(2 * single / KEYS, 1e-12), f"{codec} is not declared contractive, but {figures}; {ADVICE}")
     left = run_threads(count, lambda collective: variance_and_bias(AllGather(), codec, collective, KEYS // 4))[0][0]
-    figures = f"of noise {own:.3g} of one rank, {count} ranks with equal gradients leave {left:.3g}, not 1 / {count}"
-    law(8, left <= max(1.4 * own / count, 1e-12), f"{codec}: {figures}; draw from the key that encode is given")
+    figures = f"of noise {single:.3g} of one rank, {count} ranks with equal gradients leave {left:.3g}, not 1 / {count}"
+    law(8, left <= max(1.4 * single / count, 1e-12), f"{codec}: {figures}; draw from the key that encode is given")

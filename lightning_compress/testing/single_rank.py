@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
-from lightning_compress.codecs.codec import FusedPlan, Plan, Summands, aligned
+from lightning_compress.codecs.codec import aligned
 from lightning_compress.core.layout import Layout
+from lightning_compress.exchanges.message import encode_by
 from lightning_compress.testing.bias import Measure, T, check_sent
 from lightning_compress.testing.fuzz import CodecReader, Guarded
 from lightning_compress.testing.laws import law, located
@@ -76,8 +77,8 @@ def _check_vector(codec: Codec, given: Tensor, where: str, reference: Reference 
     before, after = float(given.double().norm()), float(residual.double().norm())
     shrinks = not codec.contractive or after <= before * (1 + 1e-6)
     law(8, shrinks, f"{where} is declared contractive, and leaves a norm of {after:.6g} of {before:.6g}")
-    kept = not codec.keeps_zeros or not decoded[given == 0].any()
-    law(8, kept, f"{where} is declared keeps_zeros, and decodes zeros to other numbers")
+    zeros_kept = not codec.keeps_zeros or not decoded[given == 0].any()
+    law(8, zeros_kept, f"{where} is declared keeps_zeros, and decodes zeros to other numbers")
     if reference is not None:
         off = float((reference(given.clone()) - decoded).abs().max())
         law(8, off <= room, f"{where} is off its reference by {off:.3g}")
@@ -153,14 +154,6 @@ def trip(codec: Codec, given: Tensor, key: int = 1) -> Trip:
     return Trip(decoded, residual, message)
 
 
-def encode(plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-    """Encode with any plan, fused or not; see ``FusedPlan.encode``."""
-    if isinstance(plan, FusedPlan):
-        plan.encode(vector, message, key, keep, summands)
-    else:
-        plan.encode(vector if summands is None else torch.add(*summands, out=vector), message, key)
-
-
 def written(codec: Codec, given: Tensor, key: int) -> list[Tensor]:
     """Law 2: return messages of the same vector, which must be equal.
 
@@ -173,7 +166,7 @@ def written(codec: Codec, given: Tensor, key: int) -> list[Tensor]:
         message = torch.full((plan.message_size,), fill, dtype=torch.uint8)
         if plan is old:
             plan.encode(10 * make("heavy", len(given), fill), message.clone(), key + 1 & 2**64 - 1)
-        encode(plan, given.clone(), message, key, keep)
+        encode_by(plan, given.clone(), message, key, keep)
         messages.append(message[: plan.used])
     return messages
 

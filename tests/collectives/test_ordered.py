@@ -9,7 +9,7 @@ from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import Dense
 from lightning_compress.collectives import OrderedCollective, TorchCollective, run_threads
 from lightning_compress.exchanges import AllReduce
-from lightning_compress.testing.averaging import average
+from lightning_compress.testing.thread_ranks import average
 from tests.helpers.training import fit, parameters
 from tests.strategies.test_resume import interrupted
 

@@ -18,7 +18,7 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_messages, seal
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Sums, of_sums, of_vectors, read_sums
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Sums, of_sums, read_sums
 from lightning_compress.exchanges.message import MessagePlan, Section
 
 
@@ -135,8 +135,7 @@ class _Plan(ExchangePlan):
         )
         self.sum_ranks = sum_ranks
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         for plan in set(self._plans):
             plan.share(key)

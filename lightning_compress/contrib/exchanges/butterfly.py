@@ -22,10 +22,10 @@ from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_mess
 from lightning_compress.contrib.exchanges.selection import Compact
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
+from lightning_compress.exchanges.sparse.coding import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 BAD, AGAIN = 1, 2
@@ -345,8 +345,7 @@ class _Plan(ExchangePlan):
             merged *= len(layer.ranks)
         return total + (2 * len(self._layers) + 2) * self._rounds.table_bytes if self._layers else 0
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
         self._plan.encode(vector, self._own[0], mix(key, rank), flag)

@@ -17,7 +17,7 @@ from lightning_compress.codecs import Codec
 from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Planner, gather, of_vectors, scatter
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Planner, gather, scatter
 from lightning_compress.exchanges.hierarchical import read_outer
 from lightning_compress.exchanges.message import Section, zero_nonfinite
 from lightning_compress.exchanges.nodes import nodes_of, side_by_side
@@ -178,9 +178,8 @@ class LeadersPlan(ExchangePlan):
             self.cost, self.sum_ranks = self.cost + outer.cost, outer.sum_ranks
         self.cost = replace(self.cost, copies=5.0)  # into the row, its sum, what is left, the mean, out of the row
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        """See ``ExchangePlan.mean``."""
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.average``."""
         row, error = self._chain.row, DeferredError()
         gather(vector, self._spans, row)
         row[-1] = flag

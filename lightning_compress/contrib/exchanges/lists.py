@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
+from lightning_compress.exchanges.sparse.coding import SparseVector
 
 
 def united(parts: Sequence[SparseVector]) -> tuple[Tensor | None, list[Tensor | None]]:

@@ -26,11 +26,11 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import Growing
 from lightning_compress.exchanges.all_reduce import AllReduce
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Keeper, longest, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Keeper, longest
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
 from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
+from lightning_compress.exchanges.sparse.coding import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 MORE, FEWER, NUDGE = 4 / 3, 2 / 3, 1.008
@@ -158,9 +158,8 @@ class OwnersPlan(ExchangePlan):
         sent = (size - 1) * (first + second) + agreeing
         self.cost = Cost(bytes_sent=sent, rounds=4, encodes=1.0, decodes=3.0, calls=2)
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        """See ``ExchangePlan.mean``."""
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.average``."""
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
         self._plan.encode(vector, self._own[0], mix(key, rank), flag)
@@ -388,7 +387,6 @@ class _Remembering(ExchangePlan):
         self.cost = inner.cost
         self.description, self.dense_spans = inner.description, inner.dense_spans
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         self._memory.carry()
         self._inner.mean(vector, out, key, flag)

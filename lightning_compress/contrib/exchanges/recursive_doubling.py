@@ -20,7 +20,7 @@ from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_mess
 from lightning_compress.contrib.exchanges.selection import Compact
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
@@ -229,9 +229,8 @@ class DoublingPlan(ExchangePlan):
                 members |= {each ^ rank ^ hop.to for each in members}
         return total + (len(self._hops) + 1) * self._rounds.table_bytes if self._hops else 0
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
-        """See ``ExchangePlan.mean``."""
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+        """See ``ExchangePlan.average``."""
         rank, size = self._collective.rank, self._collective.size
         self._plan.agree(key, rank, size)
         self._plan.encode(vector, self._own[0], mix(key, rank), flag)

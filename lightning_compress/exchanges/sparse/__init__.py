@@ -1,1 +1,1 @@
-"""Exchanges of few numbers and their indices."""
+"""Exchanges of sparse vectors."""

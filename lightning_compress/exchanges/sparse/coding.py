@@ -9,6 +9,8 @@ shorter than a list if more than one in 32 values is not zero. Without bitmaps, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch import Tensor
 from lightning_compress import kernels
 
 HEADER = 16
+"""Bytes before the indices: the count and padding."""
 
 
 def used_bytes(count: float, numel: int, exact: bool = False) -> float:
@@ -55,7 +58,7 @@ def write(values: Tensor, message: Tensor) -> int:
             return used
     indices = indices_of(values)
     if _kind(len(indices), numel) == "dense":
-        return _dense(len(indices), values, message)
+        return write_dense(len(indices), values, message)
     return write_entries(indices, values[indices], numel, message)
 
 
@@ -71,7 +74,7 @@ def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor, 
     """
     count, kind = len(indices), _kind(len(indices), numel, exact)
     if kind == "dense":
-        return _dense(count, values.new_zeros(numel).index_copy_(0, indices, values), message)
+        return write_dense(count, values.new_zeros(numel).index_copy_(0, indices, values), message)
     message[:4].view(torch.int32)[0] = count
     used = int(used_bytes(count, numel, exact))
     body = message[HEADER:used]
@@ -85,11 +88,6 @@ def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor, 
         body[:bitmap].copy_(torch.from_numpy(packed))
     body[len(body) - 4 * count :].view(torch.float32).copy_(values)
     return used
-
-
-def write_all(values: Tensor, message: Tensor) -> int:
-    """Write all values, zeros too, and return the bytes of the message."""
-    return _dense(len(values), values, message)
 
 
 def read(message: Tensor, out: Tensor) -> int:
@@ -186,7 +184,8 @@ def _kind(count: int, numel: int, exact: bool = False) -> Literal["list", "bitma
     return "list" if used == 8 * count else "bitmap"
 
 
-def _dense(count: int, values: Tensor, message: Tensor) -> int:
+def write_dense(count: int, values: Tensor, message: Tensor) -> int:
+    """Write all values, of which ``count`` are entries, and return the bytes of the message."""
     message[:4].view(torch.int32)[0] = count
     used = HEADER + 4 * len(values)
     message[HEADER:used].view(torch.float32).copy_(values)
@@ -196,3 +195,71 @@ def _dense(count: int, values: Tensor, message: Tensor) -> int:
 def bitmap_bytes(numel: int) -> int:
     """Return the bytes of one bit per value, in whole 32-bit words."""
     return -(-numel // 32) * 4
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """A sparse vector of ``numel`` elements.
+
+    Args:
+        numel: the length of the vector.
+        indices: int64 ``[count]``, strictly ascending; None: all indices.
+        values: float32 ``[count]``.
+    """
+
+    numel: int
+    indices: Tensor | None
+    values: Tensor
+
+    @classmethod
+    def of(cls, vector: Tensor) -> SparseVector:
+        """Return the elements of a vector that are not 0."""
+        indices = indices_of(vector)
+        return cls(len(vector), None, vector) if len(indices) == len(vector) else cls.at(indices, vector)
+
+    @classmethod
+    def at(cls, indices: Tensor | None, vector: Tensor) -> SparseVector:
+        """Return the elements of a vector at these indices."""
+        return cls(len(vector), indices, vector if indices is None else vector[indices])
+
+    @classmethod
+    def read(cls, message: Tensor, numel: int) -> SparseVector:
+        """Return the sparse vector that ``write`` wrote.
+
+        Raises:
+            ValueError: the message is damaged.
+        """
+        indices, values = read_entries(message, numel, exact=True)
+        check_ascending(indices, numel)
+        return cls(numel, indices, values)
+
+    def write(self, message: Tensor) -> int:
+        """Write all elements, and return the bytes of the message."""
+        if self.indices is None:
+            return write_dense(self.numel, self.values, message)
+        return write_entries(self.indices, self.values, self.numel, message, exact=True)
+
+    def cuts(self, bounds: Sequence[int]) -> list[int]:
+        """Return, for each of ``bounds``, how many elements have a smaller index."""
+        if self.indices is None:
+            return list(bounds)
+        return [int(cut) for cut in torch.searchsorted(self.indices, torch.tensor(bounds, device=self.indices.device))]
+
+    def part(self, start: int, stop: int, first: int, last: int) -> SparseVector:
+        """Return the elements ``[first, last)``, which are those with indices in ``[start, stop)``."""
+        indices = None if self.indices is None else self.indices[first:last] - start
+        if indices is not None and len(indices) == stop - start:
+            indices = None
+        return SparseVector(stop - start, indices, self.values[first:last])
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the message that ``write`` writes."""
+        return int(used_bytes(len(self.values), self.numel, exact=True))
+
+    def add_to(self, out: Tensor) -> None:
+        """Add the elements to ``out``, float32 ``[numel]``."""
+        if self.indices is None:
+            out.add_(self.values)
+        else:
+            out.index_add_(0, self.indices, self.values)

@@ -46,10 +46,10 @@ def count(bitmap, numel):
 def indices(bitmap, out):
     """Write the indices of 1 bits to int64 ``[count]``."""
     position = 0
-    for number in range(len(bitmap)):
-        word = bitmap[number]
+    for index in range(len(bitmap)):
+        word = bitmap[index]
         while word:
-            out[position] = 32 * number + lowest(word)
+            out[position] = 32 * index + lowest(word)
             position += 1
             word = without_lowest(word)
 
@@ -58,10 +58,10 @@ def indices(bitmap, out):
 def pack(bitmap, values, out):
     """Write the values, float32 ``[n]``, whose bits are 1 side by side to float32 ``[count]``."""
     position = 0
-    for number in range(len(bitmap)):
-        word = bitmap[number]
+    for index in range(len(bitmap)):
+        word = bitmap[index]
         while word:
-            out[position] = values[32 * number + lowest(word)]
+            out[position] = values[32 * index + lowest(word)]
             position += 1
             word = without_lowest(word)
 
@@ -73,9 +73,9 @@ def spread(bitmap, values, out):
     for first in range(0, len(out), _TILE):
         last = min(first + _TILE, len(out))
         out[first:last] = 0
-        for number in range(first // 32, (last + 31) // 32):
-            word = bitmap[number]
+        for index in range(first // 32, (last + 31) // 32):
+            word = bitmap[index]
             while word:
-                out[32 * number + lowest(word)] = values[position]
+                out[32 * index + lowest(word)] = values[position]
                 position += 1
                 word = without_lowest(word)

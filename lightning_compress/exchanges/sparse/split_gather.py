@@ -30,11 +30,11 @@ from lightning_compress.collectives.counting import (
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Growing, Messages
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, longest, of_vectors
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, longest
 from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
-from lightning_compress.exchanges.sparse.sparse_vector import SparseVector
+from lightning_compress.exchanges.sparse.coding import SparseVector
 
 WRITES, READS = (8.0, 4.0), (7.0, 4.5)
 """The time to write and to read a sparse vector, in multiples of copying it: by tensor operations, by a kernel."""
@@ -89,8 +89,7 @@ class _Plan(ExchangePlan):
             calls=2,
         )
 
-    @of_vectors
-    def mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
+    def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         self._plan.share(key)
         self._plan.encode(vector, self._own.all[0], mix(key, rank), flag)
@@ -120,11 +119,12 @@ class _Plan(ExchangePlan):
         bad = flag.isnan().long().view(1)
         table = torch.cat([*(_quantiles(each, size) for each in held), bad])
         self._collective.all_reduce(table)
-        *sums, found = table.tolist()
-        flag.fill_(torch.nan if found else 0.0)
+        *sums, any_bad = table.tolist()
+        flag.fill_(torch.nan if any_bad else 0.0)
         bounds = []
         for number, numel in enumerate(numels):
-            cuts = (min(max(0, each // size), numel) for each in sums[number * (size - 1) : (number + 1) * (size - 1)])
+            section_sums = sums[number * (size - 1) : (number + 1) * (size - 1)]
+            cuts = (min(max(0, total // size), numel) for total in section_sums)
             bounds.append([0, *accumulate(cuts, max), numel])  # ascending, for any bytes
         return bounds
 
