@@ -28,9 +28,9 @@ class EstimateCorrection(Correction):
     replaces_residual: ClassVar[bool] = True
     eta: float
 
-    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, Declared]:
+    def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
         """See ``Correction``: per-rank ``momentum`` and ``estimate``, and ``mean``, the mean of all estimates."""
-        return {"momentum": Declared(layout), "estimate": Declared(layout), "mean": Declared(layout, "shared")}
+        return {"momentum": StateSpec(layout), "estimate": StateSpec(layout), "mean": StateSpec(layout, "shared")}
 
     def plan(
         self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None

@@ -27,7 +27,7 @@ from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topolo
 from lightning_compress.periodic.module_buffers import STATISTICS
 from lightning_compress.periodic.sync_schedule import check_integer
 from lightning_compress.periodic.synchroniser import Synchroniser, reset_nonfinite
-from lightning_compress.settings import validators
+from lightning_compress.settings.parsing import truth
 
 NONFINITE = (
     "its model was not finite. It went back to its model of the last round, and takes its neighbours' mean from there; "
@@ -281,7 +281,7 @@ class _FlatModel:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._names = layout.names
         self.vector = torch.zeros(layout.numel, device=device)
-        self._views = [self.vector[each.offset : each.end].view(each.shape) for each in layout.segments]
+        self._views = [self.vector[each.span].view(each.shape) for each in layout.segments]
         self._statistics: dict[str, Tensor] = {}
 
     def keep(self, named: Mapping[str, Tensor]) -> None:

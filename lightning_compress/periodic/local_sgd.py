@@ -189,7 +189,7 @@ class LocalSGD(Synchroniser):
         pinned = votes.pin_memory() if self.device.type == "cuda" else votes  # so that the copy delays no local step
         received = pinned.to(self.device, non_blocking=True)
         with errors.explained("telling the others of signals and batches", self.ranks.rank):
-            self._transports[-1].all_reduce_max(received)
+            self._transports[-1].all_reduce(received, "max")
         if (joined := int(votes[0])) != self._joined:  # fragments that joined are sent next
             self.meeting.check_joined(received.cpu())
             self._joined = joined

@@ -84,7 +84,7 @@ class Meeting:
         """
         votes = torch.cat([torch.tensor(own, dtype=torch.int64), self.vote()]).to(self.device)
         with errors.explained("meeting the others", self.ranks.rank):
-            self.ranks.all_reduce_max(votes)
+            self.ranks.all_reduce(votes, "max")
         votes = votes.cpu()
         self.apply_votes(votes[len(own) :])
         return [int(number) for number in votes[: len(own)]]

@@ -80,7 +80,7 @@ class PeriodicMixin(CommonMixin):
         module, ranks = self.lightning_module, TorchCollective()
         assert module is not None
         check_fit(type(self).__name__, trainer, module, bool(self._layer_sync))
-        kinds = [kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__]
+        kinds = [kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__]
         self.synchroniser.may_unfreeze = "BaseFinetuning" in kinds
         self.synchroniser.check(module, ranks, self.root_device)
         self._trainer, self._shared, self._replaced, self._counts = trainer, None, None, {}
@@ -96,8 +96,8 @@ class PeriodicMixin(CommonMixin):
         self.synchroniser.start(module, self.optimizers, ranks, self.rendezvous)
         self._started = True
         self._recount = Recount(module, self.synchroniser.rules, wanted=self.synchroniser.needs_recount)
-        watched = [each for each in self.optimizers if isinstance(each, Optimizer)]
-        self._watched = [each.register_step_post_hook(self._after_step) for each in watched]
+        watched = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
+        self._watched = [optimizer.register_step_post_hook(self._after_step) for optimizer in watched]
 
     def configure_ddp(self) -> None:
         """Broadcast rank 0's parameters and buffers; the model is not wrapped."""

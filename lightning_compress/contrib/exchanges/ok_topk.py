@@ -39,7 +39,7 @@ BINS = 64
 """Largest number of parts of a parameter in which selected elements are counted."""
 
 
-def declared(layout: Layout) -> Mapping[str, Declared]:
+def declared(layout: Layout) -> Mapping[str, StateSpec]:
     """Return the state: counts of selected elements, thresholds and clocks, the same on all ranks."""
     one = Layout.of((segment.name, (1,)) for segment in layout.segments)
     bins = Layout.of((segment.name, (min(BINS, segment.numel),)) for segment in layout.segments)

@@ -84,9 +84,9 @@ class AdamMask(Reducer):
         """See ``Reducer``: not known to be."""
         return False
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """See ``Reducer``: the moment."""
-        return {"moment": Declared(layout, "shared")}
+        return {"moment": StateSpec(layout, "shared")}
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """See ``Reducer.plan``."""

@@ -88,9 +88,9 @@ class SignSGD(Reducer):
         """See ``Reducer``: no, Adam would normalise the signs again."""
         return False
 
-    def state(self, layout: Layout) -> Mapping[str, Declared]:
+    def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """See ``Reducer``: the momentum, unless it is 0."""
-        return {MOMENTUM: Declared(layout)} if self.momentum else {}
+        return {MOMENTUM: StateSpec(layout)} if self.momentum else {}
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
         """See ``Reducer.plan``."""
