@@ -36,14 +36,12 @@ def build_gossip_compressor(given: object, algorithm: Algorithm) -> Codec | Moni
     Raises:
         ValueError: the compressor or a setting is unknown, a value is out of range, or the algorithm cannot take it.
     """
-    coded = algorithm.codec is not None
-    if given is None or given == "none" or isinstance(given, Dense):
-        compressor: Codec | Moniqua | None = Dense() if coded else None
-    elif given == "auto" or isinstance(given, Automatic):
+    compressor: Codec | Moniqua | None = Dense()
+    if given == "auto" or isinstance(given, Automatic):
         compressor = algorithm.codec
-    else:
+    elif given is not None and given != "none":
         compressor = _built(given)
-    if isinstance(compressor, Dense) and not coded:
+    if isinstance(compressor, Dense) and algorithm.codec is None:
         compressor = None
     algorithm.check_compressor(compressor)
     return compressor

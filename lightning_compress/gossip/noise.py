@@ -65,7 +65,7 @@ def largest_step(share: float, topology: Topology) -> float:
 
 def fit_step(
     name: str,
-    given: float | None,
+    user_step: float | None,
     most: float,
     part: float,
     start: Tensor,
@@ -77,16 +77,16 @@ def fit_step(
 
     Args:
         name: of algorithm and setting, for messages.
-        given: the user's step; None for ``part`` of the largest step, but not more than ``most``.
-        most: see ``given``.
-        part: see ``given``.
+        user_step: the user's step; None for ``part`` of the largest step, but not more than ``most``.
+        most: see ``user_step``.
+        part: see ``user_step``.
         start: see ``Algorithm.begin``.
         neighbours: see ``Algorithm.begin``.
         codec: of the messages.
         layout: see ``Algorithm.begin``.
 
     Raises:
-        ValueError: the codec carries almost nothing, or the given step is ``HOPELESS``; on all ranks.
+        ValueError: the codec carries almost nothing, or the user's step is ``HOPELESS``; on all ranks.
     """
     graph = neighbours.topology
     share = -float(neighbours.greatest(start.new_tensor([-carried(codec, layout)])))  # processors round differently
@@ -98,15 +98,15 @@ def fit_step(
             "efsign, onebit or topk"
         )
     fitting = min(most, part * bound)
-    if given is None:
+    if user_step is None:
         return fitting
     bounds = f"on topology {graph.name} of {graph.size} ranks {bound:.3g} is the largest value known to be stable"
     advice = f"Leave it out to use {fitting:.3g}, or take a codec that sends more"
-    if given > HOPELESS * bound:
-        raise ValueError(f"{name}={given:g} would diverge {how}: {bounds}. {advice}")
-    if given > bound and neighbours.rank == 0:
-        warnings.warn(f"{name}={given:g} may diverge {how}: {bounds}. {advice}", stacklevel=2)
-    return given
+    if user_step > HOPELESS * bound:
+        raise ValueError(f"{name}={user_step:g} would diverge {how}: {bounds}. {advice}")
+    if user_step > bound and neighbours.rank == 0:
+        warnings.warn(f"{name}={user_step:g} may diverge {how}: {bounds}. {advice}", stacklevel=2)
+    return user_step
 
 
 def _sample(layout: Layout) -> Layout:

@@ -221,31 +221,33 @@ TOPOLOGIES: Mapping[str, Callable[[int], Topology]] = {
 """Functions from the number of ranks to a topology, by name."""
 
 
-def build_topology(given: object, size: int) -> Topology:
+def build_topology(topology: object, size: int) -> Topology:
     """Return the topology for what the user passed as ``topology=``.
 
     Args:
-        given: a name, the path of a file, a matrix, a ``Topology``, or ``{"name": one of these, "lazy": bool}``.
+        topology: a name, the path of a file, a matrix, a ``Topology``, or ``{"name": one of these, "lazy": bool}``.
         size: ranks of the run.
 
     Raises:
         ValueError: there is no such topology, or it has another number of ranks.
     """
-    if isinstance(given, Mapping):
-        if not {"name"} <= given.keys() <= {"name", "lazy"} or not isinstance(given.get("lazy", False), bool | None):
-            raise ValueError(f"topology={dict(given)!r}: give 'name', and optionally 'lazy', true or false")
-        made = build_topology(given["name"], size)
-        return made.lazy() if given.get("lazy") else made
-    if isinstance(given, Topology):
-        made = given
-    elif isinstance(given, str | Path) and str(given) in TOPOLOGIES:
-        made = TOPOLOGIES[str(given)](size)
-    elif isinstance(given, str | Path):
-        if not Path(given).is_file():
-            raise ValueError(f"topology={str(given)!r} is no file, and none of {', '.join(TOPOLOGIES)}")
-        made = from_file(given)
+    if isinstance(topology, Mapping):
+        if not {"name"} <= topology.keys() <= {"name", "lazy"} or not isinstance(
+            topology.get("lazy", False), bool | None
+        ):
+            raise ValueError(f"topology={dict(topology)!r}: give 'name', and optionally 'lazy', true or false")
+        built = build_topology(topology["name"], size)
+        return built.lazy() if topology.get("lazy") else built
+    if isinstance(topology, Topology):
+        built = topology
+    elif isinstance(topology, str | Path) and str(topology) in TOPOLOGIES:
+        built = TOPOLOGIES[str(topology)](size)
+    elif isinstance(topology, str | Path):
+        if not Path(topology).is_file():
+            raise ValueError(f"topology={str(topology)!r} is no file, and none of {', '.join(TOPOLOGIES)}")
+        built = from_file(topology)
     else:
-        made = from_matrices(given)
-    if made.size != size:
-        raise ValueError(f"topology {made.name} is of {made.size} ranks, and this run has {size}")
-    return made
+        built = from_matrices(topology)
+    if built.size != size:
+        raise ValueError(f"topology {built.name} is of {built.size} ranks, and this run has {size}")
+    return built
