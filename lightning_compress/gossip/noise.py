@@ -22,7 +22,7 @@ WINDOWS = (8, 16, 32, 64, 128, 256, 512)
 LITTLE = 0.002
 """Smallest share with which ranks agree. ``threshold`` with steps too large for the model, say, is below it."""
 HOPELESS = 4.0
-"""Multiple of the largest stable step that is an error. Less is a warning: models with sparse steps can bear more."""
+"""A step above this multiple of the largest stable step is an error. Below, it is a warning: some models bear more."""
 
 
 @lru_cache(maxsize=16)
