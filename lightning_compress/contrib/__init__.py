@@ -1,5 +1,5 @@
-"""What stands here for completeness: methods that no recipe and no measured table asks for.
+"""Methods that are here for completeness; no recipe and no measured table uses them.
 
-They load by their names through this package's own entry points, as any other package's would; the core never imports
-them. They keep the laws, have no kernels, and promise no speed.
+They are loaded by name through this package's entry points, like those of any other package; the core never imports
+them. They obey the laws, but have no kernels and no speed target.
 """

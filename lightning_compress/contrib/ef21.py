@@ -1,4 +1,4 @@
-"""EF21 with momentum: what is compressed is how far an estimate is from the momentum, not the gradient."""
+"""EF21 with momentum: compresses the difference of the momentum and an estimate of it, not the gradient."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["EF21"]
 
 @dataclass(frozen=True)
 class EstimateCorrection(Correction):
-    """An estimate of every rank's momentum, and their mean; see ``EF21``, which checks the settings."""
+    """Estimates of the ranks' momenta, and their mean; see ``EF21``, which checks the settings."""
 
     replaces_residual: ClassVar[bool] = True
     eta: float
 
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
-        """``momentum`` and ``estimate`` of each rank, and ``mean``, that of all estimates."""
+        """See ``Correction``: per-rank ``momentum`` and ``estimate``, and ``mean``, the mean of all estimates."""
         return {"momentum": StateSpec(layout), "estimate": StateSpec(layout), "mean": StateSpec(layout, "shared")}
 
     def plan(
@@ -39,37 +39,37 @@ class EstimateCorrection(Correction):
         return _Plan(self, layout, world.device, states)
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
-        """Any optimizer will do."""
+        """See ``Correction``: any optimizer is allowed."""
         return None
 
 
 @dataclass(frozen=True)
 class EF21(Corrected):
-    """Send what an estimate of the momentum lacks; the optimizer is given the mean of the estimates.
+    """Send the compressed difference of momentum and estimate; the optimizer gets the mean of the estimates.
 
-    On every rank, with a momentum v and an estimate s of it, which begin at 0 (v at the first gradient)::
+    On every rank, with a momentum v that starts at the first gradient, and its estimate s that starts at 0::
 
         v <- (1 - eta) v + eta g;   send c = C(v - s);   s <- s + c
 
-    and on all of them ``S <- S + mean(c)``, which is the mean of the s, and what the optimizer is given in place of the
-    mean of gradients. Nothing piles up: what was not sent of a gradient is not sent later, but the estimate goes after
-    the momentum. So no residual is kept, and the mean of gradients is not conserved; what is, in every step, is
-    ``W * S == sum(s)``. For a constant gradient S comes as close as the codec contracts. Small, 1-D and excluded
-    parameters go the same way, but travel as float32, so that their s is v.
+    On all ranks, ``S <- S + mean(c)`` is the mean of all s. The optimizer gets S instead of the mean of the gradients.
+    Nothing accumulates: what is not sent of a gradient is not sent later; the estimate follows the momentum instead. So
+    there is no residual, and the mean of the gradients is not conserved. ``W * S == sum(s)`` holds in every step. With
+    a constant gradient, S converges to it at the contraction rate of the codec. Small, 1-D and excluded parameters are
+    handled in the same way, but are sent as float32, so that their s equals v.
 
-    S changes slowly, as momentum does: an optimizer with momentum of its own has then both, and may want less of it.
-    A Trainer's ``gradient_clip_val`` is refused, since S is no mean of gradients: clip with ``local_clip_norm``.
+    S changes slowly, like momentum. An optimizer with its own momentum may need less of it. A Trainer's
+    ``gradient_clip_val`` is refused, because S is not a mean of gradients; use ``local_clip_norm``.
 
     Bits per element: those of the codec. State: ``momentum``, ``estimate`` and ``mean``, float32; with their second
-    buffers 24 bytes per parameter.
+    buffers 24 bytes for each parameter.
 
     Args:
-        eta: share of a gradient in the momentum, in (0, 1]; 1 is EF21 without momentum.
-        quantiser: what compresses, by name, mapping or object: a codec that is biased (``onebit``, ``topk``, ...), or
-            "none"; ``OneBit()`` if None.
+        eta: weight of a gradient in the momentum, in (0, 1]; 1 is EF21 without momentum.
+        quantiser: the codec, by name, mapping or object: a biased one (``onebit``, ``topk``, ...), or "none". None
+            stands for ``OneBit()``.
 
     Raises:
-        ValueError: a setting is out of range, or the codec is unbiased: those are for gradients as such.
+        ValueError: a setting is out of range, or the codec is unbiased; EF21 needs a contractive one.
 
     Fatkhullin, Tyurin, Richtarik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023, arXiv 2305.15155.
     Richtarik, Sokolov, Fatkhullin, "EF21", NeurIPS 2021.
@@ -87,19 +87,19 @@ class EF21(Corrected):
         assert isinstance(codec, Codec)
         if not codec.contractive and not isinstance(codec, Dense):
             raise ValueError(
-                f"EF21(quantiser={codec}): it needs a method that always comes closer, such as 'onebit' or 'topk', and "
-                "this one is right on average only; use it as the compressor itself"
+                f"EF21(quantiser={codec}): EF21 needs a contractive codec, such as 'onebit' or 'topk', and this one is "
+                "only unbiased; use it as the compressor itself"
             )
         object.__setattr__(self, "quantiser", codec)  # frozen; equal settings are equal, however they were given
 
     @property
     def codec(self) -> Codec:
-        """What compresses."""
+        """The codec, with the default resolved."""
         return cast(Codec | None, self.quantiser) or OneBit()
 
     @property
     def correction(self) -> EstimateCorrection:
-        """The estimates."""
+        """See ``Corrected``."""
         return EstimateCorrection(self.eta)
 
 
@@ -110,7 +110,7 @@ class _Plan(CorrectionPlan):
         self._chunk = chunk_size(device)
 
     def before(self, vector: Vector) -> None:
-        # not base(): a step has one momentum, however many backwards it takes to come to it
+        # not base(): a step has one momentum, however many backward passes it has
         eta, gradient = self._eta if vector.step else 1.0, vector.whole()
         for piece in pieces(len(gradient), self._chunk):
             momentum = self._momentum.pending[piece]

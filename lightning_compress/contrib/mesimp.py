@@ -1,4 +1,4 @@
-"""Neurons that are hardly ever among the largest gradients are removed, cycle by cycle: meSimp."""
+"""meSimp: removes neurons whose gradients are rarely among the largest, once in a cycle of epochs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MeSimpMixin(MePropMixin):
     ) -> None:
         super().__init__(k, skip=skip, memory=memory, share=share, per_example=per_example, sparse_bias=sparse_bias)
         if isinstance(cycle, bool) or not isinstance(cycle, int) or cycle < 1:
-            raise ValueError(f"MeSimp(cycle={cycle!r}): must be a whole number of epochs, 1 or more")
+            raise ValueError(f"MeSimp(cycle={cycle!r}): must be an integer number of epochs, 1 or more")
         if isinstance(prune, bool) or not isinstance(prune, (int, float)) or not 0 < prune < 1:
             raise ValueError(f"MeSimp(prune={prune!r}): must be a share of the examples between 0 and 1, such as 0.1")
         self._given = k
@@ -54,7 +54,7 @@ class MeSimpMixin(MePropMixin):
         """Change the model's layers, and begin to count.
 
         Raises:
-            ValueError: layers, optimizers or the strategy are not such that neurons can be removed; on every rank.
+            ValueError: neurons cannot be removed with these layers, optimizers or strategy; on every rank.
         """
         _check_strategy(trainer.strategy)
         check_optimizers(trainer.optimizers)
@@ -65,13 +65,13 @@ class MeSimpMixin(MePropMixin):
         for name, sparsity in self.layers.items():
             if sparsity.k == sparsity.width and not resumed:
                 raise ValueError(
-                    f"{name} keeps all of its {sparsity.width} outputs (k={sparsity.k}), so that none is rarer "
-                    f"than the others; give a smaller k, or skip=[{name!r}]"
+                    f"{name} keeps all of its {sparsity.width} outputs (k={sparsity.k}), so meSimp cannot rank them. "
+                    f"Give a smaller k, or skip=[{name!r}]"
                 )
             sparsity.hits, sparsity.seen = torch.zeros(sparsity.width, dtype=torch.int64), 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on counting where a checkpoint ended: rank 0 has what all had counted, and the others begin at zero."""
+        """Restore the counts of a checkpoint: rank 0 gets the counts of all ranks, the others begin at zero."""
         super().on_train_start(trainer, pl_module)
         for name, (hits, seen) in (self._counted or {}).items() if trainer.is_global_zero else ():
             if name in self.layers and len(hits) == self.layers[name].width:
@@ -79,7 +79,7 @@ class MeSimpMixin(MePropMixin):
         self._counted = None
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """At the end of a cycle, remove neurons; not at the end of the training, which should go on afterwards."""
+        """Remove neurons at the end of a cycle, but not at the end of training."""
         done = trainer.current_epoch + 1
         if done % self.cycle or done == trainer.max_epochs or 0 <= trainer.max_steps <= trainer.global_step:
             return
@@ -87,21 +87,21 @@ class MeSimpMixin(MePropMixin):
             self._prune(trainer, pl_module)
 
     def _prune(self, trainer: Any, pl_module: Any) -> None:
-        kept = {name: self._frequent(name) for name in self._following}
-        cuts = {name: each for name, each in kept.items() if len(each) < self.layers[name].width}
+        remaining = {name: self._frequent(name) for name in self._following}
+        cuts = {name: each for name, each in remaining.items() if len(each) < self.layers[name].width}
         for name, each in cuts.items():
             cut(pl_module, name, self._following[name], each, trainer.optimizers)
             self._narrow(name, each)
         for sparsity in self.layers.values():
             sparsity.hits, sparsity.seen = torch.zeros(sparsity.width, dtype=torch.int64), 0
-        self.history.append({name: len(each) for name, each in kept.items()})
-        told = ", ".join(f"{name} {len(each)}" for name, each in kept.items())
-        rank_zero_info(f"meSimp: after epoch {trainer.current_epoch} neurons are {told}")
+        self.history.append({name: len(each) for name, each in remaining.items()})
+        sizes = ", ".join(f"{name} {len(each)}" for name, each in remaining.items())
+        rank_zero_info(f"meSimp: after epoch {trainer.current_epoch} neurons are {sizes}")
         if cuts:
             _wrap_again(trainer.strategy)
 
     def _counts(self, name: str) -> tuple[Tensor, int]:
-        """``hits`` and ``seen`` of a layer, of all ranks where these are here; a collective call."""
+        """Return ``hits`` and ``seen`` of a layer, summed over the ranks. Collective: every rank must call it."""
         sparsity = self.layers[name]
         assert sparsity.hits is not None
         counts = torch.cat([sparsity.hits.cpu(), torch.tensor([sparsity.seen])])
@@ -111,16 +111,16 @@ class MeSimpMixin(MePropMixin):
         return counts[:-1].cpu(), int(counts[-1])
 
     def _frequent(self, name: str) -> Tensor:
-        """Neurons of a layer that stay, the same on all ranks; one at least."""
+        """Return the neurons of a layer to keep, at least one, the same on all ranks."""
         hits, seen = self._counts(name)
-        if not seen:  # all outputs are kept now
+        if not seen:  # no choice was made: all outputs are kept
             return torch.arange(len(hits))
         frequent = hits >= self.prune * seen
         frequent[hits.argmax()] = True
         return frequent.nonzero().flatten()
 
     def _narrow(self, name: str, keep: Tensor) -> None:
-        """What is known of the layer, in as many numbers as it has neurons now."""
+        """Cut the layer's settings and memory to the neurons that are kept."""
         sparsity = self.layers[name]
         sparsity.width = len(keep)
         if sparsity.memory is not None:
@@ -133,9 +133,9 @@ class MeSimpMixin(MePropMixin):
                 self.layers[each].gradients.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes so far, and the counters of all ranks; a collective call, as ``MeProp``'s is."""
-        found = {name: self._counts(name) for name in self._following}
-        counts = {name: (hits.tolist(), seen) for name, (hits, seen) in found.items()}
+        """Return the sizes so far and the counts of all ranks. Collective, like ``MeProp``'s."""
+        by_layer = {name: self._counts(name) for name in self._following}
+        counts = {name: (hits.tolist(), seen) for name, (hits, seen) in by_layer.items()}
         return {**super().state_dict(), "counts": counts, "history": self.history}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -145,18 +145,18 @@ class MeSimpMixin(MePropMixin):
 
 
 def _amounts_left(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict[str, Amount]:
-    """What layers keep that have fewer neurons by now than they are to keep: all. The output layer is none of them."""
-    patterns, matched, found = amounts_of(given), {}, {}
+    """Return ``given`` with an entry for each layer, except the last, that has fewer neurons than it is to keep."""
+    patterns, matched, narrow = amounts_of(given), {}, {}
     for name, layer in [each for each in model.named_modules() if isinstance(each[1], nn.Linear)][:-1]:
         pattern = None if any(fnmatchcase(name, each) for each in skip) else pattern_of(name, patterns)
         if pattern is None:
             continue
         matched[name], amount = pattern, patterns[pattern]
         if isinstance(amount, int) and layer.out_features < amount:
-            found[name] = layer.out_features
-    used = {pattern for name, pattern in matched.items() if name not in found}
-    gone = {matched[name] for name in found} - used  # would match no layer that is left
-    return {**found, **{pattern: amount for pattern, amount in patterns.items() if pattern not in gone}}
+            narrow[name] = layer.out_features
+    used = {pattern for name, pattern in matched.items() if name not in narrow}
+    gone = {matched[name] for name in narrow} - used  # these patterns would match no other layer
+    return {**narrow, **{pattern: amount for pattern, amount in patterns.items() if pattern not in gone}}
 
 
 def _check_strategy(strategy: Any) -> None:
@@ -164,65 +164,65 @@ def _check_strategy(strategy: Any) -> None:
     if not (wraps_model(strategy) or "SingleDeviceStrategy" in kinds):
         raise ValueError(
             f"MeSimp removes neurons on one device or under DDPStrategy (CompressedDDPStrategy too), and not under "
-            f"{type(strategy).__name__}, which holds the parameters in another form"
+            f"{type(strategy).__name__}, which stores the parameters in another form"
         )
     if (method := getattr(strategy, "_start_method", "popen")) != "popen":
         raise ValueError(
-            f"MeSimp cannot train with start_method={method!r} (strategies ..._spawn, _fork, _notebook): the main "
-            "process has the model with all neurons, and Lightning would load the smaller weights into it; use "
+            f"MeSimp cannot train with start_method={method!r} (strategies ..._spawn, _fork, _notebook): Lightning "
+            "would load the smaller weights into the main process's model, which has all neurons. Use "
             "start_method='popen', as strategy='ddp' does, in a script"
         )
     settings: Any = getattr(strategy, "_settings", None)
     if getattr(settings, "correction", None) is not None:
         raise ValueError(
-            f"MeSimp cannot cut the velocities and moments that {settings.compressor} keeps in the optimizer's place; "
+            f"MeSimp cannot cut the velocities and moments that {settings.compressor} keeps instead of the optimizer; "
             "use another compressor, such as 'topk' or 'rows'"
         )
 
 
 def _wrap_again(strategy: Any) -> None:
-    """DistributedDataParallel knows the parameters that it was made with: make another one, with new buckets."""
+    """Wrap the model again: DistributedDataParallel keeps the parameters and buckets that it was built with."""
     if not isinstance(strategy.model, DistributedDataParallel):
         return
     if hasattr(strategy, "rebuild"):
         strategy.rebuild()
         return
     strategy.model = strategy.lightning_module
-    gc.collect()  # the old one takes its hooks from the parameters that stayed
+    gc.collect()  # removes the old wrapper's hooks from the remaining parameters
     strategy.configure_ddp()
 
 
 class MeSimp(MeSimpMixin, Callback):
     """meProp that removes neurons: meSimp (Sun et al., arXiv:1711.06528).
 
-    While ``MeProp`` trains, each layer's outputs are counted that are among the ``k`` largest and not zero. After each
-    ``cycle`` epochs, those that were so in less than ``prune`` of the choices (minibatches, or examples with
-    ``per_example``) of all ranks are removed: rows of the layer's weight and bias, columns of the next layer's weight,
-    and the same of the optimizer's state. Training goes on with a smaller model, whose ``state_dict`` is smaller, too.
-    Nothing is removed after the last epoch.
+    While ``MeProp`` trains, it counts how often each output of a layer is among the ``k`` largest gradients and not
+    zero. After every ``cycle`` epochs, it removes the outputs for which this was so in less than a share ``prune`` of
+    the choices of all ranks (minibatches, or examples with ``per_example``): rows of the layer's weight and bias,
+    columns of the next layer's weight, and the same parts of the optimizer's state. Training continues with a smaller
+    model and a smaller ``state_dict``. Nothing is removed after the last epoch.
 
-    Linear layers of an ``nn.Sequential`` with nothing but activations and dropout between them are known to follow one
-    another; others are given by ``pairs``. All ranks remove the same neurons. DistributedDataParallel is made anew
-    then, with buckets of the new sizes; under ``CompressedDDPStrategy`` residuals begin at zero there, and
-    ``exchange="auto"`` chooses again. Other callbacks must not hold copies of parameters (weight averaging), and a main
-    process must not hold the model for others that train it (``ddp_spawn``, ``ddp_notebook``).
+    If linear layers in an ``nn.Sequential`` have only activations and dropout between them, the next layer is found
+    automatically; give others by ``pairs``. All ranks remove the same neurons. Then DistributedDataParallel is built
+    again, with buckets of the new sizes. Under ``CompressedDDPStrategy``, residuals are reset to zero, and
+    ``exchange="auto"`` chooses again. Other callbacks must not hold copies of parameters (weight averaging), and the
+    main process must not hold the model for other processes that train it (``ddp_spawn``, ``ddp_notebook``).
 
-    To resume or to load, make the model as small first:
+    Before you resume or load, shrink the model:
     ``contrib.pruning.shrink(Model(), torch.load(path)["state_dict"])``.
 
     Args:
-        k: as in ``MeProp``; a count is at most the neurons that are left.
-        cycle: epochs from one removal to the next; the paper's code has 5.
-        prune: share of the choices, between 0 and 1; the paper's code has 0.1.
-        pairs: names of layers and of the linear layer that alone takes its outputs, with nothing but what works by
-            element between.
+        k: as in ``MeProp``; an integer is limited to the number of remaining neurons.
+        cycle: epochs from one removal to the next; the paper's code uses 5.
+        prune: share of the choices, between 0 and 1; the paper's code uses 0.1.
+        pairs: name of the next linear layer by layer. It must be the only one that takes the layer's outputs, with only
+            elementwise operations between the two.
         skip: as in ``MeProp``.
-        memory: likewise.
-        share: likewise.
-        per_example: likewise; as the paper counts.
-        sparse_bias: likewise.
+        memory: as in ``MeProp``.
+        share: as in ``MeProp``.
+        per_example: as in ``MeProp``; the paper counts examples.
+        sparse_bias: as in ``MeProp``.
 
     Raises:
-        ValueError: a value is not allowed; when training begins: ``MeProp``'s reasons, or it is not known which layer
-            follows, or optimizer or strategy cannot be cut.
+        ValueError: a value is not allowed. When training begins: see ``MeProp``; or the next layer is unknown, or
+            neurons cannot be removed with this optimizer or strategy.
     """

@@ -1,4 +1,4 @@
-"""Removes neurons from a model while it is trained: meSimp (Sun et al., arXiv:1711.06528)."""
+"""Removes neurons from a model during training: meSimp (Sun et al., arXiv:1711.06528)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ ELEMENTWISE: tuple[type[nn.Module], ...] = (
     *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softshrink),
     *(nn.Tanhshrink, nn.Threshold),
 )
-"""What may stand between two layers of a chain: a neuron that is removed leaves no trace there."""
+"""Modules that may stand between two layers of a chain: they have nothing to remove for a neuron."""
 
 WHOLE = {"LBFGS", "Adafactor", "Muon", "Shampoo"}
-"""Optimizers whose state has no element for each of a parameter."""
+"""Optimizers whose state does not have an element for each element of a parameter."""
 
 
 def chains(model: nn.Module) -> dict[str, str]:
-    """The linear layers that are followed by one, in any ``nn.Sequential``, with nothing but activations between."""
-    found = {}
+    """Return the next linear layer by layer, in each ``nn.Sequential`` with only activations between the two."""
+    next_layers = {}
     for prefix, module in model.named_modules():
         last = None
         for name, layer in _flat(module, prefix) if isinstance(module, nn.Sequential) else ():
             if isinstance(layer, nn.Linear):
                 if last is not None:
-                    found[last] = name
+                    next_layers[last] = name
                 last = name
             elif not isinstance(layer, ELEMENTWISE):
                 last = None
-    return found
+    return next_layers
 
 
 def _flat(sequence: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -48,39 +48,41 @@ def _flat(sequence: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module
 
 
 def followers(model: nn.Module, layers: Iterable[str], pairs: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Which linear layer takes what each of these puts out.
+    """Return the linear layer that takes the outputs of each layer.
 
     Args:
-        model: has all of them.
-        layers: names of those that are to lose neurons.
-        pairs: names of layers and of those that follow them, beside those that ``chains`` finds.
+        model: contains all layers.
+        layers: names of the layers that will lose neurons.
+        pairs: names of the next layers by layer, in addition to those that ``chains`` finds.
 
     Returns:
-        the name of the next layer, by name.
+        names of the next layers, by layer.
 
     Raises:
-        ValueError: it is not known, or not possible.
+        ValueError: the next layer is unknown, or cannot lose inputs.
     """
     modules = dict(model.named_modules())
     known = {**chains(model), **(pairs or {})}
     for name in (pairs or {}).keys() - set(layers):
-        raise ValueError(f"pairs={{{name!r}: ...}} is no layer that meProp has changed; those are {', '.join(layers)}")
-    found = {}
+        raise ValueError(
+            f"pairs={{{name!r}: ...}} is not a layer that meProp has changed; these are {', '.join(layers)}"
+        )
+    next_layers = {}
     for name in layers:
         if not isinstance(modules.get(name), nn.Linear):
             raise ValueError(
-                f"meSimp removes neurons of nn.Linear, and {name} is {_kind(modules.get(name))}; leave it out by "
+                f"meSimp removes neurons of nn.Linear, and {name} is {_kind(modules.get(name))}; exclude it by "
                 f"skip=[{name!r}]"
             )
         if name not in known:
             raise ValueError(
-                f"meSimp must know which layer takes the outputs of {name}: it sees that only in an nn.Sequential of "
-                f"nn.Linear, activations and dropout; give pairs={{{name!r}: 'the next layer'}}, or skip=[{name!r}]"
+                f"meSimp must know which layer takes the outputs of {name}, and finds it only in an nn.Sequential of "
+                f"nn.Linear, activations and dropout. Give pairs={{{name!r}: 'the next layer'}}, or skip=[{name!r}]"
             )
-        found[name] = known[name]
-    shared = Counter(found.values())
+        next_layers[name] = known[name]
+    shared = Counter(next_layers.values())
     owners = Counter(id(each) for module in modules.values() for each in module.parameters(recurse=False))
-    for name, following in found.items():
+    for name, following in next_layers.items():
         layer, after = modules[name], modules.get(following)
         if not isinstance(after, nn.Linear) or after is layer:
             raise ValueError(f"pairs={{{name!r}: {following!r}}}: that is {_kind(after)}, not another nn.Linear")
@@ -91,10 +93,10 @@ def followers(model: nn.Module, layers: Iterable[str], pairs: Mapping[str, str] 
                 "not follow one another"
             )
         if shared[following] > 1:
-            raise ValueError(f"{following} follows several layers; leave all but one of them out by skip")
+            raise ValueError(f"{following} follows several layers; exclude all but one of them by skip")
         if parametrize.is_parametrized(after) or owners[id(after.weight)] > 1:
             raise ValueError(f"{following}.weight is tied or parametrized, and cannot lose columns; skip=[{name!r}]")
-    return found
+    return next_layers
 
 
 def _kind(module: nn.Module | None) -> str:
@@ -102,15 +104,11 @@ def _kind(module: nn.Module | None) -> str:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse those whose state cannot lose rows.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raise ValueError if rows cannot be removed from the state of an optimizer."""
     for each in optimizers:
         if type(each).__name__ in WHOLE:
             raise ValueError(
-                f"meSimp cannot cut the state of {type(each).__name__}, which is not by element; use SGD, AdamW or "
+                f"meSimp cannot cut the state of {type(each).__name__}, which is not per element; use SGD, AdamW or "
                 "another optimizer of torch.optim with a state for each element"
             )
 
@@ -118,33 +116,33 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 def cut(
     model: nn.Module, name: str, following: str, keep: Tensor, optimizers: Iterable[Optimizer] = ()
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Leave some neurons of a layer: rows of its weight and bias, and columns of the next layer's weight.
+    """Keep some neurons of a layer: rows of its weight and bias, and columns of the next layer's weight.
 
-    The parameters are new ones; gradients are dropped, and optimizers have the new parameters in the places of the old
-    ones, with their states cut as well.
+    It creates new parameters without gradients. In the optimizers they replace the old ones, with states that are cut
+    in the same way.
 
     Args:
-        model: has both.
+        model: contains both layers.
         name: of the layer.
-        following: of the layer that takes its outputs.
-        keep: int64, ascending; neurons that stay.
+        following: name of the layer that takes its outputs.
+        keep: int64 ``[kept]``, ascending: indices of the neurons to keep.
         optimizers: of the model.
 
     Returns:
-        old and new parameters.
+        pairs of old and new parameters.
 
     Raises:
-        ValueError: an optimizer's state is neither by element nor one number; then nothing has changed.
+        ValueError: an optimizer's state is neither per element nor a scalar; nothing has changed then.
     """
     layer, after = (model.get_submodule(each) for each in (name, following))
     parts = [(layer, "weight", 0), (layer, "bias", 0), (after, "weight", 1)]
-    found = [(module, own, getattr(module, own), axis) for module, own, axis in parts]
+    tensors = [(module, own, getattr(module, own), axis) for module, own, axis in parts]
     optimizers = list(optimizers)
     for optimizer in optimizers:
-        for _, own, old, _ in found:
+        for _, own, old, _ in tensors:
             _check_state(optimizer, old, f"{name}.{own}")
     replaced = []
-    for module, own, old, axis in found:
+    for module, own, old, axis in tensors:
         if old is None:
             continue
         new = nn.Parameter(_kept(old.detach(), axis, keep), requires_grad=old.requires_grad)
@@ -183,23 +181,23 @@ def _follow(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, axis: in
 
 
 def shrink(model: nn.Module, state_dict: Mapping[str, Tensor], pairs: Mapping[str, str] | None = None) -> nn.Module:
-    """Make a model as small as the one that a ``state_dict`` is of, so that it can be loaded.
+    """Shrink a model to the sizes of a ``state_dict``, so that it can be loaded.
 
     Args:
-        model: with all neurons, changed in place.
+        model: with all neurons; changed in place.
         state_dict: of the same model after meSimp; for example ``torch.load("last.ckpt")["state_dict"]``.
         pairs: as given to ``MeSimp``.
 
     Returns:
-        the model, whose weights mean nothing until they are loaded.
+        the model. Its weights are meaningless until the ``state_dict`` is loaded.
 
     Raises:
-        ValueError: a layer is smaller, and it is not known which one follows it.
+        ValueError: a layer is smaller, and its next layer is unknown.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     saved = {name: state_dict[key] for name in layers if (key := f"{name}.weight".lstrip(".")) in state_dict}
     smaller = [name for name, weight in saved.items() if len(weight) < layers[name].out_features]
-    own = {name: each for name, each in (pairs or {}).items() if name in smaller}
-    for name, following in followers(model, smaller, own).items():
+    needed = {name: each for name, each in (pairs or {}).items() if name in smaller}
+    for name, following in followers(model, smaller, needed).items():
         cut(model, name, following, torch.arange(len(saved[name])))
     return model

@@ -1,4 +1,4 @@
-"""The callback of contrib for users of ``import pytorch_lightning``, a class tree of its own."""
+"""Contrib's callback for users of ``import pytorch_lightning``, whose classes differ from Lightning's."""
 
 from __future__ import annotations
 

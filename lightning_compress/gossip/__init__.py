@@ -1,6 +1,6 @@
-"""Averaging with neighbours alone; an algorithm a file.
+"""Gossip: averaging with neighbours only, one algorithm in each file.
 
-A line here makes an algorithm known by its ``name``; errors and tables list them in this order.
+An import here registers an algorithm by its ``name``. Errors and tables list the algorithms in this order.
 """
 # ruff: noqa: I001
 
@@ -17,6 +17,6 @@ ALGORITHMS: Registry[Algorithm] = Registry(
     (Algorithm,),
     "lightning_compress.algorithms",
 )
-"""What ``algorithm=`` takes by name."""
+"""What ``algorithm=`` accepts by name."""
 
 __all__ = ["ALGORITHMS", "Algorithm", *(each.__name__ for each in ALGORITHMS.values())]

@@ -1,13 +1,12 @@
-"""The specification that every algorithm of gossip keeps.
+"""The contract of gossip algorithms, and the parts that they are made of.
 
-An algorithm is a frozen dataclass of its settings; ``begin`` makes it ready for one vector of parameters on one rank.
-``Mixing.mix`` is given what local steps made of the parameters since the last round, and changes it in place to what
-the next local step starts from.
+An algorithm is a frozen dataclass of its settings. ``begin`` returns a ``Mixing`` for one vector of parameters on one
+rank. ``Mixing.mix`` receives the parameters after this rank's local steps, and changes them in place to the parameters
+from which the next local step starts.
 
-* The mean over the ranks of what comes out is the mean of what goes in; with DCD and ECD, on average.
-* All ranks mix in the same rounds; nothing but ``Neighbours`` is talked to.
-* What an algorithm keeps between rounds is in ``vectors`` and ``numbers``, and in nothing else: saved and loaded, a run
-  goes on bit for bit.
+* Mixing does not change the mean over the ranks. With DCD and ECD this holds on average.
+* All ranks mix in the same rounds, and communicate through ``Neighbours`` only.
+* All state between rounds is in ``vectors`` and ``numbers``: a run that saves and loads them continues bit for bit.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from torch import Tensor
 from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
+from lightning_compress.core.workspace import chunk_size, pieces
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import Topology
 
 GRID = 2.0**-24
-"""Of which weights of messages are multiples: then float32 holds them, and their sums, without rounding."""
+"""Weights of messages are multiples of this, so that float32 holds them and their sums exactly."""
 LARGEST = 1e30
-"""Numbers that are not finite are sent as such: a model that diverges is no reason to stop in the middle of a round."""
+"""Replaces numbers that are not finite in messages, so that a model that diverges does not stop a round."""
 
 
 class Mixing(ABC):
     """An algorithm at work on one rank.
 
     Attributes:
-        vectors: float32 ``[numel]`` each, what is kept of this rank's own between rounds, by name.
-        numbers: likewise, numbers; ``round`` counts the rounds so far.
-        steps: how far to move towards the neighbours, by the setting's name, where the algorithm has one.
+        vectors: this rank's state between rounds, float32 ``[numel]`` each, by name.
+        numbers: this rank's numbers between rounds, by name; ``round`` counts the rounds so far.
+        steps: how far to move towards the neighbours, by the name of the setting; empty if there is no such setting.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
@@ -47,36 +47,36 @@ class Mixing(ABC):
 
     @property
     def round(self) -> int:
-        """Rounds so far."""
+        """Number of rounds so far."""
         return int(self.numbers["round"])
 
     def mix(self, vector: Tensor, rate: float) -> None:
-        """One round, in place.
+        """Run one round, in place. Collective: every rank must call it.
 
         Args:
-            vector: float32 ``[numel]``, contiguous: the parameters after this rank's own steps.
-            rate: the learning rate, the same on all ranks; only for what depends on it.
+            vector: float32 ``[numel]``, contiguous: the parameters after this rank's local steps.
+            rate: the learning rate, the same on all ranks; for settings that are multiples of it.
         """
         self.run(vector, rate)
         self.numbers["round"] += 1.0
 
     @abstractmethod
     def run(self, vector: Tensor, rate: float) -> None:
-        """The round itself."""
+        """Run one round; ``mix`` counts it."""
 
     def figures(self) -> dict[str, float]:
-        """What else there is to tell, by name."""
+        """Return figures to log, by name."""
         return dict(self.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is kept; refers to its memory."""
+        """Return the state. It shares its memory with this object."""
         return {"vectors": dict(self.vectors), "numbers": dict(self.numbers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what was saved.
+        """Restore a state.
 
         Raises:
-            ValueError: it is of another algorithm, or of other parameters.
+            ValueError: the state belongs to another algorithm, or to other parameters.
         """
         vectors, numbers = state["vectors"], state["numbers"]
         if vectors.keys() != self.vectors.keys() or numbers.keys() != self.numbers.keys():
@@ -89,16 +89,16 @@ class Mixing(ABC):
                 raise ValueError(f"{name} has {vectors[name].numel()} numbers, and there are {own.numel()} parameters")
         for name, own in self.vectors.items():
             own.copy_(vectors[name])
-        self.numbers = {name: float(value) for name, value in numbers.items()}
+        self.numbers.update((name, float(value)) for name, value in numbers.items())
 
 
 class Algorithm(ABC):
     """A way to train without a global mean; a frozen dataclass of its settings.
 
     Attributes:
-        codec: of its messages, where the user names none; None: it sends whole float32 vectors then.
+        codec: default codec of its messages; None if it sends whole float32 vectors by default.
         fixed: neighbours and weights must be the same in every round.
-        memory: bytes a parameter that it keeps between rounds.
+        memory: bytes for each parameter that it keeps between rounds.
     """
 
     name: ClassVar[str]
@@ -108,65 +108,102 @@ class Algorithm(ABC):
 
     @abstractmethod
     def check_compressor(self, compressor: object) -> None:
-        """Refuse, at construction, what would not converge.
-
-        Raises:
-            ValueError: the compressor is of a kind that this algorithm cannot take.
-        """
+        """Raise ValueError, at construction, if the algorithm would not converge with this kind of compressor."""
 
     def fit_topology(self, topology: Topology, lazy: bool | None) -> Topology:
-        """The topology to use.
+        """Return the topology to use.
 
         Args:
-            topology: what was asked for.
-            lazy: the user's word on halving the weights of others; None: where the algorithm needs it.
+            topology: the user's.
+            lazy: whether the user wants to halve the weights of the neighbours; None: only if the algorithm needs it.
 
         Raises:
-            ValueError: it breaks a condition of the algorithm.
+            ValueError: the topology breaks a condition of the algorithm.
         """
         if self.fixed and topology.varies:
             raise ValueError(
                 f"algorithm {self.name} keeps sums over fixed neighbours, and topology {topology.name} has others in "
-                "each round; take ring, complete, star, exponential or one matrix, or algorithm dpsgd or deepsqueeze"
+                "each round. Use ring, complete, star, exponential or one matrix, or algorithm dpsgd or deepsqueeze"
             )
         return topology.lazy() if lazy else topology
 
     def check_noise(self, compressor: Any, layout: Layout, topology: Topology) -> None:  # noqa: B027  # most bear any
-        """Refuse, before a fit, a compressor that would not converge on this graph with this model.
+        """Raise ValueError, before a fit, if the compressor's noise makes this model diverge on this graph.
 
         Args:
-            compressor: one that ``check_compressor`` accepts.
+            compressor: accepted by ``check_compressor``.
             layout: of the model's parameters.
-            topology: one of ``fit_topology``.
-
-        Raises:
-            ValueError: it would diverge.
+            topology: returned by ``fit_topology``.
         """
 
     @abstractmethod
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Any, layout: Layout, seed: int) -> Mixing:
-        """Make ready; a collective call.
+        """Return the algorithm at work on this rank. Collective: every rank must call it.
 
         Args:
             start: float32 ``[numel]``: the parameters before the first step, the same on all ranks.
-            neighbours: to talk to.
-            compressor: one that ``check_compressor`` accepts.
-            layout: what the vector is made of.
+            neighbours: the transport.
+            compressor: accepted by ``check_compressor``.
+            layout: of the parameters in the vector.
             seed: of all randomness, the same on all ranks.
 
         Raises:
-            ValueError: with this codec and topology the algorithm would diverge; on all ranks.
+            ValueError: the algorithm would diverge with this codec and topology; on all ranks.
         """
 
 
+class Averaging(Mixing):
+    """Weighted means with the neighbours: ``vector += sum_j W_ij (vector_j - vector)``."""
+
+    def run(self, vector: Tensor, rate: float) -> None:
+        """See ``Mixing``."""
+        self.average(vector, rate)
+
+    @abstractmethod
+    def average(self, vector: Tensor, rate: float, moved: Tensor | None = None) -> None:
+        """Run one round, in place.
+
+        Args:
+            vector: see ``Mixing.mix``.
+            rate: see ``Mixing.mix``.
+            moved: float32 ``[numel]``: what is added to the vector is also added here, without the vector's rounding.
+        """
+
+
+class ExactAveraging(Averaging):
+    """Sends whole float32 vectors."""
+
+    def average(self, vector: Tensor, rate: float, moved: Tensor | None = None) -> None:
+        """See ``Averaging``."""
+        weights = self.neighbours.weights(self.round)
+        add_differences(vector, self.neighbours.exchange(vector, self.round), weights, moved)
+
+
+def add_differences(
+    vector: Tensor, received: dict[int, Tensor], weights: dict[int, float], moved: Tensor | None = None
+) -> None:
+    """Move a vector towards its neighbours' vectors; ``moved``: see ``Averaging.average``.
+
+    It adds differences, not vectors, so that both ends of an edge move by opposite amounts, bit for bit.
+    """
+    for piece in pieces(len(vector), chunk_size(vector.device)):
+        own = vector[piece]
+        total = torch.zeros_like(own)
+        for peer, weight in weights.items():
+            total.add_(received[peer][piece] - own, alpha=weight)
+        own.add_(total)
+        if moved is not None:
+            moved[piece].add_(total)
+
+
 class Coded(Mixing):
-    """Messages of a codec to all neighbours.
+    """Sends messages of a codec to all neighbours.
 
     Args:
-        neighbours: to talk to.
+        neighbours: the transport.
         codec: of the messages.
-        layout: what the vectors are made of.
-        device: where they are.
+        layout: of the parameters in the vectors.
+        device: of the vectors.
         seed: see ``Algorithm.begin``.
     """
 
@@ -176,36 +213,36 @@ class Coded(Mixing):
         self._message = torch.zeros(self._plan.message_size, dtype=torch.uint8, device=device)
         self._seed = seed
 
-    def tell(self, vector: Tensor, share: float = 1.0) -> list[tuple[float, Tensor]]:
-        """Encode and exchange; the vector holds afterwards what the message does not.
+    def send(self, vector: Tensor, share: float = 1.0) -> list[tuple[float, Tensor]]:
+        """Encode a vector and exchange messages; what the message lost stays in the vector.
 
         Returns:
-            messages with their weights in ``share * sum_j W_ij (C_j - C_i)``: this rank's own first, then its
-            neighbours' in the order of the ranks. As float32 too, over all ranks a message's weights sum to 0.
+            pairs of weight and message of ``share * sum_j W_ij (C_j - C_i)``: this rank's own first, then the
+            neighbours' in the order of their ranks. Over all ranks, the weights of a message sum to exactly 0.
         """
         number, rank = self.round, self.neighbours.rank
         torch.nan_to_num(vector, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST, out=vector)
         self._plan.share(mix(self._seed, number))
         self._plan.encode(vector, self._message, mix(self._seed, number, rank + 1))
         own, weights = self._message[: self._plan.used], self.neighbours.weights(number)
-        tell = self.neighbours.tell_any if self._plan.variable else self.neighbours.tell
-        theirs = tell(own, number)
-        even = {peer: round(share * weight / GRID) * GRID for peer, weight in weights.items()}
-        return [(-sum(even.values()), own), *((even[peer], theirs[peer]) for peer in weights)]
+        exchange = self.neighbours.exchange_any if self._plan.variable else self.neighbours.exchange
+        received = exchange(own, number)
+        rounded = {peer: round(share * weight / GRID) * GRID for peer, weight in weights.items()}
+        return [(-sum(rounded.values()), own), *((rounded[peer], received[peer]) for peer in weights)]
 
     def add(self, message: Tensor, out: Tensor, weight: float) -> None:
-        """Add what a message stands for, times a weight."""
+        """Add ``weight`` times the decoded message to ``out``."""
         self._plan.decode(message[None], out, weight, accumulate=True)
 
 
 class Replicas(Coded):
-    """Keeps what neighbours know of this rank's model, and how far their weighted mean of it is ``apart`` from that.
+    """Keeps this rank's model as its neighbours know it, and the distance of their weighted mean from it (``apart``).
 
-    A distance is kept, and not the mean itself: rounding is then relative to it. What is lost of a mean as large as
-    the model would move the mean of the models in every round from then on.
+    The distance is kept instead of the mean, because rounding is relative to the size of what is kept: rounding a mean
+    of the model's size would shift the mean over the ranks in every round.
 
     Attributes:
-        known: what the first of them is called.
+        known: name of the first vector.
     """
 
     known: ClassVar[str] = "model"
@@ -214,29 +251,26 @@ class Replicas(Coded):
         super().__init__(neighbours, codec, layout, start.device, seed)
         self.vectors |= {self.known: start.clone(), "apart": torch.zeros_like(start)}
 
-    def exchange(self, change: Tensor) -> None:
-        """Have all replicas changed by what a message has of ``change``, which holds the rest afterwards."""
-        told = self.tell(change)
-        self.add(told[0][1], self.vectors[self.known], 1.0)
-        for weight, message in told:
+    def update(self, change: Tensor) -> None:
+        """Add the encoded ``change`` to all replicas of this rank's model; what the message lost stays in it."""
+        messages = self.send(change)
+        self.add(messages[0][1], self.vectors[self.known], 1.0)
+        for weight, message in messages:
             self.add(message, self.vectors["apart"], weight)
 
 
 def check_contractive(name: str, compressor: object) -> None:
-    """Refuse what may leave more than there was."""
+    """Raise ValueError if a codec's error may be larger than the vector."""
     if not isinstance(compressor, Codec) or not (compressor.contractive or compressor.sum_dtype is not None):
         raise ValueError(
-            f"algorithm {name} needs a contractive codec, and {compressor} is none: its error may be larger than what "
-            "it is given. Take efsign, onebit, topk, range_float, fft, fp16 or none; or algorithm dcd, which takes "
-            "unbiased ones"
+            f"algorithm {name} needs a contractive codec, and the error of {compressor} may be larger than the vector. "
+            "Use efsign, onebit, topk, range_float, fft, fp16 or none; or algorithm dcd, which takes unbiased codecs"
         )
 
 
 def check_share(name: str, value: object) -> None:
-    """Refuse what is no step size of a mean, nor None."""
+    """Raise ValueError if ``value`` is neither None nor in (0, 1]."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ValueError(
-            f"{name}={value!r} must be above 0, and at most 1, or null for what suits the codec: how far to move"
-        )
+        raise ValueError(f"{name}={value!r} must be in (0, 1], or null for the default of the compressor")

@@ -1,4 +1,4 @@
-"""Algorithms and compressors of gossip as users write them."""
+"""Builds gossip algorithms and their compressors from what users write."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COMPRESSORS: Registry[Codec | Moniqua] = Registry({**CODECS, "moniqua": Moniqua}
 
 
 def build_algorithm(given: object) -> Algorithm:
-    """An algorithm by name, by ``{"name": ..., **settings}``, or as it is.
+    """Return the algorithm for a name, ``{"name": ..., **settings}`` or an ``Algorithm``.
 
     Raises:
-        ValueError: there is no such algorithm or setting, or a value is out of range.
+        ValueError: the algorithm or a setting is unknown, or a value is out of range.
     """
     built = build("algorithm", given, ALGORITHMS, (Algorithm,))
     assert isinstance(built, Algorithm)
@@ -24,26 +24,24 @@ def build_algorithm(given: object) -> Algorithm:
 
 
 def build_gossip_compressor(given: object, algorithm: Algorithm) -> Codec | Moniqua | None:
-    """A compressor that the algorithm takes, as users write it.
+    """Return the compressor for what the user passed as ``compressor=``.
 
     Args:
         given: "auto", "none" or null, "moniqua", a codec's name, ``{"name": ..., **settings}``, or an object.
-        algorithm: whose messages it makes.
+        algorithm: that will use it.
 
     Returns:
         None for exact means.
 
     Raises:
-        ValueError: there is no such compressor or setting, a value is out of range, or the algorithm cannot take it.
+        ValueError: the compressor or a setting is unknown, a value is out of range, or the algorithm cannot take it.
     """
-    coded = algorithm.codec is not None
-    if given is None or given == "none" or isinstance(given, Dense):
-        compressor: Codec | Moniqua | None = Dense() if coded else None
-    elif given == "auto" or isinstance(given, Automatic):
+    compressor: Codec | Moniqua | None = Dense()
+    if given == "auto" or isinstance(given, Automatic):
         compressor = algorithm.codec
-    else:
+    elif given is not None and given != "none":
         compressor = _built(given)
-    if isinstance(compressor, Dense) and not coded:
+    if isinstance(compressor, Dense) and algorithm.codec is None:
         compressor = None
     algorithm.check_compressor(compressor)
     return compressor
@@ -51,12 +49,12 @@ def build_gossip_compressor(given: object, algorithm: Algorithm) -> Codec | Moni
 
 def _built(given: object) -> Codec | Moniqua:
     if isinstance(given, Method) and not isinstance(given, Codec):
-        raise ValueError(f"compressor={given} talks to all ranks in its middle; gossip takes codecs and moniqua")
+        raise ValueError(f"compressor={given} needs a collective of all ranks; gossip takes codecs and moniqua")
     built = build("compressor", given, COMPRESSORS, (Codec, Moniqua))
     assert isinstance(built, Codec | Moniqua)
     if isinstance(built, Codec) and built.correlated:
         raise ValueError(
-            f"compressor={built}: gossip has no mean over all ranks in which their errors could cancel; leave "
+            f"compressor={built}: gossip has no mean over all ranks in which correlated errors could cancel; leave "
             "correlated=True out"
         )
     return built

@@ -1,4 +1,4 @@
-"""CHOCO-SGD: compressed differences to what neighbours already know of a model."""
+"""CHOCO-SGD: sends compressed differences between a model and what its neighbours already know of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_compress.gossip.noise import fit_step
 class Choco(Algorithm):
     """``q_i = Q(x_i - known_i); known_j += q_j; x_i <- x_i + gamma * sum_j W_ij (known_j - known_i)``.
 
-    All that neighbours know of each other are the sums of what was sent; what was not sent stays in the difference, so
-    that any contractive codec goes. Kept are ``known_i``, which begins with the common model (the paper's: with 0), and
-    ``sum_j W_ij (known_j - known_i)``: 8 bytes a parameter.
+    Neighbours know of each other only the sums of what was sent. What a message loses stays in the difference, so any
+    contractive codec works. It keeps 8 bytes for each parameter: ``known_i``, which starts at the common model (in the
+    paper: at 0), and ``sum_j W_ij (known_j - known_i)``.
 
     Args:
-        gamma: how far to move towards the neighbours, in (0, 1]. Too large diverges: see ``noise.largest_step``, which
-            follows from the codec, measured when a fit begins, and the topology. None: 0.6 of that, and at most 0.4.
-            Four times as much is refused; between, there is a warning.
+        gamma: how far to move towards the neighbours, in (0, 1]. Too large a value diverges: see
+            ``noise.largest_step``, which depends on the topology and on the codec, measured when a fit begins. None:
+            0.6 of that, and at most 0.4. More than the largest step is a warning, more than 4 times as much an error.
 
     Raises:
         ValueError: gamma is out of range.
@@ -44,24 +44,19 @@ class Choco(Algorithm):
         check_share("choco: gamma", self.gamma)
 
     def check_compressor(self, compressor: object) -> None:
-        """Contractive ones."""
+        """See ``Algorithm``; contractive codecs."""
         check_contractive(self.name, compressor)
 
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
-        """See ``Algorithm.begin``."""
-        gamma = fit_step("choco: gamma", self.gamma, 0.4, 0.6, start, neighbours, compressor, layout)
-        return _Mixing(start, neighbours, compressor, layout, seed, gamma)
+        """See ``Algorithm``."""
+        mixing = _Mixing(start, neighbours, compressor, layout, seed)
+        mixing.steps["gamma"] = fit_step("choco: gamma", self.gamma, 0.4, 0.6, start, neighbours, compressor, layout)
+        return mixing
 
 
 class _Mixing(Replicas):
     known = "known"
 
-    def __init__(
-        self, start: Tensor, neighbours: Neighbours, codec: Codec, layout: Layout, seed: int, gamma: float
-    ) -> None:
-        super().__init__(start, neighbours, codec, layout, seed)
-        self.steps["gamma"] = gamma
-
     def run(self, vector: Tensor, rate: float) -> None:
-        self.exchange(vector - self.vectors["known"])
+        self.update(vector - self.vectors["known"])
         vector.add_(self.vectors["apart"], alpha=self.steps["gamma"])

@@ -1,17 +1,17 @@
-"""Moniqua's arithmetic: a number's cell on a lattice, its lowest bits as a code, and the cell again from a near number.
+"""Moniqua's arithmetic: the cell of a number, its lowest bits as a code, and the cell recovered from a close number.
 
-Cells have the width ``step``; ``n = floor(x / step + u)`` is the cell of x and ``(n + o) * step`` what it stands for. A
-code is ``n mod 2^bits``. A receiver that is less than theta away takes, of all cells with that code, the one nearest to
-its own number: that is n again, exactly, and so is the difference of any two cells, an integer. Each block of a vector
-has a step and a hash of its own. Everything here is in float64 and int64, some blocks at a time; ``lattice_numba.py``
-does it in one pass.
+Cells have the width ``step``. The cell of x is ``n = floor(x / step + u)``; it stands for ``(n + o) * step``. A code is
+``n mod 2^bits``. Of all cells with that code, a receiver takes the one nearest to its own number. If the two numbers
+differ by less than theta, this is exactly n. Differences of cells are integers, so they are exact, too. Each block of a
+vector has its own step and hash. Everything here is computed in float64 and int64, several blocks at a time;
+``lattice_numba.py`` does the same in one pass.
 
     rounding     u        o        largest error, in steps
     nearest      0        1/2      1/2
-    dither       random   1/2 - u  1/2, and none on average
-    stochastic   random   0        1, and none on average
+    dither       random   1/2 - u  1/2, unbiased
+    stochastic   random   0        1, unbiased
 
-The random u of an element is the same on all ranks, so that near models are rounded alike.
+The random u of an element is the same on all ranks, so that close models are rounded in the same way.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightning_compress.codecs.packing.planes import pack_plane, unpack_plane
 Rounding = Literal["nearest", "dither", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 BOUND = 2.0**51
-"""Cells are no further out; whoever is, or is no number, has diverged."""
+"""Largest absolute value of a cell; larger values and NaN mean that the model has diverged."""
 FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xBF58476D1CE4E5B9)
-"""Of the hash: of a cell, of its place, and of both."""
+"""Multipliers of the hash: of the cell, of its index, and of both."""
 
 
 def relative_error(bits: int, rounding: str) -> float:
-    """Delta: the largest error of what a code stands for, as a share of the whole interval."""
+    """Return delta: the largest error of a code, as a share of the whole interval."""
     return 2.0**-bits if rounding == "stochastic" else 2.0 ** -(bits + 1)
 
 
@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
     """Consecutive parts of a vector.
 
     Attributes:
-        sizes: int64 ``[blocks]``: elements of each.
+        sizes: int64 ``[blocks]``: elements of each block.
         steps: float64 ``[blocks]``: width of a cell.
     """
 
@@ -51,11 +51,11 @@ class Blocks(NamedTuple):
     steps: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
-        """A block's value for each of its elements."""
+        """Repeat the value of each block for all of its elements."""
         return torch.repeat_interleave(values, self.sizes)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Of the elements of each block; int64, which may wrap around."""
+        """Return the sum of each block's elements; int64 sums may wrap around."""
         stops = self.sizes.cumsum(0)
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
         return total[stops] - total[stops - self.sizes]
@@ -67,7 +67,7 @@ class Lattice:
     Args:
         bits: of a code: 1, 2, 4 or 8.
         rounding: see above.
-        device: where the numbers are.
+        device: of the vectors.
     """
 
     def __init__(self, bits: int, rounding: Rounding, device: torch.device) -> None:
@@ -75,22 +75,22 @@ class Lattice:
         self._fast = kernels.backend(__name__, device, "numba")
 
     def encode(self, x: Tensor, blocks: Blocks, draws: Tensor | None, first: int, packed: Tensor) -> Tensor:
-        """Write codes.
+        """Write the codes of ``x`` into ``packed``.
 
         Args:
             x: float32 ``[n]``, contiguous.
             blocks: of x.
-            draws: int16 ``[n]``, random bits that all ranks have in common; None for nearest.
+            draws: int16 ``[n]``, random bits, the same on all ranks; None for nearest.
             first: index of ``x[0]`` in the whole vector.
-            packed: uint8 ``[ceil(n bits / 8)]``, wholly overwritten, the first code lowest in each byte.
+            packed: uint8 ``[ceil(n bits / 8)]``, overwritten; the first code is in the lowest bits of each byte.
 
         Returns:
-            int64 ``[blocks]``: the hash of the cells and their places. Of cells further out than ``BOUND`` it is wrong,
-            so that they go whole: all of them look alike.
+            int64 ``[blocks]``: the hash of the cells and their indices. It is wrong on purpose if a cell is beyond
+            ``BOUND``: all such cells look alike, so the block must be sent as float32.
         """
         if self._fast:
             hashes = np.zeros(len(blocks.sizes), np.int64)
-            self._fast.encode(*self._given(x, blocks, draws), first, packed.numpy(), hashes)
+            self._fast.encode(*self._arrays(x, blocks, draws), first, packed.numpy(), hashes)
             return torch.from_numpy(hashes)
         scaled = _scaled(x, blocks)
         cells = torch.floor(scaled + self._shift(draws)).long()
@@ -100,10 +100,10 @@ class Lattice:
         return blocks.sums(_words(cells, first) + (scaled.abs() >= BOUND))
 
     def hash(self, x: Tensor, blocks: Blocks, draws: Tensor | None, first: int, packed: Tensor) -> Tensor:
-        """The hashes of the cells that a neighbour's codes stand for, seen from x; see ``encode``."""
+        """Return the hashes of the cells recovered from a neighbour's codes and ``x``; see ``encode``."""
         if self._fast:
             hashes = np.zeros(len(blocks.sizes), np.int64)
-            self._fast.hash_cells(*self._given(x, blocks, draws), first, packed.numpy(), hashes)
+            self._fast.hash_cells(*self._arrays(x, blocks, draws), first, packed.numpy(), hashes)
             return torch.from_numpy(hashes)
         return blocks.sums(_words(self.recover(_scaled(x, blocks), draws, packed), first))
 
@@ -117,22 +117,22 @@ class Lattice:
         extra: Tensor | None,
         moved: Tensor | None = None,
     ) -> None:
-        """``x += step * sum_j weight_j (n_j - n) + extra``, in place; see ``encode``.
+        """Add ``step * sum_j weight_j (n_j - n) + extra`` to ``x``, in place; see ``encode``.
 
         Args:
-            x: see there.
-            blocks: see there.
-            draws: see there.
-            packed: a neighbour's codes each.
+            x: see ``encode``.
+            blocks: see ``encode``.
+            draws: see ``encode``.
+            packed: the codes of each neighbour.
             weights: float64 ``[neighbours, blocks]``.
             extra: float64 ``[n]``, or None.
-            moved: float32 ``[n]``, to which the same is added, or None.
+            moved: float32 ``[n]``, which gets the same addition, or None.
         """
         if self._fast:
             rows = np.stack([each.numpy() for each in packed]) if packed else np.zeros((0, 1), np.uint8)
             more = np.zeros(0) if extra is None else extra.numpy()
             sums = np.zeros(0, np.float32) if moved is None else moved.numpy()
-            self._fast.move(*self._given(x, blocks, draws), rows, weights.numpy(), more, sums)
+            self._fast.move(*self._arrays(x, blocks, draws), rows, weights.numpy(), more, sums)
             return
         scaled = _scaled(x, blocks)
         own = torch.floor(scaled + self._shift(draws)).long()
@@ -147,12 +147,12 @@ class Lattice:
             moved.copy_(moved.double() + change)
 
     def recover(self, scaled: Tensor, draws: Tensor | None, packed: Tensor) -> Tensor:
-        """The cells of a neighbour's codes, int64 ``[n]``: those with these codes within half of the interval.
+        """Return the cells of a neighbour's codes, int64 ``[n]``: the nearest cells to ``scaled`` with these codes.
 
         Args:
-            scaled: float64 ``[n]``: this rank's numbers, in steps.
+            scaled: float64 ``[n]``: this rank's numbers, divided by the step.
             draws: see ``encode``.
-            packed: the codes.
+            packed: the neighbour's codes.
         """
         codes = torch.zeros(-(-len(scaled) // 8) * 8, dtype=torch.uint8, device=scaled.device)
         unpack_plane(packed, 0, self.bits, codes)
@@ -160,7 +160,7 @@ class Lattice:
         cells: Tensor = least + ((codes[: len(scaled)] - least) & (2**self.bits - 1))
         return cells
 
-    def _given(self, x: Tensor, blocks: Blocks, draws: Tensor | None) -> tuple[Any, ...]:
+    def _arrays(self, x: Tensor, blocks: Blocks, draws: Tensor | None) -> tuple[Any, ...]:
         rounding = ROUNDINGS.index(self._rounding)
         return x.numpy(), blocks.sizes.numpy(), blocks.steps.numpy(), rounding, _array(draws), self.bits
 

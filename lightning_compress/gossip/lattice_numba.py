@@ -1,4 +1,4 @@
-"""Cells, codes and hashes in one pass; see ``lattice.py``, whose numbers these are."""
+"""Cells, codes and hashes in one pass, bit-identical to ``lattice.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIRST, _SECOND, _THIRD = (np.uint64(each) for each in FACTORS)
 @kernel
 def _scale(value, inverse):
     scaled = np.float64(value) * inverse
-    if not scaled < BOUND:  # nor is what is no number
+    if not scaled < BOUND:  # true for NaN, too
         return BOUND
     return -BOUND if scaled < -BOUND else scaled
 
@@ -49,7 +49,7 @@ def _word(cell, place):
 
 @kernel
 def encode(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
-    """Write codes and hashes; ``rounding`` is an index of ``ROUNDINGS``, and without draws it is 0."""
+    """Write codes and hashes. ``rounding`` is an index into ``ROUNDINGS``; it is 0 if there are no draws."""
     packed[:] = 0
     mask, start = (np.int64(1) << bits) - 1, np.uint64(0)
     for block in range(len(sizes)):
@@ -68,7 +68,7 @@ def encode(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
 
 @kernel
 def hash_cells(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
-    """The hashes of the cells that codes stand for, seen from x."""
+    """Write the hashes of the cells recovered from codes and ``x``."""
     start = np.uint64(0)
     for block in range(len(sizes)):
         total, inverse = np.uint64(0), 1 / steps[block]
@@ -81,7 +81,7 @@ def hash_cells(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
 
 @kernel
 def move(x, sizes, steps, rounding, draws, bits, codes, weights, extra, moved):
-    """Move x, and ``moved``, by the weighted differences of cells and by ``extra``, where these have any length."""
+    """Add the weighted differences of cells to ``x`` and ``moved``, and ``extra``; the last two may be empty."""
     start = np.uint64(0)
     for block in range(len(sizes)):
         step = steps[block]

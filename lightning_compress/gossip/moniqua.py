@@ -1,50 +1,96 @@
-"""Moniqua: means with neighbours from the lowest bits of parameters, without any memory of what was sent."""
+"""Moniqua: means with the neighbours from the lowest bits of the parameters, without memory of earlier messages."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lightning_compress.gossip.algorithm import check_share
 from lightning_compress.gossip.lattice import ROUNDINGS, Rounding, relative_error
-from lightning_compress.gossip.theta import Estimated, Theta, read_theta
 
 WIDTHS = (1, 2, 4, 8)
 SLACK = {1: 0.15, 2: 0.4, 4: 1.0, 8: 1.0}
-"""How far to move by default, by bits."""
+"""Default of ``slack``, by bits."""
 DITHERED = 2
-"""Bits up to which rounding is dithered by default."""
+"""Most bits with which rounding is dithered by default."""
+
+
+class Theta:
+    """Bound on the difference of a parameter between two neighbours. The same on all ranks in every round."""
+
+    def at(self, number: int, rate: float) -> float:
+        """Return the bound of round ``number`` at this learning rate. 0: it is measured, or the learning rate is 0."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class ByRound(Theta):
+    """Bounds that hold from given rounds on, the first from round 0."""
+
+    starts: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def at(self, number: int, rate: float) -> float:
+        """See ``Theta``."""
+        return self.values[bisect_right(self.starts, number) - 1]
+
+
+@dataclass(frozen=True)
+class ByRate(Theta):
+    """A multiple of the learning rate, as in the paper's theorems: models differ by as much as they move."""
+
+    factor: float
+
+    def at(self, number: int, rate: float) -> float:
+        """See ``Theta``."""
+        return self.factor * rate
+
+
+@dataclass(frozen=True)
+class Estimated(Theta):
+    """For each block, ``margin`` times the largest difference that was seen between any two neighbours.
+
+    It is measured in the first round of each matrix of the topology, which averages whole float32 vectors. Then it
+    follows the hashes: ranks compare the failed blocks in each of the first rounds, and later every ``every`` rounds.
+    """
+
+    margin: float = 1.25
+    every: int = 4
 
 
 @dataclass(frozen=True)
 class Moniqua:
-    """Send each parameter's place within an interval of width ``B = 2 theta / (1 - 2 delta)``, with 1 to 8 bits.
+    """Send each parameter's place within an interval of width ``B = 2 theta / (1 - 2 delta)``, in 1 to 8 bits.
 
-    Neighbours' models are near: if no parameter differs by theta or more, the interval tells which of all numbers with
-    this place is meant, to ``delta B``, and no memory of earlier messages is needed. ``delta`` is the error of the
-    rounding: ``2^-(bits + 1)`` of the interval, or ``2^-bits`` for "stochastic". Both sides of an edge move by the same
-    difference of whole numbers, so the mean of the models stays where it is.
+    The models of neighbours are close. If no parameter differs by theta or more, the receiver knows which of all
+    numbers with this place is meant, to within ``delta B``, and needs no memory of earlier messages. ``delta`` is the
+    rounding error as a share of the interval: ``2^-(bits + 1)``, or ``2^-bits`` for "stochastic". Both ends of an edge
+    move by the same integer number of cells, in opposite directions, so the mean of the models does not change.
 
     Args:
-        bits: of a parameter: 1, 2, 4 or 8.
-        rounding: "nearest", to the middles of cells; "dither", the same with random cells that all ranks have in
-            common, right on average; "stochastic", up or down at random, likewise, which takes at least 2 bits. None:
-            "dither" for 1 and 2 bits, "nearest" for 4 and 8.
-        slack: how far to move towards the neighbours by codes, in (0, 1]: the mixing matrix is ``slack W + (1 - slack)
-            I``. Few bits need less than 1, or noise grows faster than agreement. What is sent as float32 has no noise,
-            and is averaged in full. None: 1 for 8 and 4 bits, 0.4 for 2, 0.15 for 1.
-        theta: by how much parameters of neighbours differ at most: a number; ``{"rounds": {0: 2.0, 1000: 0.5}}``;
-            ``{"rate": 20.0}``, times the learning rate, which must then be the same on all ranks (where it is 0, times
-            the last one above 0, before which float32 is sent); or "estimated", or ``{"estimated": margin, "every":
-            rounds}``: for each block of 4,096 parameters, a tensor's last one shorter, margin times the largest
-            difference that was seen. It is measured in the first round, which sends float32, and then follows what
-            the hashes tell.
-        verify: send a hash of 8 bytes for each block, and mix only what both neighbours recovered. What they did not
-            goes as float32, in both directions. Theta of that block grows for all at the next comparison, in the first
-            rounds and every 4th, and shrinks by a tenth when none failed. A theta that was given does not shrink below
-            its value. Costs a message of a byte for each hash and waiting for it. Without it a difference above theta
-            spoils both models by a whole interval, and nobody learns of it; theta must then be given.
+        bits: for each parameter: 1, 2, 4 or 8.
+        rounding: "nearest": to the middle of a cell. "dither": the same, with cells shifted at random, equally on all
+            ranks; unbiased. "stochastic": up or down at random; unbiased, needs 2 bits or more. None: "dither" for 1
+            and 2 bits, "nearest" for 4 and 8.
+        slack: how far to move towards the neighbours, in (0, 1]: the mixing matrix is ``slack W + (1 - slack) I``. Few
+            bits need less than 1, or noise grows faster than agreement. It does not apply to what is sent as float32,
+            which has no noise. None: 1 for 8 and 4 bits, 0.4 for 2, 0.15 for 1.
+        theta: largest difference of a parameter between neighbours. A number above 0; ``{"rounds": {0: 2.0, 1000:
+            0.5}}``, from these rounds on; or ``{"rate": 20.0}``, times the learning rate, which must then be equal on
+            all ranks (where it is 0, the last one above 0 counts; before that, float32 is sent). "estimated", or
+            ``{"estimated": margin, "every": rounds}``: for each block of 4,096 parameters (the last block of a tensor
+            is shorter), margin times the largest difference that was seen. The first round sends float32 and measures
+            it; then it follows the hashes.
+        verify: send a hash of 8 bytes for each block, and mix only blocks that both neighbours recovered. Other blocks
+            are sent as float32 in both directions. The theta of such a block grows on all ranks at the next comparison
+            (in the first rounds, then every 4th), and shrinks by a tenth if no block failed, but not below a theta that
+            you gave. It costs a second message of 1 byte for each block, and the wait for it. Without it, a difference
+            above theta spoils both models by a whole interval, unnoticed; theta must then be given.
 
     Raises:
         ValueError: a value is out of range, or bits and rounding give delta >= 1/2.
@@ -70,10 +116,7 @@ class Moniqua:
                 f"moniqua: bits={self.bits} with rounding={self.way!r} has delta={self.delta:g}, and it must be "
                 "below 1/2; take rounding='nearest' or 'dither', or 2 bits"
             )
-        if self.slack is not None and (
-            isinstance(self.slack, bool) or not isinstance(self.slack, int | float) or not 0 < self.slack <= 1
-        ):
-            raise ValueError(f"moniqua: slack={self.slack!r} must be in (0, 1], or null for what suits the bits")
+        check_share("moniqua: slack", self.slack)
         if not isinstance(self.verify, bool):
             raise ValueError(f"moniqua: verify={self.verify!r} must be true or false")
         if isinstance(self.bound(), Estimated) and not self.verify:
@@ -84,7 +127,7 @@ class Moniqua:
 
     @property
     def way(self) -> Rounding:
-        """The rounding."""
+        """The rounding, with the default resolved."""
         return self.rounding or ("dither" if self.bits <= DITHERED else "nearest")
 
     @property
@@ -94,13 +137,65 @@ class Moniqua:
 
     @property
     def share(self) -> float:
-        """How far to move towards the neighbours."""
+        """``slack``, with the default resolved."""
         return SLACK[self.bits] if self.slack is None else float(self.slack)
 
     def bound(self) -> Theta:
-        """Theta, read."""
+        """Return ``theta`` as an object."""
         return read_theta(self.theta)
 
     def step(self, theta: Tensor) -> Tensor:
-        """The width of a cell: there are ``2^bits`` of them in the interval B."""
+        """Return the width of a cell for each theta; the interval B has ``2^bits`` cells."""
         return theta * float(2 / (1 - 2 * self.delta) / 2**self.bits)
+
+
+def read_theta(theta: object) -> Theta:
+    """Return the ``Theta`` for what a user wrote.
+
+    Args:
+        theta: see ``Moniqua``.
+
+    Raises:
+        ValueError: it has none of these forms, or a number is out of range.
+    """
+    if isinstance(theta, Theta):
+        return theta
+    if theta == "estimated":
+        return Estimated()
+    if isinstance(theta, Mapping):
+        if theta.keys() == {"rate"}:
+            return ByRate(_positive("the factor of the learning rate", theta["rate"]))
+        if theta.keys() == {"rounds"} and isinstance(theta["rounds"], Mapping) and theta["rounds"]:
+            return _by_round(theta["rounds"])
+        if {"estimated"} <= theta.keys() <= {"estimated", "every"}:
+            margin, every = _positive("the margin", theta["estimated"]), theta.get("every", Estimated.every)
+            if margin <= 1:
+                raise ValueError(f"theta: the margin {margin:g} must be above 1, since models drift apart; try 1.25")
+            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+                raise ValueError(f"theta: every={every!r} must be a number of rounds, 1 or more")
+            return Estimated(margin, every)
+    elif not isinstance(theta, str):
+        return ByRound((0,), (_positive("it", theta),))
+    raise ValueError(
+        f"theta={theta!r}: give a bound above 0, {{'rounds': {{0: 2.0, 1000: 0.5}}}}, {{'rate': 20.0}}, "
+        "'estimated', or {'estimated': 1.25, 'every': 4}"
+    )
+
+
+def _by_round(bounds: Mapping[object, object]) -> ByRound:
+    values = {}
+    for key, value in bounds.items():
+        digits = isinstance(key, str) and key.isdigit()  # JSON and YAML may write the round as text
+        if isinstance(key, bool) or not (digits or isinstance(key, int)):
+            raise ValueError(f"theta: {key!r} is no round; write {{'rounds': {{0: 2.0, 1000: 0.5}}}}")
+        values[int(str(key))] = _positive("it", value)
+    starts = sorted(values)
+    if starts[0] != 0:
+        raise ValueError(f"theta: the first bound is of round {starts[0]}; add the bound for round 0")
+    return ByRound(tuple(starts), tuple(values[start] for start in starts))
+
+
+def _positive(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"theta: {what} must be a number above 0, not {value!r}, and finite")
+    return float(value)

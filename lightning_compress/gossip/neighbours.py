@@ -1,4 +1,4 @@
-"""The transport of gossip: one message to every neighbour, and theirs, with the bytes of each link."""
+"""The transport of gossip: each rank exchanges messages with its neighbours; bytes are counted by link."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_compress.gossip.topology import Topology
 
 
 class Neighbours:
-    """What a rank says to its neighbours; all ranks call the same functions in the same rounds.
+    """A rank's links to its neighbours. All ranks must call the same methods in the same rounds.
 
     Args:
-        collective: over the ranks, in an order of its own: no other traffic goes this way.
+        collective: over the ranks; nothing else is sent in it.
         topology: who is whose neighbour.
 
     Attributes:
@@ -24,52 +24,51 @@ class Neighbours:
     """
 
     def __init__(self, collective: Collective, topology: Topology) -> None:
-        self.collective = collective
-        self.topology = topology
+        self.collective, self.topology = collective, topology
         self.rank, self.size = collective.rank, collective.size
         self.sent: Counter[int] = Counter()
         self._memory: dict[tuple[int, torch.dtype, torch.device, int], Tensor] = {}
 
     @property
     def bytes_sent(self) -> int:
-        """To all neighbours."""
+        """Bytes to all neighbours, over all rounds."""
         return self.sent.total()
 
     def weights(self, number: int) -> dict[int, float]:
-        """The neighbours of round ``number``, with their weights."""
+        """Return the weights of the neighbours in round ``number``, by rank."""
         return self.topology.weights(self.rank, number)
 
-    def tell(self, message: Tensor, number: int) -> dict[int, Tensor]:
-        """The same message to all neighbours; theirs, of the same length.
+    def exchange(self, message: Tensor, number: int) -> dict[int, Tensor]:
+        """Send one message to all neighbours, and return theirs, which have the same length.
 
         Args:
             message: contiguous ``[n]``.
             number: of the round.
 
         Returns:
-            by neighbour; overwritten by the next call with this length.
+            messages ``[n]`` by neighbour. The next call with this length overwrites them.
         """
         peers = self.weights(number)
         received = {peer: self._room(message, slot) for slot, peer in enumerate(peers)}
         self.swap(dict.fromkeys(peers, message), received)
         return received
 
-    def tell_any(self, message: Tensor, number: int) -> dict[int, Tensor]:
-        """As ``tell``, for messages whose lengths differ: those travel first, as 8 bytes."""
-        own = torch.tensor([len(message)], dtype=torch.int64, device=message.device)
-        lengths = {peer: int(length) for peer, length in self.tell(own, number).items()}
-        received = {peer: message.new_empty(length) for peer, length in lengths.items()}
+    def exchange_any(self, message: Tensor, number: int) -> dict[int, Tensor]:
+        """Do as ``exchange`` for messages of different lengths, which are sent first, in 8 bytes."""
+        length = torch.tensor([len(message)], dtype=torch.int64, device=message.device)
+        lengths = {peer: int(theirs) for peer, theirs in self.exchange(length, number).items()}
+        received = {peer: message.new_empty(count) for peer, count in lengths.items()}
         self.swap(dict.fromkeys(lengths, message), received)
         return received
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Something else to each; see ``Collective.swap``."""
+        """Send a different message to each neighbour; see ``Collective.swap``."""
         for peer, message in sends.items():
             self.sent[peer] += message.numel() * message.element_size()
         self.collective.swap(sends, receives)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """The largest over all ranks, element by element: a collective call of a few bytes."""
+        """Replace each value by its largest over all ranks, not only neighbours, and return them. Collective."""
         if self.size > 1:
             self.collective.all_reduce(values, "max")
         return values

@@ -1,4 +1,4 @@
-"""What codecs leave of a vector, measured before a fit: algorithms of gossip bear so much of it, and no more."""
+"""How much of a vector a codec's messages carry, measured before a fit; it bounds the step of gossip algorithms."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import TOLERANCE, Topology
 
 SAMPLE, LEAST = 1 << 20, 1 << 12
-"""Parameters to measure ``carried`` on: about as many of all, and not fewer of a tensor, since codecs send a share."""
+"""``carried`` is measured on about ``SAMPLE`` parameters, but at least ``LEAST`` of a tensor: codecs send a share."""
 WINDOWS = (8, 16, 32, 64, 128, 256, 512)
-"""Rounds that are measured together; the next window follows where messages carry less than one window's share."""
+"""Rounds of a measurement. The next, longer one follows if a parameter was not sent about once in this one."""
 LITTLE = 0.002
-"""Share of what waits below which ranks would not agree: an absolute threshold that does not suit the model, say."""
+"""Smallest share with which ranks agree. ``threshold`` with steps too large for the model, say, is below it."""
 HOPELESS = 4.0
-"""Times the largest stable step is refused; less is a warning, since models whose steps are sparse bear more."""
+"""A step above this multiple of the largest stable step is an error. Below, it is a warning: some models bear more."""
 
 
 @lru_cache(maxsize=16)
 def carried(codec: Codec, layout: Layout) -> float:
-    """Return the share of what waits that a message carries, in squares, once residuals have settled.
+    """Return the share of the squared residual that a message carries, once residuals have settled; in [0, 1].
 
-    Normal numbers are added to a residual before each message, as training adds steps. 1 for float32, p for a random
-    share p of the elements. The largest 1 % carry 0.06: the first message carries more, later residuals are flat.
+    Before each message, normal numbers are added to the residual, as training adds steps. The result is 1 for float32,
+    and p for a random share p of the elements. The largest 1 % carry 0.06: the first message carries more, but later
+    residuals are flatter.
     """
     layout = _sample(layout)
     generator, waiting = torch.Generator().manual_seed(0), torch.zeros(layout.numel)
@@ -47,24 +48,24 @@ def carried(codec: Codec, layout: Layout) -> float:
             left += float(squares(waiting))
             number += 1
         share = max(0.0, 1 - left / before)
-        if window * share >= 1:  # by now a number was sent about once
+        if window * share >= 1:  # each number was sent about once
             break
     return share
 
 
 def largest_step(share: float, topology: Topology) -> float:
-    """Return how far ranks may move towards their neighbours in a round before their distance grows.
+    """Return the largest step towards the neighbours in a round that does not make ranks drift apart.
 
-    Let a message carry each element with probability p. An element that waits T rounds moves on, all the while, by what
-    was known of it last: it becomes ``1 - step (1 - l) T`` times itself in the graph's mode ``l``. Its mean square
-    shrinks while ``step (1 - l) < 2 p / (2 - p)``. Other codecs that carry the same share break there, or later.
+    Let a message carry each element with probability p. While an element waits T rounds, it keeps moving by the value
+    that was sent last, so in the graph's mode ``l`` it is multiplied by ``1 - step (1 - l) T``. Its mean square shrinks
+    if ``step (1 - l) < 2 p / (2 - p)``. Other codecs that carry the same share diverge there, or later.
     """
     return 2 * share / ((2 - share) * max(1 - topology.least, TOLERANCE))
 
 
 def fit_step(
     name: str,
-    given: float | None,
+    user_step: float | None,
     most: float,
     part: float,
     start: Tensor,
@@ -72,41 +73,40 @@ def fit_step(
     codec: Codec,
     layout: Layout,
 ) -> float:
-    """Return the step towards neighbours to use; a collective call.
+    """Return the step towards the neighbours to use. Collective: every rank must call it.
 
     Args:
         name: of algorithm and setting, for messages.
-        given: what the user set, or None for ``part`` of the largest step, and ``most`` at most.
-        most: see there.
-        part: see there.
+        user_step: the user's step; None for ``part`` of the largest step, but not more than ``most``.
+        most: see ``user_step``.
+        part: see ``user_step``.
         start: see ``Algorithm.begin``.
-        neighbours: likewise.
-        codec: likewise.
-        layout: likewise.
+        neighbours: see ``Algorithm.begin``.
+        codec: of the messages.
+        layout: see ``Algorithm.begin``.
 
     Raises:
-        ValueError: the codec carries almost nothing, or the step that was given is ``HOPELESS``; on all ranks.
+        ValueError: the codec carries almost nothing, or the user's step is ``HOPELESS``; on all ranks.
     """
     graph = neighbours.topology
-    told = start.new_tensor([-carried(codec, layout)])
-    share = -float(neighbours.greatest(told))  # processors round differently
+    share = -float(neighbours.greatest(start.new_tensor([-carried(codec, layout)])))  # processors round differently
     bound = largest_step(share, graph)
-    found = f"with {codec}, whose messages carry {share:.2%} of what waits to be sent"
+    how = f"with {codec}, whose messages carry {share:.2%} of what waits to be sent"
     if share < LITTLE:
         raise ValueError(
-            f"{name}: ranks would not agree {found}; they must carry {LITTLE:.2%} or more. Take more elements, or "
+            f"{name}: ranks would not agree {how}; they must carry {LITTLE:.2%} or more. Send more elements, or use "
             "efsign, onebit or topk"
         )
     fitting = min(most, part * bound)
-    if given is None:
+    if user_step is None:
         return fitting
-    bounds = f"on topology {graph.name} of {graph.size} ranks {bound:.3g} is the most that is sure to be stable"
-    advice = f"Leave it out for {fitting:.3g}, or take a codec that sends more"
-    if given > HOPELESS * bound:
-        raise ValueError(f"{name}={given:g} would diverge {found}: {bounds}. {advice}")
-    if given > bound and neighbours.rank == 0:
-        warnings.warn(f"{name}={given:g} may diverge {found}: {bounds}. {advice}", stacklevel=2)
-    return given
+    bounds = f"on topology {graph.name} of {graph.size} ranks {bound:.3g} is the largest value known to be stable"
+    advice = f"Leave it out to use {fitting:.3g}, or take a codec that sends more"
+    if user_step > HOPELESS * bound:
+        raise ValueError(f"{name}={user_step:g} would diverge {how}: {bounds}. {advice}")
+    if user_step > bound and neighbours.rank == 0:
+        warnings.warn(f"{name}={user_step:g} may diverge {how}: {bounds}. {advice}", stacklevel=2)
+    return user_step
 
 
 def _sample(layout: Layout) -> Layout:

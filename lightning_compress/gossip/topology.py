@@ -1,4 +1,4 @@
-"""Who averages with whom, and by what weights: mixing matrices, checked."""
+"""Topologies of gossip: which ranks are neighbours, and the weights of their averages, as mixing matrices."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import numpy.typing as npt
 Matrix = npt.NDArray[np.float64]
 
 TOLERANCE = 1e-9
-"""By which rows may differ from a sum of 1, and a matrix from its transpose."""
+"""Allowed deviation of a row's sum from 1, and of a matrix from its transpose."""
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Mixing matrices of ``size`` ranks, used in turn.
+    """Mixing matrices of ``size`` ranks, used in turn, one in each round.
 
     Args:
-        name: what it is called in messages.
-        matrices: float64 ``[size, size]`` each, symmetric, non-negative, rows that sum to 1; one, or several that are
-            used one after the other, round by round. Together they connect all ranks.
+        name: for messages.
+        matrices: one or more, float64 ``[size, size]``, symmetric, non-negative, with rows that sum to 1. Together they
+            must connect all ranks.
 
     Raises:
-        ValueError: a matrix is none of that, or ranks are not connected.
+        ValueError: a matrix breaks one of these conditions, or ranks are not connected.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Topology:
             _check(self.name, matrix, self.matrices[0].shape)
         object.__setattr__(self, "matrices", tuple(map(_even, self.matrices)))
         if self.size > 1 and not _connected(sum(self.matrices[1:], self.matrices[0])):
-            raise ValueError(f"topology {self.name}: ranks are not connected, and would never agree; add edges")
+            raise ValueError(f"topology {self.name}: ranks are not connected, so they would never agree; add edges")
 
     @property
     def size(self) -> int:
@@ -50,12 +50,12 @@ class Topology:
 
     @property
     def varies(self) -> bool:
-        """Whether other neighbours meet in other rounds."""
+        """Whether neighbours or weights change from round to round."""
         return len(self.matrices) > 1
 
     @cached_property
     def gap(self) -> float:
-        """1 less the second largest singular value of a cycle of matrices, per round: 1 agrees at once, 0 never."""
+        """Spectral gap per round: 1 minus the second largest singular value. 1: ranks agree at once; 0: never."""
         if self.size == 1:
             return 1.0
         product = np.eye(self.size)
@@ -71,20 +71,20 @@ class Topology:
 
     @cached_property
     def least(self) -> float:
-        """The smallest eigenvalue of any of the matrices; D2 needs more than -1/3."""
+        """Smallest eigenvalue of all matrices; D2 needs more than -1/3."""
         return min(float(np.linalg.eigvalsh(matrix)[0]) for matrix in self.matrices)
 
     def lazy(self) -> Topology:
-        """The same with half of the weight left where it is, ``(W + I) / 2``: all eigenvalues are 0 or more."""
+        """Return ``(W + I) / 2``, which keeps half of the weight on the rank itself: all eigenvalues are 0 or more."""
         return Topology(f"lazy {self.name}", tuple((each + np.eye(self.size)) / 2 for each in self.matrices))
 
     def weights(self, rank: int, number: int) -> dict[int, float]:
-        """A rank's neighbours in a round, with their weights, in the order of the ranks."""
+        """Return the weights of a rank's neighbours in round ``number``, by rank in ascending order."""
         row = self.matrices[number % len(self.matrices)][rank]
         return {peer: float(weight) for peer, weight in enumerate(row) if weight and peer != rank}
 
     def describe(self) -> str:
-        """A line for a log."""
+        """Return a line for the log."""
         degrees = {len(self.weights(rank, number)) for rank in range(self.size) for number in range(len(self.matrices))}
         low, high = min(degrees), max(degrees)
         peers = f"{low}" if low == high else f"{low} to {high}"
@@ -112,7 +112,7 @@ def _check(name: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
 
 
 def _even(matrix: Matrix) -> Matrix:
-    """The same in both directions, without edges of almost no weight: an edge that one side sees is a wait for ever."""
+    """Return the matrix exactly symmetric, without tiny weights: an edge that only one side sees would wait forever."""
     even = (matrix + matrix.T) / 2
     return np.where(even > TOLERANCE, even, 0.0)
 
@@ -126,7 +126,7 @@ def _connected(matrix: Matrix) -> bool:
 
 
 def metropolis(edges: Matrix) -> Matrix:
-    """Metropolis-Hastings weights of an undirected graph: ``1 / (1 + larger degree)`` an edge, the rest stays.
+    """Return Metropolis-Hastings weights: ``1 / (1 + larger degree)`` for an edge, the rest on the diagonal.
 
     Args:
         edges: ``[size, size]``, symmetric; other than 0 where two ranks are neighbours.
@@ -138,32 +138,32 @@ def metropolis(edges: Matrix) -> Matrix:
 
 
 def ring(size: int) -> Topology:
-    """Each rank with the next and the one before, by a third each."""
+    """Average each rank with the next and the previous one, with weights of a third."""
     return _shifted("ring", size, (1,))
 
 
 def complete(size: int) -> Topology:
-    """Each rank with every other: the exact mean in every round."""
+    """Average each rank with all others: the exact mean in every round."""
     return Topology("complete", (np.full((size, size), 1 / size),))
 
 
 def star(size: int) -> Topology:
-    """Rank 0 with every other: it carries all the traffic."""
+    """Average rank 0 with all others; it carries all the traffic."""
     edges = np.zeros((size, size))
     edges[0] = edges[:, 0] = 1
     return Topology("star", (metropolis(edges),))
 
 
 def exponential(size: int) -> Topology:
-    """Each rank with those 1, 2, 4, ... ahead and behind, by equal weights (Ying et al., NeurIPS 2021)."""
+    """Average each rank with those 1, 2, 4, ... ahead and behind, with equal weights (Ying et al., NeurIPS 2021)."""
     return _shifted("exponential", size, tuple(2**power for power in range(max(1, math.ceil(math.log2(max(size, 2)))))))
 
 
 def one_peer(size: int) -> Topology:
-    """In each round with one other rank, whose number differs in one bit: the exact mean after log2(size) rounds.
+    """Average each rank with one other in a round, whose index differs in one bit: exact after log2(size) rounds.
 
     Raises:
-        ValueError: size is no power of 2.
+        ValueError: size is not a power of 2.
     """
     if size & (size - 1):
         raise ValueError(
@@ -182,30 +182,32 @@ def _shifted(name: str, size: int, shifts: Sequence[int]) -> Topology:
 
 
 def from_file(path: str | Path) -> Topology:
-    """A matrix from a text file (rows of numbers, by spaces or commas), or one or several ``[n, size, size]`` in .npy.
+    """Return the topology of a file: a matrix as text, or one or several ``[n, size, size]`` in .npy.
+
+    In a text file, a row is a line of numbers, separated by spaces or commas.
 
     Raises:
-        ValueError: the file cannot be read, or a matrix is refused.
+        ValueError: the file cannot be read, or a matrix is not allowed.
     """
     place = Path(path)
     try:
         if place.suffix == ".npy":
-            given = np.load(place, allow_pickle=False)
+            array = np.load(place, allow_pickle=False)
         else:
-            given = np.loadtxt(place.read_text().replace(",", " ").splitlines(), ndmin=2)
+            array = np.loadtxt(place.read_text().replace(",", " ").splitlines(), ndmin=2)
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"topology {str(path)!r} cannot be read as a matrix: {error}") from error
-    return from_matrices(given, place.name)
+    return from_matrices(array, place.name)
 
 
-def from_matrices(given: object, name: str = "matrix") -> Topology:
-    """A matrix, or several that are used in turn, as nested lists or arrays.
+def from_matrices(matrices: object, name: str = "matrix") -> Topology:
+    """Return the topology of a matrix, or of several that are used in turn, given as nested lists or arrays.
 
     Raises:
         ValueError: see ``Topology``.
     """
     try:
-        array = np.asarray(given, np.float64)
+        array = np.asarray(matrices, np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"topology {name}: the weights are no numbers: {error}") from error
     if array.ndim not in (2, 3):
@@ -214,40 +216,38 @@ def from_matrices(given: object, name: str = "matrix") -> Topology:
 
 
 TOPOLOGIES: Mapping[str, Callable[[int], Topology]] = {
-    "ring": ring,
-    "complete": complete,
-    "star": star,
-    "exponential": exponential,
-    "one_peer": one_peer,
+    make.__name__: make for make in (ring, complete, star, exponential, one_peer)
 }
-"""By name."""
+"""Functions from the number of ranks to a topology, by name."""
 
 
-def build_topology(given: object, size: int) -> Topology:
-    """A topology as users give it.
+def build_topology(topology: object, size: int) -> Topology:
+    """Return the topology for what the user passed as ``topology=``.
 
     Args:
-        given: a name, the path of a file, a matrix, a ``Topology``, or ``{"name": one of these, "lazy": bool}``.
+        topology: a name, the path of a file, a matrix, a ``Topology``, or ``{"name": one of these, "lazy": bool}``.
         size: ranks of the run.
 
     Raises:
-        ValueError: there is no such topology, or it is of another number of ranks.
+        ValueError: there is no such topology, or it has another number of ranks.
     """
-    if isinstance(given, Mapping):
-        if not {"name"} <= given.keys() <= {"name", "lazy"} or not isinstance(given.get("lazy", False), bool | None):
-            raise ValueError(f"topology={dict(given)!r}: give 'name', and perhaps 'lazy', true or false")
-        made = build_topology(given["name"], size)
-        return made.lazy() if given.get("lazy") else made
-    if isinstance(given, Topology):
-        made = given
-    elif isinstance(given, str | Path) and str(given) in TOPOLOGIES:
-        made = TOPOLOGIES[str(given)](size)
-    elif isinstance(given, str | Path):
-        if not Path(given).is_file():
-            raise ValueError(f"topology={str(given)!r} is no file, and none of {', '.join(TOPOLOGIES)}")
-        made = from_file(given)
+    if isinstance(topology, Mapping):
+        if not {"name"} <= topology.keys() <= {"name", "lazy"} or not isinstance(
+            topology.get("lazy", False), bool | None
+        ):
+            raise ValueError(f"topology={dict(topology)!r}: give 'name', and optionally 'lazy', true or false")
+        built = build_topology(topology["name"], size)
+        return built.lazy() if topology.get("lazy") else built
+    if isinstance(topology, Topology):
+        built = topology
+    elif isinstance(topology, str | Path) and str(topology) in TOPOLOGIES:
+        built = TOPOLOGIES[str(topology)](size)
+    elif isinstance(topology, str | Path):
+        if not Path(topology).is_file():
+            raise ValueError(f"topology={str(topology)!r} is no file, and none of {', '.join(TOPOLOGIES)}")
+        built = from_file(topology)
     else:
-        made = from_matrices(given)
-    if made.size != size:
-        raise ValueError(f"topology {made.name} is of {made.size} ranks, and this run has {size}")
-    return made
+        built = from_matrices(topology)
+    if built.size != size:
+        raise ValueError(f"topology {built.name} is of {built.size} ranks, and this run has {size}")
+    return built

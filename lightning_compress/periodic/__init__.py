@@ -1,4 +1,4 @@
-"""Ranks train on their own, and meet every so often; also in loops of one's own, without Lightning."""
+"""Training in which ranks synchronise every few steps; works in plain loops too, without Lightning."""
 
 from lightning_compress.periodic.gossip import Gossip
 from lightning_compress.periodic.local_sgd import LocalSGD

@@ -1,9 +1,10 @@
-"""Gossip: ranks train on their own, and average their parameters with neighbours alone."""
+"""Gossip: each rank trains its own model and averages its parameters with its neighbours only."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,17 +18,15 @@ from lightning_compress.core import errors
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.vector import squares
 from lightning_compress.engine.checks import check_initialized
-from lightning_compress.gossip.algorithm import Algorithm, Mixing
+from lightning_compress.gossip.algorithm import LARGEST, Algorithm, Mixing
 from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
-from lightning_compress.gossip.flat import Flat
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.states import average_states
 from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topology
-from lightning_compress.periodic.fragment import forget_nonfinite
 from lightning_compress.periodic.module_buffers import STATISTICS
-from lightning_compress.periodic.sync_schedule import whole
-from lightning_compress.periodic.synchroniser import Synchroniser
+from lightning_compress.periodic.sync_schedule import check_integer
+from lightning_compress.periodic.synchroniser import Synchroniser, reset_nonfinite
 from lightning_compress.settings.parsing import truth
 
 NONFINITE = (
@@ -37,36 +36,35 @@ NONFINITE = (
 
 
 class Gossip(Synchroniser):
-    """Decentralised data-parallel training: ranks average parameters with their neighbours, and nothing with all.
+    """Decentralised data-parallel training: ranks average their parameters with their neighbours only.
 
-    Every rank trains a model of its own; after each ``sync_every`` optimizer steps it is averaged with those of its
-    neighbours in the topology. The states of the optimizers stay local. Buffers are those of each rank; for evaluation
-    BatchNorm's statistics are averaged, and others are rank 0's. The fit ends on the exact mean of all models, on all
-    ranks. A rank whose model is not finite before a round goes back to that of the last round, and takes the mean from
-    there.
+    Every rank trains its own model. After every ``sync_every`` optimizer steps, it averages it with the models of its
+    neighbours in the topology. Optimizer states and buffers stay per-rank. For evaluation, BatchNorm's statistics are
+    averaged, and other buffers are copied from rank 0. The fit ends on the exact mean of all models, on all ranks. A
+    rank whose model is not finite before a round goes back to its model of the last round, and averages from there.
 
     Args:
         algorithm: "dpsgd"; "d2", for ranks with different data; with compressors: "choco", "dcd", "ecd",
             "deepsqueeze"; a mapping (``{"name": "choco", "gamma": 0.5}``), or an ``Algorithm``.
-        topology: "ring", "complete", "star", "exponential", "one_peer" (another neighbour each round; 2, 4, 8, ...
-            ranks), a matrix as nested lists, or the path of one in a text or .npy file; symmetric, with rows and
-            columns that sum to 1. ``{"name": ..., "lazy": True}`` leaves half of the weight where it is, which "d2"
-            does by itself where it must.
+        topology: "ring", "complete", "star", "exponential", "one_peer" (another neighbour in each round; 2, 4, 8, ...
+            ranks), a matrix as nested lists, or the path of a matrix in a text or .npy file. A matrix must be
+            symmetric, with rows and columns that sum to 1. ``{"name": ..., "lazy": True}`` keeps half of the weight on
+            the rank itself; "d2" does so automatically where it must.
         compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings ("d2": 4 or 8 bits); for "choco" and
-            "deepsqueeze" a contractive codec (efsign, onebit, topk, ...), for "dcd" and "ecd" an unbiased one (qsgd,
-            rotated, ...). "auto": float32, signs, and 8 bits.
+            "deepsqueeze" a contractive codec (efsign, onebit, topk, ...); for "dcd" and "ecd" an unbiased one (qsgd,
+            rotated, ...). "auto": float32, signs and 8 bits, respectively.
         sync_every: optimizer steps between two rounds, 1 or more.
-        evaluate: validation, tests and checkpoints have the "mean" of all models, which is computed when it is asked
-            for; or each rank its own, "local", and checkpoints rank 0's.
+        evaluate: the model that is validated, tested and saved. "mean": the mean of all models, computed on demand.
+            "local": each rank's own; checkpoints hold rank 0's.
         buffers: "mean" or "rank0" by shell-style pattern of buffer names, see ``LocalSGD``; for evaluation,
-            checkpoints and the end.
-        average_states: average momenta and second moments with the neighbours too, as float32.
-        meet_every: optimizer steps between two messages of some bytes over all ranks: whether a signal came to any of
-            them, and whether all are at the same batch.
+            checkpoints and the end of the fit.
+        average_states: also average momenta and second moments with the neighbours, in float32.
+        meet_every: optimizer steps between two messages of a few bytes over all ranks, by which they agree on pending
+            signals and on the batch index.
         seed: of all randomness, 0 or more.
 
     Raises:
-        ValueError: unknown names or settings, values out of range, or a compressor that the algorithm cannot take.
+        ValueError: a name or setting is unknown, a value is out of range, or the algorithm cannot take the compressor.
     """
 
     kind = "gossip"
@@ -85,7 +83,7 @@ class Gossip(Synchroniser):
         seed: int = 0,
     ) -> None:
         for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1), ("seed", seed, 0)):
-            whole(name, count, least)
+            check_integer(name, count, least)
         super().__init__(evaluate, ("mean", "local"), buffers)
         self._averages_states = truth("average_states", average_states)
         self._algorithm = build_algorithm(algorithm)
@@ -95,7 +93,7 @@ class Gossip(Synchroniser):
 
     @property
     def method(self) -> str:
-        """Algorithm, compressor and topology, whose state goes on."""
+        """See ``Synchroniser``: algorithm, compressor and topology."""
         return f"{self._title} with weights {self._topology.checksum:08x}"
 
     @property
@@ -110,74 +108,72 @@ class Gossip(Synchroniser):
         problem, graph = None, None
         try:
             check_initialized(model)
-            self._topology = self._built(ranks.size)
+            self._topology = self._build_topology(ranks.size)
             graph = self._topology.name, self._topology.checksum
-            self._check_kinds(model)
-        except ValueError as error:  # a file may be missing on one rank alone
+            self._check_dtypes(model)
+        except ValueError as error:  # a file may be missing on one rank only
             problem = error
         numbers = self._sync_every, self._meet_every, self._seed, self.evaluate, self._averages_states, self.rules
         self._compare((self._algorithm, self._compressor, graph, *numbers), problem, ranks, device)
         self.rules.check(dict(model.named_buffers()))
 
-    def _built(self, size: int) -> Topology:
-        asked, lazy = self._given_topology, None
-        if isinstance(asked, Mapping):  # the algorithm has a say in it
-            lazy = asked.get("lazy")
-            asked = {name: value for name, value in asked.items() if name != "lazy" or value not in (True, False)}
-        made = self._algorithm.fit_topology(build_topology(asked, size), lazy)
-        if made.gap < TOLERANCE:
+    def _build_topology(self, size: int) -> Topology:
+        setting, lazy = self._given_topology, None
+        if isinstance(setting, Mapping):  # the algorithm decides about "lazy", too
+            lazy = setting.get("lazy")
+            setting = {name: value for name, value in setting.items() if name != "lazy" or value not in (True, False)}
+        topology = self._algorithm.fit_topology(build_topology(setting, size), lazy)
+        if topology.gap < TOLERANCE:
             raise ValueError(
-                f"topology {made.name}: its spectral gap is 0, and ranks would swap models and never agree; leave "
+                f"topology {topology.name}: its spectral gap is 0, so ranks would swap models and never agree. Keep "
                 "some weight on the diagonal: topology={'name': ..., 'lazy': True}"
             )
-        return made
+        return topology
 
     def _mixed(self, model: nn.Module) -> dict[str, Tensor]:
-        """Parameters that are trained, or may be later."""
-        return {name: each for name, each in model.named_parameters() if each.requires_grad or self.thaws}
+        """Return the parameters that are trained, or may be later."""
+        return {name: each for name, each in model.named_parameters() if each.requires_grad or self.may_unfreeze}
 
-    def _check_kinds(self, model: nn.Module) -> None:
+    def _check_dtypes(self, model: nn.Module) -> None:
         if kinds := {str(each.dtype) for each in self._mixed(model).values()} - {"torch.float32"}:
             raise ValueError(
-                f"parameters are {', '.join(sorted(kinds))}, and gossip needs float32 ones, which averages are made "
-                "of; use precision='32-true', '16-mixed' or 'bf16-mixed'"
+                f"parameters are {', '.join(sorted(kinds))}, and gossip averages float32 parameters only; use "
+                "precision='32-true', '16-mixed' or 'bf16-mixed'"
             )
 
     def _start(self) -> None:
         mixed = self._mixed(self.model)
         self._layout = Layout.of((name, tuple(each.shape)) for name, each in mixed.items())
-        self._mixes = dict.fromkeys(mixed)  # what a module adds later stays each rank's own
+        self._mixes = dict.fromkeys(mixed)  # parameters of modules that are added later stay per-rank
         self._algorithm.check_noise(self._compressor, self._layout, self._topology)
         self.meters = [Meter(self.device)]
         self._apart = self.ranks.apart()
         self.counted = CountingCollective(self._apart, self.meter)
         self._neighbours = Neighbours(self.counted, self._topology)
-        self._flat = Flat(self._layout, self.device, STATISTICS)
-        self._by_rank, self._left_out, self._consensus = [0] * self.ranks.size, [0] * self.ranks.size, 0.0
+        self._flat = _FlatModel(self._layout, self.device)
+        self._by_rank, self._healed, self._consensus = [0] * self.ranks.size, [0] * self.ranks.size, 0.0
 
     def _rebase(self) -> None:
-        """What is known of the others is the model that all have."""
         self._flat.keep(self.named())
-        ours = self._flat.vector, self._neighbours, self._compressor, self._layout, self._seed
-        self._mixing: Mixing = self._algorithm.begin(*ours)
+        arguments = self._flat.vector, self._neighbours, self._compressor, self._layout, self._seed
+        self._mixing: Mixing = self._algorithm.begin(*arguments)
 
     def _heal(self, named: Mapping[str, Tensor]) -> None:
-        """Go back to the model of the last round where this rank's is not finite; its neighbours then heal it."""
+        """Go back to the model of the last round if this rank's is not finite; its neighbours then heal it."""
         if self.ranks.size == 1 or not self._flat.heal(named):
             return
-        forget_nonfinite(self.optimizers)
+        reset_nonfinite(self.optimizers)
         rank = self.ranks.rank
-        self._left_out[rank] += 1
-        if self._left_out[rank] == 1:
+        self._healed[rank] += 1
+        if self._healed[rank] == 1:
             warnings.warn(f"rank {rank}, step {self.attempts}: {NONFINITE}", stacklevel=2)
 
     def _after_step(self) -> None:
-        """Average with neighbours, every so many steps; meet all others, every so many."""
         meter, step, size = self.meter, self.attempts, self.ranks.size
         meter.begin_step()
         if size > 1 and step % self._sync_every == 0:
             if self.meeting.unsized:
-                self.meeting.agree()  # before any of them waits for a neighbour that is done
+                self.meeting.agree()  # before a rank waits for a neighbour that has ended
             with errors.explained(f"step {step}: averaging with neighbours", self.ranks.rank):
                 self._mix()
         meter.bytes_dense += all_reduce_bytes(4 * len(self._flat.vector), size)
@@ -188,7 +184,7 @@ class Gossip(Synchroniser):
     def _mix(self) -> None:
         if any(each.requires_grad and name not in self._mixes for name, each in self.model.named_parameters()):
             raise ValueError(
-                "a parameter that was frozen when the fit began is trained now, and is not averaged; train it from the "
+                "a parameter that was frozen when the fit began is trained now, and is not averaged. Train it from the "
                 "start, or unfreeze it by a callback derived from BaseFinetuning"
             )
         rates = [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -198,40 +194,39 @@ class Gossip(Synchroniser):
         self._mixing.mix(self._flat.vector, max(rates, default=0.0))
         self._flat.scatter(named)
         if self._averages_states:
-            forget_nonfinite(self.optimizers)
+            reset_nonfinite(self.optimizers)
             average_states(self.optimizers, self._neighbours, number)
 
     def _meet(self) -> None:
-        """What each rank has sent, and how often its model was not finite, goes along."""
-        size, rank, before = self.ranks.size, self.ranks.rank, self._left_out
+        """Meet all ranks; also exchange the bytes that each has sent, and how often its model was not finite."""
+        size, rank, before = self.ranks.size, self.ranks.rank, self._healed
         own = [0] * (2 * size)
         own[rank], own[size + rank] = self._neighbours.bytes_sent, before[rank]
-        said = self.meeting.agree(own)
-        self._by_rank, self._left_out = said[:size], said[size:]
-        for other, count in enumerate(self._left_out):
+        largest = self.meeting.agree(own)
+        self._by_rank, self._healed = largest[:size], largest[size:]
+        for other, count in enumerate(self._healed):
             if count and not before[other] and not rank:
                 text = f"rank {other}, {count} of {self._mixing.round} rounds so far: {NONFINITE}"
                 warnings.warn(text, stacklevel=2)
 
     def _averaged(self, plain: bool) -> dict[str, Tensor]:
-        """The mean of all models, or each rank's own."""
         if self._alone or (self.evaluate == "local" and not plain):
             return {}
         named = self.named()
         self._heal(named)
         doing = f"averaging all models after {self.attempts} steps"
         means = mean_of({name: named[name] for name in self._mixes}, self.counted, doing)
-        apart, norm = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
+        distance, norm = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
         for name, mean in means.items():
-            apart += squares(named[name].detach(), mean)
+            distance += squares(named[name].detach(), mean)
             norm += squares(mean)
         with errors.explained(doing, self.ranks.rank):
-            self.counted.all_reduce(apart)
-        self._consensus = (float(apart) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
+            self.counted.all_reduce(distance)
+        self._consensus = (float(distance) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
         return means | self._rest(self._mixes)
 
     def finish(self) -> None:
-        """See ``Synchroniser``: the exact mean."""
+        """See ``Synchroniser``: all ranks get the exact mean."""
         self.put(self.averaged_model(plain=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,7 +247,7 @@ class Gossip(Synchroniser):
         return f"{self._title}, {steps}{keeps}; {self._topology.describe()}"
 
     def stats(self) -> dict[str, Any]:
-        """Traffic of the last step and in total, see ``CommunicationMonitor``; ``summary``: what runs, in a line."""
+        """See ``Synchroniser``; also bytes by neighbour and by rank, and the algorithm's figures."""
         links = {f"bytes_to_{peer}": float(sent) for peer, sent in sorted(self._neighbours.sent.items())}
         ranks = {f"bytes_of_{rank}": float(sent) for rank, sent in enumerate(self._by_rank)}
         return {
@@ -260,13 +255,76 @@ class Gossip(Synchroniser):
             **links,
             **ranks,
             "rounds": float(self._mixing.round),
-            "nonfinite_rounds": float(sum(self._left_out)),
+            "nonfinite_rounds": float(sum(self._healed)),
             "consensus_distance": self._consensus,
             **self._mixing.figures(),
             "summary": self.summary,
         }
 
     def close(self) -> None:
-        """See ``Synchroniser``; leave the neighbours."""
-        if not self._alone:  # else a rank may still wait in it, and the exit ends that
+        """See ``Synchroniser``; closes the transport to the neighbours."""
+        if not self._alone:  # after an abort a rank may still wait in it, until the process exits
             self._apart.close()
+
+
+class _FlatModel:
+    """A rank's parameters as one vector. Between two rounds it holds the model that the last round left.
+
+    Args:
+        layout: of the parameters, in order.
+        device: of the parameters.
+
+    Attributes:
+        vector: float32 ``[numel]``.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._names = layout.names
+        self.vector = torch.zeros(layout.numel, device=device)
+        self._views = [self.vector[each.span].view(each.shape) for each in layout.segments]
+        self._statistics: dict[str, Tensor] = {}
+
+    def keep(self, named: Mapping[str, Tensor]) -> None:
+        """Store a model to go back to. Norms' statistics are stored too: a batch that is not finite ruins them."""
+        self.gather(named)
+        self._statistics = {name: each.clone() for name, each in named.items() if name.endswith(STATISTICS)}
+
+    def gather(self, named: Mapping[str, Tensor]) -> None:
+        """Copy the parameters into the vector."""
+        if self._views:
+            torch._foreach_copy_(self._views, self._parameters(named))
+
+    def scatter(self, named: Mapping[str, Tensor]) -> None:
+        """Copy the vector into the parameters."""
+        if self._views:
+            torch._foreach_copy_(self._parameters(named), self._views)
+
+    def heal(self, named: Mapping[str, Tensor]) -> bool:
+        """Restore the last round's parameters, or norms' statistics, if the current ones are not finite.
+
+        Neighbours never see them, and the algorithm's state is as if this rank had not moved.
+
+        Returns:
+            whether anything was restored.
+        """
+        counted = {name: named[name] for name in self._statistics if name in named}
+        healthy = _finite(counted.values())
+        for name, current in counted.items():
+            stored = self._statistics[name]
+            stored.copy_(current) if healthy else current.copy_(stored)
+        if _finite(self._parameters(named)):
+            return not healthy
+        self.scatter(named)
+        return True
+
+    def _parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        return [named[name].detach() for name in self._names]
+
+
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether no number is NaN, infinite, or so large that a mean with neighbours could overflow."""
+    filled = [each for each in tensors if each.numel()]
+    if not filled:
+        return True
+    largest = torch.stack([each.float() for each in torch._foreach_norm(filled, math.inf)]).max()
+    return bool(largest < LARGEST)  # false for NaN, too

@@ -1,4 +1,4 @@
-"""Buffers of a model: BatchNorm's running statistics are averaged over the ranks where the models are."""
+"""Buffers of a model: BatchNorm's running statistics are averaged over the ranks together with the parameters."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lightning_compress.collectives.coalesced import sums_of
 from lightning_compress.core import errors
 
 STATISTICS = ("running_mean", "running_var")
-"""What BatchNorm calls the buffers of which a mean over the ranks is as good as each."""
+"""BatchNorm's names of the buffers whose mean over the ranks is as good as each rank's own."""
 
 
 @dataclass(frozen=True)
 class BufferRules:
-    """Which buffers are averaged over the ranks. The others are rank 0's, as in DistributedDataParallel.
+    """Which buffers are averaged over the ranks. All others are copied from rank 0, as DistributedDataParallel does.
 
-    A mean is wrong for most buffers: singular vectors of spectral norm, codebooks and queues lose their norm. So
-    only ``running_mean`` and ``running_var`` are averaged by default. Whole numbers are rank 0's always.
+    A mean is wrong for most buffers: singular vectors of spectral norm, codebooks and queues lose their norm. So by
+    default only ``running_mean`` and ``running_var`` are averaged. Integer buffers are always copied from rank 0.
 
     Args:
-        given: "mean" or "rank0" by shell-style pattern of the buffers' names; the first pattern that matches counts.
+        given: "mean" or "rank0" by shell-style pattern of buffer names; the first pattern that matches counts.
 
     Raises:
-        ValueError: ``given`` is not a mapping, or holds another word.
+        ValueError: ``given`` is not a mapping, or has another value than these two.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.given, Mapping) or not all(isinstance(each, str) for each in self.given):
+        if not isinstance(self.given, Mapping) or not all(isinstance(pattern, str) for pattern in self.given):
             raise ValueError(
                 f"buffers={self.given!r} must be a mapping of patterns of buffer names to 'mean' or 'rank0', such as "
                 "{'*.codebook': 'mean'}"
@@ -44,26 +44,22 @@ class BufferRules:
                 raise ValueError(f"buffers: {pattern!r} has {way!r}, and must have 'mean' or 'rank0'")
 
     def check(self, buffers: Mapping[str, Tensor]) -> None:
-        """Refuse patterns that match none of a model's floating-point buffers.
-
-        Raises:
-            ValueError: there is one.
-        """
-        names = [_plain(name) for name, each in buffers.items() if _real(each).is_floating_point()]
+        """Raise ValueError if a pattern matches none of the model's floating-point buffers."""
+        names = [_plain(name) for name, buffer in buffers.items() if _real(buffer).is_floating_point()]
         for pattern in self.given:
             if not any(fnmatchcase(name, pattern) for name in names):
-                there = f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}" or "none"
+                known = f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}" or "none"
                 raise ValueError(
-                    f"buffers: {pattern!r} matches no floating-point buffer of the model, which has {there}; correct "
+                    f"buffers: {pattern!r} matches no floating-point buffer of the model, which has {known}; correct "
                     "the pattern, or remove it"
                 )
 
     def names(self, name: str) -> bool:
-        """Whether the user has said what becomes of this buffer."""
+        """Return whether one of the user's patterns matches this buffer."""
         return any(fnmatchcase(_plain(name), pattern) for pattern in self.given)
 
     def averages(self, name: str, buffer: Tensor) -> bool:
-        """Whether this buffer is averaged."""
+        """Return whether this buffer is averaged."""
         if not _real(buffer).is_floating_point():
             return False
         usual = "mean" if name.rpartition(".")[2] in STATISTICS else "rank0"
@@ -72,65 +68,62 @@ class BufferRules:
 
 
 class Buffers:
-    """The buffers of one model on this rank, and what the ranks had in common last.
+    """The buffers of one model on this rank, and the values that the ranks last had in common.
 
-    Those that are the same on all ranks, as masks are, do not travel: their digests do, 16 bytes each.
+    Buffers that are the same on all ranks, such as masks, are not sent. Only their digests are, 16 bytes each.
 
     Args:
-        named: those of the model as they are now: a module may put another tensor in a buffer's place.
-        ranks: to average over; in which nothing else is sent at the same time.
-        rules: which of them are averaged, and which are rank 0's.
+        named: returns the model's current buffers by name; a module may replace the tensor of a buffer.
+        ranks: to average over; nothing else is sent in it at the same time.
+        rules: which buffers are averaged, and which are copied from rank 0.
 
     Attributes:
-        common: what was averaged last, by name.
-        sums: what was taken, or its average, by the dtype that it is added up in.
+        common: the last synchronised values, by name.
+        sums: the collected values or their average: one flat tensor for each dtype in which buffers are added up.
     """
 
     def __init__(self, named: Callable[[], Mapping[str, Tensor]], ranks: Collective, rules: BufferRules) -> None:
         self._find, self._ranks = named, ranks
-        self.common = {name: tensor.detach().clone() for name, tensor in named().items()}
-        self._averaged = {name for name, tensor in self.common.items() if rules.averages(name, tensor)}
+        self.common = {name: buffer.detach().clone() for name, buffer in named().items()}
+        self._averaged = {name for name, buffer in self.common.items() if rules.averages(name, buffer)}
         self.sums: dict[torch.dtype, Tensor] = {}
 
     def _named(self) -> dict[str, Tensor]:
-        """Those that there were at first.
+        """Return the current tensors of the buffers that the model had at first.
 
         Raises:
-            ValueError: one is gone, or of another shape or dtype.
+            ValueError: a buffer was removed, or has another shape or dtype.
         """
         now = self._find()
         for name, common in self.common.items():
-            found = now.get(name)
-            if found is None or (found.shape, found.dtype) != (common.shape, common.dtype):
-                said = "is gone" if found is None else f"became {found.dtype} of shape {tuple(found.shape)}"
+            buffer = now.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (common.shape, common.dtype):
+                said = "is gone" if buffer is None else f"became {buffer.dtype} of shape {tuple(buffer.shape)}"
                 raise ValueError(
                     f"the buffer {name!r} {said}; it was {common.dtype} of shape {tuple(common.shape)} when the fit "
-                    "began, and is averaged over the ranks; keep its shape and dtype, or keep it in a plain attribute"
+                    "began, and is averaged over the ranks. Keep its shape and dtype, or use a plain attribute"
                 )
         return {name: now[name].detach() for name in self.common}
 
-    def _collect(self) -> dict[torch.dtype, Tensor]:
+    def collect(self) -> None:
+        """Copy the buffers' current values into ``sums``."""
         parts: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in map(_real, self._named().values()):
-            parts.setdefault(_wide(tensor), []).append(tensor.reshape(-1).to(_wide(tensor)))
-        return {dtype: torch.cat(each) for dtype, each in parts.items()}
-
-    def look(self) -> None:
-        """Take what they are now."""
-        self.sums = self._collect()
+        for buffer in map(_real, self._named().values()):
+            parts.setdefault(_wide(buffer), []).append(buffer.reshape(-1).to(_wide(buffer)))
+        self.sums = {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}
 
     def _parts(self, sums: Mapping[torch.dtype, Tensor]) -> dict[str, Tensor]:
-        """What was taken of each, or its average, by name: ``[n]``, in the memory of ``sums``, or of a copy of them."""
-        places, found = dict.fromkeys(sums, 0), {}
+        """Return each buffer's part ``[n]`` of ``sums``, by name; the parts share its memory."""
+        places, parts = dict.fromkeys(sums, 0), {}
         for name, common in self.common.items():
-            tensor = _real(common)
-            dtype = _wide(tensor)
-            start, places[dtype] = places[dtype], places[dtype] + tensor.numel()
-            found[name] = sums[dtype][start : places[dtype]]
-        return found
+            buffer = _real(common)
+            dtype = _wide(buffer)
+            start, places[dtype] = places[dtype], places[dtype] + buffer.numel()
+            parts[name] = sums[dtype][start : places[dtype]]
+        return parts
 
     def average(self) -> None:
-        """Replace what was taken by its mean over the ranks, or by rank 0's. A collective call.
+        """Replace the collected values by their mean over the ranks, or by rank 0's. Collective: every rank calls it.
 
         Raises:
             ExchangeError: a rank died, or did not come in time.
@@ -138,75 +131,75 @@ class Buffers:
         if not self.common:
             return
         with errors.explained("averaging the buffers", self._ranks.rank):
-            copied = {dtype: each.cpu() for dtype, each in self.sums.items()}  # a wait for the device each
-            marks = [consensus.digest(each.view(torch.uint8).numpy().data) for each in self._parts(copied).values()]
+            copied = {dtype: tensor.cpu() for dtype, tensor in self.sums.items()}  # one wait for the device each
+            digests = [consensus.digest(part.view(torch.uint8).numpy().data) for part in self._parts(copied).values()]
             device = next(iter(self.sums.values())).device
-            alike = consensus.same(torch.tensor(marks, device=device), self._ranks).tolist()
+            equal = consensus.same(torch.tensor(digests, device=device), self._ranks).tolist()
             parts = self._parts(self.sums)
-            travels = [name for name, same in zip(parts, alike, strict=True) if not same]
+            differing = [name for name, same in zip(parts, equal, strict=True) if not same]
             for dtype in self.sums:
-                both = [name for name in travels if parts[name].dtype == dtype]
-                self._average([parts[name] for name in both if name in self._averaged])
-                self._share([parts[name] for name in both if name not in self._averaged])
+                names = [name for name in differing if parts[name].dtype == dtype]
+                self._average([parts[name] for name in names if name in self._averaged])
+                self._share([parts[name] for name in names if name not in self._averaged])
 
     def _average(self, parts: list[Tensor]) -> None:
-        """Leave the mean over those ranks whose numbers are finite; NaN where none has any."""
+        """Replace each part by its mean over the ranks on which it is finite, or by NaN if it is finite on none."""
         if not parts:
             return
         finite = torch.stack([part.isfinite().all() for part in parts])
-        own = [torch.where(good, part, 0) for part, good in zip(parts, finite, strict=True)]
-        *sums, counts = sums_of([*own, finite], self._ranks, parts[0].dtype)
+        values = [torch.where(good, part, 0) for part, good in zip(parts, finite, strict=True)]
+        *sums, counts = sums_of([*values, finite], self._ranks, parts[0].dtype)
         for part, total, count in zip(parts, sums, counts, strict=True):
             torch.div(total, count, out=part)
 
     def _share(self, parts: list[Tensor]) -> None:
-        """Leave rank 0's: a sum with zeros, which every transport has."""
+        """Replace each part by rank 0's: a sum with zeros, which every transport can do."""
         if parts:
-            own = [torch.zeros_like(part) if self._ranks.rank else part for part in parts]
-            for part, each in zip(parts, sums_of(own, self._ranks, parts[0].dtype), strict=True):
-                part.copy_(each)
+            values = [torch.zeros_like(part) if self._ranks.rank else part for part in parts]
+            for part, total in zip(parts, sums_of(values, self._ranks, parts[0].dtype), strict=True):
+                part.copy_(total)
 
     def use(self, alpha: float) -> None:
-        """Go on from the average, and a share ``alpha`` of what they are by now; or from rank 0's.
+        """Set averaged buffers to ``alpha * current + (1 - alpha) * average``, and the others to rank 0's.
 
-        Numbers that are not finite are left out on all ranks, which go on from what they had in common.
+        An average that is not finite is ignored: all ranks go back to the last common value.
         """
         parts = self._parts(self.sums)
         floats = [name for name, part in parts.items() if part.is_floating_point()]
         flags = torch.stack([parts[name].isfinite().all() for name in floats]).tolist() if floats else []
         finite = dict(zip(floats, flags, strict=True))
-        for name, whole in self._named().items():
-            tensor, common = _real(whole), _real(self.common[name])
+        for name, current in self._named().items():
+            buffer, common = _real(current), _real(self.common[name])
             if finite.get(name, True):
-                common.copy_(parts[name].view(tensor.shape))
+                common.copy_(parts[name].view(buffer.shape))
             if alpha and name in self._averaged and finite[name]:
-                tensor.copy_(torch.where(tensor.isfinite(), tensor, common)).lerp_(common, 1 - alpha)
+                buffer.copy_(torch.where(buffer.isfinite(), buffer, common)).lerp_(common, 1 - alpha)
             elif self._ranks.rank or not alpha or not finite.get(name, True):
-                tensor.copy_(common)  # but rank 0 goes on with its own, in which it counted on meanwhile
+                buffer.copy_(common)  # rank 0 keeps its own, which may have counted on during the delay
 
 
 def mean_buffers(named: Mapping[str, Tensor], ranks: Collective, rules: BufferRules) -> dict[str, Tensor]:
-    """Means of buffers over the ranks, or rank 0's, by name, as new tensors; a collective call."""
-    copies = {name: each.detach().clone() for name, each in named.items()}
+    """Return the buffers' means over the ranks, or rank 0's values, as new tensors. Collective: every rank calls it."""
+    copies = {name: buffer.detach().clone() for name, buffer in named.items()}
     buffers = Buffers(lambda: copies, ranks, rules)
-    buffers.look()
+    buffers.collect()
     buffers.average()
     buffers.use(0.0)
     return buffers.common
 
 
 def _plain(name: str) -> str:
-    """Without what torch.compile puts into names."""
+    """Return the name without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, in the same memory."""
+    """View complex numbers as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """In which buffers of this dtype are added up or compared."""
+    """Return the dtype in which such buffers are added up and compared."""
     if tensor.dtype.is_floating_point:
         return torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return torch.uint8 if tensor.dtype in (torch.bool, torch.uint8) else torch.int64

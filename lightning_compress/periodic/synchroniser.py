@@ -1,4 +1,4 @@
-"""The contract of what keeps the models of ranks together that train on their own for some steps.
+"""The contract of a synchroniser: it keeps models together that each rank trains on its own for some steps.
 
     synchroniser.start(model, [optimizer])
     for batch in batches:
@@ -10,13 +10,13 @@
     synchroniser.finish()
     synchroniser.close()
 
-All ranks do so, equally often. Nothing here knows Lightning.
+All ranks run this loop for the same number of steps. Nothing here needs Lightning.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,15 +32,15 @@ from lightning_compress.periodic.module_buffers import BufferRules, mean_buffers
 
 
 class Meeting:
-    """Where all ranks meet, at the same step. A training loop may have more to tell the others than is said here.
+    """What all ranks agree on, at the same step. A training loop can derive from it to agree on more.
 
     Args:
-        ranks: that meet, when nothing else is sent.
-        device: where to exchange.
+        ranks: that meet; nothing else is sent in it at that time.
+        device: of the exchanged tensors.
 
     Attributes:
-        unsized: ranks may end at different steps, and have to meet before one waits for another.
-        joined: of this rank, a checksum of what it has begun to train since the fit began.
+        unsized: ranks may end at different steps, so they must meet before one waits for another.
+        joined: checksum of the parameters that this rank has begun to train since the fit began.
     """
 
     unsized = False
@@ -48,25 +48,21 @@ class Meeting:
     def __init__(self, ranks: Collective, device: torch.device) -> None:
         self.ranks, self.device, self.joined = ranks, device, 0
 
-    def ask(self) -> Tensor:
-        """What this rank has to say, int64 ``[n]`` on the CPU: for ``heed``, when it is the largest over the ranks."""
+    def vote(self) -> Tensor:
+        """Return this rank's votes, int64 ``[n]`` on the CPU. The largest over the ranks go to ``apply_votes``."""
         return torch.tensor([self.joined, -self.joined])
 
-    def heed(self, said: Tensor) -> None:
-        """Act on what all ranks said.
+    def apply_votes(self, votes: Tensor) -> None:
+        """Act on the largest votes over the ranks.
 
         Raises:
-            ValueError: they are not at the same step, or train different parameters; on all of them.
+            ValueError: the ranks are not at the same step, or train different parameters; on all ranks.
         """
-        self.check_joined(said)
+        self.check_joined(votes)
 
-    def check_joined(self, said: Tensor) -> None:
-        """Compare what the ranks have begun to train.
-
-        Raises:
-            ValueError: it differs; on all of them.
-        """
-        most, least = said[:2].tolist()
+    def check_joined(self, votes: Tensor) -> None:
+        """Raise ValueError, on all ranks, if they have begun to train different parameters."""
+        most, least = votes[:2].tolist()
         if most != -least:
             raise ValueError(
                 "the ranks have begun to train different parameters since the fit began; freeze and unfreeze the same "
@@ -74,44 +70,47 @@ class Meeting:
             )
 
     def agree(self, own: Sequence[int] = ()) -> list[int]:
-        """Meet the others; a collective call.
+        """Exchange the votes and act on them. Collective: every rank must call it.
+
+        Args:
+            own: numbers of this rank; as many on all ranks.
 
         Returns:
-            the largest over the ranks of each of this rank's ``own`` numbers.
+            the largest of each number over the ranks.
 
         Raises:
-            ValueError: they are not at the same step; on all of them.
+            ValueError: the ranks are not at the same step; on all ranks.
             ExchangeError: a rank died, or did not come in time.
         """
-        said = torch.cat([torch.tensor(own, dtype=torch.int64), self.ask()]).to(self.device)
+        votes = torch.cat([torch.tensor(own, dtype=torch.int64), self.vote()]).to(self.device)
         with errors.explained("meeting the others", self.ranks.rank):
-            self.ranks.all_reduce(said, "max")
-        said = said.cpu()
-        self.heed(said[len(own) :])
-        return [int(each) for each in said[: len(own)]]
+            self.ranks.all_reduce(votes, "max")
+        votes = votes.cpu()
+        self.apply_votes(votes[len(own) :])
+        return [int(number) for number in votes[: len(own)]]
 
 
 class Synchroniser(ABC):
-    """Keeps the models of ranks together.
+    """Keeps the models of the ranks together.
 
-    A subclass says what happens in a fit (``_start``, ``_rebase``, ``_after_step``, ``_averaged``, ``finish``).
+    A subclass implements the steps of a fit: ``_start``, ``_rebase``, ``_after_step``, ``_averaged``, ``finish``.
 
     Args:
-        evaluate: which model ``averaged_model`` gives.
-        choices: of it.
-        buffers: see ``BufferRules``; None: its default.
+        evaluate: which model ``averaged_model`` returns.
+        choices: allowed values of ``evaluate``.
+        buffers: see ``BufferRules``; None for its default.
 
     Attributes:
         kind: what it is, for messages.
-        averaged_steps: steps before it begins, in which all ranks have one model.
-        leaps: ``averaged_model`` may be one that no rank has trained, whose BatchNorm has seen no batch.
+        averaged_steps: steps at the beginning in which gradients are averaged, so that all ranks have one model.
+        needs_recount: ``averaged_model`` may be a model that no rank has trained, so that BatchNorm lacks statistics.
         rules: which buffers are averaged.
-        thaws: parameters that are frozen when it starts may be trained later; to be set before.
-        counts: steps that are one in the meters.
-        epoch: for schedules by epochs; to be set when one begins.
-        attempts: steps so far, equal on all ranks.
-        model, optimizers, ranks, device, meeting: of the fit under way.
-        counted: the ranks, with what is sent in a meter.
+        may_unfreeze: parameters that are frozen at the start may be trained later. Set it before ``start``.
+        steps_per_count: optimizer steps that the meters count as one step.
+        epoch: current epoch, for schedules. The training loop sets it.
+        attempts: optimizer steps so far, equal on all ranks; includes those that a GradScaler skipped.
+        model, optimizers, ranks, device, meeting: of the current fit.
+        counted: ``ranks``, with a meter that counts the bytes.
 
     Raises:
         ValueError: a value is not allowed.
@@ -119,9 +118,9 @@ class Synchroniser(ABC):
 
     kind: ClassVar[str]
     averaged_steps = 0
-    leaps = False
-    thaws = False
-    counts = 1
+    needs_recount = False
+    may_unfreeze = False
+    steps_per_count = 1
     epoch = 0
     attempts = 0
     model: nn.Module
@@ -139,10 +138,10 @@ class Synchroniser(ABC):
 
     @abstractmethod
     def check(self, model: nn.Module, ranks: Collective, device: torch.device) -> None:
-        """Refuse what cannot work, as ``start`` does; a collective call.
+        """Check model and settings, as ``start`` does. Collective: every rank must call it.
 
         Raises:
-            ValueError: it cannot, or settings differ over the ranks; on every rank.
+            ValueError: they cannot work, or settings differ between the ranks; on every rank.
         """
 
     def start(
@@ -152,43 +151,43 @@ class Synchroniser(ABC):
         ranks: Collective | None = None,
         meeting: Meeting | None = None,
     ) -> None:
-        """A fit begins; a collective call.
+        """Begin a fit. Collective: every rank must call it.
 
         Args:
             model: the same on all ranks, on its device.
-            optimizers: its own.
-            ranks: in which nothing else is sent meanwhile; None: those of torch.distributed.
-            meeting: of the training loop, or None.
+            optimizers: of the model.
+            ranks: to average over; nothing else is sent in it during the fit. None for those of torch.distributed.
+            meeting: of the training loop; None for a plain ``Meeting``.
 
         Raises:
-            ValueError: what ``check`` and ``rebase`` refuse.
+            ValueError: see ``check`` and ``rebase``.
         """
         self.model, self.optimizers = model, optimizers
         self.ranks, self.device = ranks or TorchCollective(), next(model.parameters()).device
         self.meeting = meeting or Meeting(self.ranks, self.device)
         self.epoch, self._alone = 0, False
         self.check(model, self.ranks, self.device)
-        self._buffers = [name for name, _ in model.named_buffers()]  # others, as caches are, stay each rank's own
+        self._buffers = [name for name, _ in model.named_buffers()]  # later ones, such as caches, stay per-rank
         with torch.no_grad():
             self._start()
         self.rebase(0)
 
     @abstractmethod
     def _start(self) -> None:
-        """Make ready for the model."""
+        """Allocate what the fit of ``self.model`` needs."""
 
     @torch.no_grad()
     def rebase(self, step: int) -> None:
-        """Begin from the model as it is now, after so many steps of an earlier run; a collective call.
+        """Start from the current model, ``step`` optimizer steps into the run. Collective: every rank must call it.
 
         Raises:
-            ValueError: what is trained is not the same on all ranks; on every rank.
+            ValueError: trained parameters differ between the ranks; on every rank.
         """
         trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         if names := differing(trained, self.ranks, self.device):
             raise ValueError(
-                f"{len(names)} parameters differ over the ranks before the first step, among them {names[0]}: hooks "
-                "such as on_fit_start have to leave the same model on all ranks; load one file, or draw by one seed"
+                f"{len(names)} parameters differ over the ranks before the first step, among them {names[0]}. Hooks "
+                "such as on_fit_start must leave the same model on all ranks: load one file, or use one seed"
             )
         self.attempts = step
         self._rebase()
@@ -198,16 +197,19 @@ class Synchroniser(ABC):
         """See ``rebase``."""
 
     def before_step(self, optimizer: Optimizer, scaled: bool = False) -> None:  # noqa: B027  # most do nothing
-        """Gradients are there, and the optimizer is about to step.
+        """Prepare an optimizer's step, once its gradients are there. Call it before every step.
 
         Args:
-            optimizer: whose gradients.
-            scaled: a GradScaler leaves out steps by gradients that are not finite.
+            optimizer: that is about to step.
+            scaled: a GradScaler skips steps whose gradients are not finite.
         """
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """An optimizer's step was tried; with several optimizers, of the one that steps most. May move the model."""
+        """Count an optimizer step and synchronise if it is due; may change the model.
+
+        Call it after every step, skipped ones included. With several optimizers, call it for the one that steps most.
+        """
         self.attempts += 1
         self._after_step()
 
@@ -216,19 +218,19 @@ class Synchroniser(ABC):
         """See ``after_step``."""
 
     def averaged_model(self, plain: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers of the model that is evaluated and saved; a collective call.
+        """Return the model that is evaluated and saved. Collective: every rank must call it.
 
-        Also in an evaluation in inference mode, whose tensors could not be changed after it.
+        Safe under inference mode: no tensor that is kept becomes an inference tensor.
 
         Args:
-            plain: the mean of the ranks' models as they are, whatever is evaluated else.
+            plain: return the mean of the ranks' current models, whatever ``evaluate`` says.
 
         Returns:
-            by name, in the model's dtypes; what is missing is each rank's own.
+            parameters and buffers by name, in the model's dtypes. What is missing keeps each rank's own value.
 
         Raises:
-            ValueError: the ranks' models are not alike; on every rank.
-            ExchangeError: a rank is gone or silent.
+            ValueError: the ranks' models have different names, shapes or dtypes; on every rank.
+            ExchangeError: a rank died, or did not come in time.
         """
         with torch.inference_mode(False), torch.no_grad():
             own = self.named()
@@ -240,118 +242,118 @@ class Synchroniser(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has beside model and optimizers; what is ``"common"`` in it is the same on all ranks."""
+        """Return this rank's state besides model and optimizers. What is under ``"common"`` is equal on all ranks."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``, when model and optimizers are restored; a collective call.
+        """Restore a ``state_dict``, after model and optimizers are restored. Collective: every rank must call it.
 
         Raises:
-            ValueError: it is of other settings, or of another model.
+            ValueError: the state has other settings or another model.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """The last step was made: leave one model on all ranks; a collective call."""
+        """Leave one model on all ranks after the last step. Collective: every rank must call it."""
 
     def abandon(self) -> None:
-        """The fit is aborted, and other ranks may be gone: whatever follows communicates no more."""
+        """Abort the fit: other ranks may be gone, so nothing is communicated from now on."""
         self._alone = True
 
     @abstractmethod
     def close(self) -> None:
-        """The fit is over; states and figures stay readable."""
+        """End the fit. States and figures stay readable."""
 
-    # what is saved and told
+    # what is saved and reported
 
     @property
     @abstractmethod
     def method(self) -> str:
-        """What a state has to be of."""
+        """Name of the method and its settings; a state can be loaded only if this is equal."""
 
     @property
     @abstractmethod
     def summary(self) -> str:
-        """What runs, in a line."""
+        """One line about what runs."""
 
     @property
     @abstractmethod
     def meters(self) -> Sequence[Meter]:
-        """Of what is sent."""
+        """Meters of the bytes that are sent."""
 
     @property
     def meter(self) -> Meter:
-        """The first of them."""
+        """The first of the meters."""
         return self.meters[0]
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Traffic of the last round and in total, and ``summary``; what stock DDP sends is ``bytes_dense``."""
+        """Return the traffic of the last round and in total, and ``summary``. ``bytes_dense``: what stock DDP sends."""
 
     def measure_every(self, steps: int) -> None:
-        """Have time and error measured about once in so many steps."""
+        """Measure time and error about once every ``steps`` optimizer steps; 0 switches it off."""
         for meter in self.meters:
-            meter.sample_every = max(1, steps // self.counts) if steps else 0
+            meter.sample_every = max(1, steps // self.steps_per_count) if steps else 0
 
     # for subclasses
 
     def named(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank by name."""
+        """Return this rank's parameters and buffers by name."""
         return dict([*self.model.named_parameters(), *self.model.named_buffers()])
 
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into parameters and buffers of these names.
+        """Copy tensors into the parameters and buffers of the same names.
 
         Raises:
-            ValueError: a buffer is gone, or of another shape; the others were copied.
+            ValueError: a buffer is gone, or has another shape; the others were copied.
         """
         named, changed = self.named() if tensors else {}, ""
         for name, tensor in tensors.items():
-            found = named.get(name)
-            if found is not None and found.shape == tensor.shape:
-                found.copy_(tensor)
+            target = named.get(name)
+            if target is not None and target.shape == tensor.shape:
+                target.copy_(tensor)
             else:
-                said = "is gone" if found is None else f"became one of shape {tuple(found.shape)}"
+                said = "is gone" if target is None else f"became one of shape {tuple(target.shape)}"
                 changed = f"the buffer {name!r} of shape {tuple(tensor.shape)} {said}"
         if changed:
             raise ValueError(
-                f"{changed}, and models are swapped for evaluation; keep its shape, or keep it in a plain attribute"
+                f"{changed}, and models are swapped for evaluation; keep its shape, or use a plain attribute"
             )
 
-    def _compare(self, described: object, problem: ValueError | None, ranks: Collective, device: torch.device) -> None:
-        """Stop all ranks where one refuses its settings, or they differ."""
-        advice = f"{consensus.SAME_ARGUMENTS}. Rank {ranks.rank} has {described!r}"
-        consensus.check({f"settings of {self.kind}": described}, problem, ranks, device, advice)
+    def _compare(self, settings: object, problem: ValueError | None, ranks: Collective, device: torch.device) -> None:
+        """Raise on all ranks if one of them has a problem, or if their settings differ."""
+        advice = f"{consensus.SAME_ARGUMENTS}. Rank {ranks.rank} has {settings!r}"
+        consensus.check({f"settings of {self.kind}": settings}, problem, ranks, device, advice)
 
     def _rest(self, averaged: Collection[str], buffers: bool = True) -> dict[str, Tensor]:
-        """What else differs by rank: means of frozen parameters, and buffers by the rules; a collective call."""
+        """Return what else differs between ranks: means of frozen parameters, and buffers by the rules. Collective."""
         named = self.named()
         frozen = [name for name, each in self.model.named_parameters() if each.is_floating_point()]
         others = [*(name for name in frozen if name not in averaged), *(self._buffers if buffers else ())]
-        found = differing({name: named.get(name) for name in others}, self.counted, self.device)
-        own = {name: named[name] for name in found}
-        kept = {name: own.pop(name) for name in self._buffers if name in own}
-        return mean_of(own, self.counted) | mean_buffers(kept, self.counted, self.rules)
+        names = differing({name: named.get(name) for name in others}, self.counted, self.device)
+        parameters = {name: named[name] for name in names}
+        changed = {name: parameters.pop(name) for name in self._buffers if name in parameters}
+        return mean_of(parameters, self.counted) | mean_buffers(changed, self.counted, self.rules)
 
 
 def differing(named: Mapping[str, Tensor | None], ranks: Collective, device: torch.device) -> list[str]:
-    """Names of what is not the same on all ranks; a collective call, of checksums alone.
+    """Return the names of tensors whose bits differ between ranks. Collective; only checksums are sent.
 
     Args:
         named: tensors by name; None for one that is gone.
         ranks: that compare.
-        device: where to exchange.
+        device: of the exchanged checksums.
 
     Raises:
-        ValueError: names, dtypes or shapes are not those of the other ranks; on every rank.
-        ExchangeError: a rank is gone or silent.
+        ValueError: names, dtypes or shapes differ between ranks; on every rank.
+        ExchangeError: a rank died, or did not come in time.
     """
-    names, said = list(named), ", ".join([*named][:3]) + ", ..." * (len(named) > 3) or "none"
+    names, first = list(named), ", ".join([*named][:3]) + ", ..." * (len(named) > 3) or "none"
     if not all(_same([names], ranks, device)):
         raise ValueError(
-            f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {said}, "
-            "and another one others; add, freeze and unfreeze the same parameters before the same step on all ranks"
+            f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {first}, "
+            "and another rank has others. Add, freeze and unfreeze the same parameters at the same step on all ranks"
         )
     kinds = ["gone" if each is None else f"{each.dtype} of shape {tuple(each.shape)}" for each in named.values()]
     flags = _same([*kinds, *named.values()], ranks, device) if names else []
@@ -359,8 +361,7 @@ def differing(named: Mapping[str, Tensor | None], ranks: Collective, device: tor
         if not alike:
             raise ValueError(
                 f"the models of the ranks cannot be averaged: {name!r} is {kind} on rank {ranks.rank}, and not so on "
-                "another one; keep the same shape and dtype on all ranks, or keep what is each rank's own in a plain "
-                "attribute"
+                "another one. Keep the same shape and dtype on all ranks, or use a plain attribute for per-rank values"
             )
     return [name for name, equal in zip(names, flags[len(names) :], strict=True) if not equal]
 
@@ -368,4 +369,13 @@ def differing(named: Mapping[str, Tensor | None], ranks: Collective, device: tor
 def _same(content: Sequence[object], ranks: Collective, device: torch.device) -> list[bool]:
     own = torch.tensor([checksum(each) for each in content], dtype=torch.int64, device=device)
     with errors.explained("comparing models by checksums", ranks.rank):
-        return [bool(each) for each in consensus.same(own, ranks).tolist()]
+        return [bool(flag) for flag in consensus.same(own, ranks).tolist()]
+
+
+def reset_nonfinite(optimizers: Iterable[Optimizer]) -> None:
+    """Reset optimizer states that are not finite: they would spoil the parameters again in every step."""
+    for optimizer in optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            tensors = [each for each in state.values() if isinstance(each, Tensor) and each.is_floating_point()]
+            if not all(bool(each.isfinite().all()) for each in tensors):
+                del optimizer.state[parameter]

@@ -81,7 +81,7 @@ class PeriodicMixin(CommonMixin):
         assert module is not None
         check_fit(type(self).__name__, trainer, module, bool(self._layer_sync))
         kinds = [kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__]
-        self.synchroniser.thaws = "BaseFinetuning" in kinds
+        self.synchroniser.may_unfreeze = "BaseFinetuning" in kinds
         self.synchroniser.check(module, ranks, self.root_device)
         self._trainer, self._shared, self._replaced, self._counts = trainer, None, None, {}
         self._started = self._ended = self._swa = False
@@ -95,7 +95,7 @@ class PeriodicMixin(CommonMixin):
         super().setup(trainer)
         self.synchroniser.start(module, self.optimizers, ranks, self.rendezvous)
         self._started = True
-        self._recount = Recount(module, self.synchroniser.rules, wanted=self.synchroniser.leaps)
+        self._recount = Recount(module, self.synchroniser.rules, wanted=self.synchroniser.needs_recount)
         watched = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
         self._watched = [optimizer.register_step_post_hook(self._after_step) for optimizer in watched]
 

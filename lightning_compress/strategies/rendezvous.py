@@ -97,17 +97,17 @@ class Rendezvous(Meeting):
                 "limit_train_batches"
             )
 
-    def ask(self) -> Tensor:
+    def vote(self) -> Tensor:
         """See ``Meeting``."""
         loop, told = self._trainer.fit_loop, self.signals
         place = self._where, loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
         words = [told.end, told.save, told.stop, *place, *(-each for each in place)]
-        return torch.cat([super().ask(), torch.tensor(words, dtype=torch.int64)])
+        return torch.cat([super().vote(), torch.tensor(words, dtype=torch.int64)])
 
-    def heed(self, said: Tensor) -> None:
+    def apply_votes(self, votes: Tensor) -> None:
         """See ``Meeting``."""
-        super().heed(said)
-        _, _, end, save, stop, *place = said.tolist()
+        super().apply_votes(votes)
+        _, _, end, save, stop, *place = votes.tolist()
         if place[:3] != [-each for each in place[3:]]:
             loop = self._trainer.fit_loop
             raise ValueError(
@@ -137,7 +137,7 @@ class Rendezvous(Meeting):
         self._take()
         self.signals.act()
         if self._batches % EVERY == 0:
-            self._answer = self._stream.ask(self.ask()) if self._stream else self._begin(self.ask().to(self.device))
+            self._answer = self._stream.ask(self.vote()) if self._stream else self._begin(self.vote().to(self.device))
         self._batches += 1
 
     def finish(self) -> None:
@@ -156,7 +156,7 @@ class Rendezvous(Meeting):
             answer, self._answer = self._answer, None
             with errors.explained("asking the others whether a signal came", self.ranks.rank):
                 said = answer().cpu()
-            self.heed(said)
+            self.apply_votes(said)
 
     def close(self, waits: bool = False) -> None:
         """End the fit; ``waits``: a rank may still wait in the process group, so leave closing it to the exit."""

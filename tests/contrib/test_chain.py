@@ -182,7 +182,7 @@ def test_a_leaders_error_is_one_of_its_whole_node():
     assert "was changed on the way" in words[2]
     assert ["the first rank of a node" in each for each in words] == [False, True, False, True, False]
     words = said(5, Chain(Butterfly((2, 2)), 2))  # of 4 leaders, and there are 3
-    assert ["refuses the exchange between nodes" in each for each in words] == [False, True, False, True, False]
+    assert ["cannot use the exchange between nodes" in each for each in words] == [False, True, False, True, False]
     assert "went on" not in words
 
 

@@ -113,7 +113,7 @@ def test_a_step_that_is_rolled_back_never_was():
     ("settings", "message"),
     [
         ({"eta": 0.0}, "eta must be in (0, 1]"),
-        ({"quantiser": "rotated"}, "right on average only"),
+        ({"quantiser": "rotated"}, "only unbiased"),
         ({"quantiser": "nosuch"}, "unknown quantiser 'nosuch'"),
     ],
 )

@@ -229,8 +229,8 @@ def test_a_main_process_that_keeps_the_whole_model_is_refused(make, method):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cycle": 0}, "whole number of epochs"),
-        ({"cycle": True}, "whole number of epochs"),
+        ({"cycle": 0}, "integer number of epochs"),
+        ({"cycle": True}, "integer number of epochs"),
         ({"prune": 0}, "between 0 and 1"),
         ({"prune": 1.0}, "between 0 and 1"),
         ({"k": 0}, "whole number of outputs"),

@@ -97,7 +97,7 @@ class Free(nn.Module):
         (["first"], {"first": "nothing"}, "not there"),
         (["first"], {"first": "narrow"}, "takes 4 inputs, and first has 8"),
         (["first", "second"], {"first": "third", "second": "third"}, "follows several layers"),
-        (["first"], {"first": "second", "second": "third"}, "no layer that meProp has changed"),
+        (["first"], {"first": "second", "second": "third"}, "not a layer that meProp has changed"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(layers: list[str], pairs: dict[str, str], words: str) -> None:

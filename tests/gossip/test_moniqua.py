@@ -8,11 +8,9 @@ from lightning_compress import kernels
 from lightning_compress.collectives import run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.lattice import Blocks, Lattice, relative_error
-from lightning_compress.gossip.messages import BLOCK, CHUNK, Messages, cut
-from lightning_compress.gossip.modulo import Modulo
-from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.gossip.modulo import BLOCK, CHUNK, Messages, Modulo, cut
+from lightning_compress.gossip.moniqua import ByRate, ByRound, Estimated, Moniqua, read_theta
 from lightning_compress.gossip.neighbours import Neighbours
-from lightning_compress.gossip.theta import ByRate, ByRound, Estimated, read_theta
 from lightning_compress.gossip.topology import build_topology
 from tests.gossip.helpers import RATE, Problem, models_of, run
 from tests.reference import gossip as reference
@@ -160,9 +158,8 @@ def test_rounds_are_those_of_the_paper(bits):
             averaging_of(settings, collective, graph, 301),
             torch.from_numpy(models[collective.rank].copy()),
         )
-        numbers = {"round": 0.0, **averaging.numbers}
-        averaging.average(x, numbers, 0.1)
-        assert numbers["failures"] == 0
+        averaging.average(x, 0.1)
+        assert averaging.numbers["failures"] == 0
         return x.numpy()
 
     for mine, theirs in zip(run_threads(size, rank), wanted, strict=True):
@@ -242,11 +239,10 @@ def test_one_outlier_does_not_coarsen_theta_for_good():
 
     def rank(collective):
         averaging = averaging_of(Moniqua(theta=1.0), collective, build_topology("ring", size))
-        numbers, x, thetas = dict(averaging.numbers), torch.zeros(9), []
+        x, thetas = torch.zeros(9), []
         for number in range(100 * AGREE):
             x[0] += 1000.0 * (number == 50 and collective.rank == 1)
-            numbers["round"] = float(number)
-            averaging.average(x, numbers, 0.1)
+            averaging.mix(x, 0.1)
             thetas.append(averaging.figures()["theta"])
         return thetas
 
@@ -331,13 +327,12 @@ def test_each_edge_of_a_changing_graph_is_measured(size):
 
     def rank(collective):
         averaging = averaging_of(Moniqua(bits=8), collective, graph)
-        numbers, seen = {"round": 0.0, **averaging.numbers}, []
-        for number in range(2 * len(graph.matrices)):
+        seen = []
+        for _ in range(2 * len(graph.matrices)):
             x = torch.full((9,), float(collective.rank))  # partners differ by 1, 2, 4, ... in turn
-            numbers["round"] = float(number)
-            averaging.average(x, numbers, 0.1)
+            averaging.mix(x, 0.1)
             seen.append(float(averaging.vectors["growth"]))
-        return seen[len(graph.matrices) - 1], numbers["failures"]
+        return seen[len(graph.matrices) - 1], averaging.numbers["failures"]
 
     assert run_threads(size, rank) == [(pytest.approx(3.0 * size / 2), 0.0)] * size
 
@@ -363,9 +358,9 @@ def test_what_is_too_far_out_for_the_lattice_is_detected(by):
 
     def rank(collective):
         averaging = averaging_of(Moniqua(theta=1e-15), collective, build_topology("ring", 3))
-        numbers, x = {"round": 0.0, **averaging.numbers}, torch.full((9,), 1.0 + collective.rank)
-        averaging.average(x, numbers, 0.1)
-        return float(x[0]), numbers["failures"], float(averaging.vectors["worst"])
+        x = torch.full((9,), 1.0 + collective.rank)
+        averaging.average(x, 0.1)
+        return float(x[0]), averaging.numbers["failures"], float(averaging.vectors["worst"])
 
     assert run_threads(3, rank) == [(2.0, 2.0, pytest.approx(apart * 1e15)) for apart in (2, 1, 2)]
 
@@ -385,9 +380,9 @@ def test_another_theta_counts_when_a_run_goes_on(before):
 
     def rank(collective):
         averaging = averaging_of(Moniqua(theta=5.0), collective, build_topology("ring", 3))
-        numbers = states[collective.rank]["numbers"]
+        averaging.load_state_dict(states[collective.rank] | {"vectors": averaging.vectors})
         averaging.vectors["growth"].fill_(7.0)
-        averaging.average(torch.zeros(9), numbers, 0.1)
+        averaging.average(torch.zeros(9), 0.1)
         return averaging.figures()["theta"]
 
     assert run_threads(3, rank) == [5.0] * 3
@@ -453,7 +448,7 @@ def test_learning_rates_that_differ_are_an_error_on_every_rank():
     def rank(collective):
         averaging = averaging_of(Moniqua(theta={"rate": 10.0}), collective, build_topology("ring", 3))
         with pytest.raises(ValueError, match="learning rates differ"):
-            averaging.average(torch.zeros(9), {"round": 0.0, **averaging.numbers}, 0.1 + 0.1 * (collective.rank == 2))
+            averaging.average(torch.zeros(9), 0.1 + 0.1 * (collective.rank == 2))
         errors.append(collective.rank)
 
     run_threads(3, rank)

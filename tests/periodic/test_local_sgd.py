@@ -169,7 +169,7 @@ def test_what_is_sent_and_kept_is_what_was_learned(compressor, decay):
     def run(collective):
         model = make()
         local = begun(model, collective, Rounds(2), compressor=compressor, error_feedback={"decay": decay})
-        fragment, rows = local.fragments.each[0], []
+        fragment, rows = local.fragments.parts[0], []
         collective.all_reduce(torch.zeros(1))
         optimizer = adamw(model.parameters())
         for step in range(1, 7):
@@ -220,11 +220,11 @@ def test_a_rank_that_is_not_finite_leaves_the_round_out_on_all():
             local.after_step()
             left_out = [] if inner.state else [collective.rank]
             back = all(own.equal(was) for own, was in zip(model.parameters(), before, strict=True))
-            residuals = local.fragments.each[0].compression.groups.residual_norm()
+            residuals = local.fragments.parts[0].compression.groups.residual_norm()
             for each in model.parameters():
                 each += 0.1
             local.after_step()
-        return back, residuals, left_out, local.fragments.each[0].compression.step, model.seen.sum().item()
+        return back, residuals, left_out, local.fragments.parts[0].compression.step, model.seen.sum().item()
 
     for rank, (back, residuals, left_out, rounds, seen) in enumerate(run_threads(2, run)):
         assert back
@@ -240,7 +240,7 @@ def test_a_fit_ends_on_one_model_and_all_was_sent(fragments, delay, alpha):
         rounds = Rounds(5, fragments, delay, alpha)
         settings = {"compressor": {"name": "rotated", "bits": 8}, "check_drift_every": 0}
         model, local = train(collective, rounds, "nesterov", settings, 13, finish=True)
-        return [each.detach() for each in model.parameters()], local.fragments.anchors(), local.fragments.each
+        return [each.detach() for each in model.parameters()], local.fragments.anchors(), local.fragments.parts
 
     ranks = run_threads(3, run)
     for parameters, anchors, parts in ranks:
@@ -261,9 +261,9 @@ def test_a_fit_that_ends_after_a_round_ends_on_the_mean_of_the_models(fragments,
     def run(collective):
         model, local = train(collective, Rounds(5, fragments), "nesterov", {"compressor": "none"}, 11)
         own = [each.detach().clone() for each in model.parameters()]
-        momentum = [copy.deepcopy(each.state_dict()["common"]["outer"]) for each in local.fragments.each]
+        momentum = [copy.deepcopy(each.state_dict()["common"]["outer"]) for each in local.fragments.parts]
         local.finish()
-        same = [each.state_dict()["common"]["outer"] for each in local.fragments.each]
+        same = [each.state_dict()["common"]["outer"] for each in local.fragments.parts]
         assert all(
             each["state"][0]["momentum_buffer"].equal(other["state"][0]["momentum_buffer"])
             and each["param_groups"] == other["param_groups"]
@@ -501,7 +501,7 @@ def test_sparseloco_sends_what_its_paper_says():
                 for each in model.parameters():
                     each += torch.randn(each.shape, generator=torch.Generator().manual_seed(step + collective.rank))
                 local.after_step()
-        return local.fragments.each[0].compression.meter.bytes_sent / 2
+        return local.fragments.parts[0].compression.meter.bytes_sent / 2
 
     apart = 4 * rows + 16 + 16  # biases in float32, four means, a flag
     for sent in run_threads(size, run):
@@ -592,7 +592,7 @@ def test_steps_too_small_for_half_precision_are_kept_in_the_anchors():
                 if collective.rank == 0:
                     model.weight += 2.0**-7
                 local.after_step()
-        return local.fragments.each[0].anchors["weight"].item(), model.weight.item()
+        return local.fragments.parts[0].anchors["weight"].item(), model.weight.item()
 
     assert run_threads(4, run) == [(1 + 8 * 2.0**-7 / 4,) * 2] * 4
 
@@ -603,9 +603,9 @@ def test_an_outer_optimizer_that_is_named_at_a_resume_is_what_runs():
         model = make()
         local = begun(model, collective, Rounds(2), given)
         local.load_state_dict(before.state_dict())
-        outer = local.fragments.each[0]._outer
+        outer = local.fragments.parts[0]._outer
         buffers = [each.get("momentum_buffer") for each in outer.state.values()]
-        theirs = [each["momentum_buffer"] for each in before.fragments.each[0]._outer.state.values()]
+        theirs = [each["momentum_buffer"] for each in before.fragments.parts[0]._outer.state.values()]
         assert all(own.equal(other) for own, other in zip(buffers, theirs, strict=True))
         return [outer.param_groups[0][name] for name in ("lr", "momentum", "nesterov")]
 
@@ -624,15 +624,15 @@ def test_what_is_sent_late_has_the_epoch_of_its_own_step():
         settings = {"compressor": topk, "min_numel": 0, "schedule": "dgc", "exchange": "all_gather"}
         local = begun(model, collective, Rounds(4, 1, 2), **settings)
         if collective.rank == 1:
-            local.fragments._carrier.carry(go.wait)
+            local.fragments._carry(go.wait)
         with torch.no_grad():
             after(local, 4)
             local.epoch = 4
             go.set()
             after(local, 2)
-            first = local.fragments.each[0].compression.settings.compressor.density
+            first = local.fragments.parts[0].compression.settings.compressor.density
             after(local, 4)
-        return first, local.fragments.each[0].compression.settings.compressor.density
+        return first, local.fragments.parts[0].compression.settings.compressor.density
 
     assert run_threads(2, run, timeout=10) == [(0.25, 0.001)] * 2
 

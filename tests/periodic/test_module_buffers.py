@@ -32,7 +32,7 @@ def averaged(collective, rules=None):
     model, meter = Masked(collective.rank), Meter(torch.device("cpu"))
     counted = CountingCollective(collective, meter)
     buffers = Buffers(lambda: dict(model.named_buffers()), counted, rules or BufferRules())
-    buffers.look()
+    buffers.collect()
     buffers.average()
     buffers.use(0.0)
     return model, buffers, meter
@@ -88,7 +88,7 @@ def test_one_rank_whose_statistics_are_not_finite_does_not_spoil_the_mean():
         if collective.rank == 1:
             model.running_mean[2] = torch.nan
         buffers = Buffers(lambda: dict(model.named_buffers()), collective, BufferRules())
-        buffers.look()
+        buffers.collect()
         buffers.average()
         buffers.use(0.0)
         return model.running_mean.tolist()
@@ -170,7 +170,7 @@ def test_a_round_waits_for_an_accelerator_some_times_and_not_for_each_buffer(mon
         monkeypatch.setattr(torch.Tensor, name, counted)
     model = Masked()
     buffers = Buffers(lambda: dict(model.named_buffers()), _One(), BufferRules())
-    buffers.look()
+    buffers.collect()
     assert not any(counts.values())
     buffers.average()
     assert counts == {"cpu": 3, "__bool__": 0, "item": 0, "tolist": 1}  # float32, int64 and bytes; which differ
@@ -183,7 +183,7 @@ def test_only_averages_that_are_not_finite_are_left_out():
     buffers = Buffers(lambda: dict(model.named_buffers()), _One(), BufferRules())
     model.scale.fill_(torch.inf)
     model.seen.fill_(5.0)
-    buffers.look()
+    buffers.collect()
     buffers.average()
     buffers.use(0.0)
     assert model.scale.equal(Masked().scale)

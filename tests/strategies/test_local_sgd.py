@@ -793,7 +793,7 @@ def _finetunes():
     trainer, model = fit(strategy("local_sgd", averaged_steps=2), make=Trained, callbacks=[Unfreezes()])
     torch.manual_seed(1)
     moved = [not own.equal(was) for own, was in zip(model.parameters(), Trained().parameters(), strict=True)]
-    return all(moved), len(trainer.strategy.synchroniser.fragments.each), parameters(model).numpy()
+    return all(moved), len(trainer.strategy.synchroniser.fragments.parts), parameters(model).numpy()
 
 
 def test_lightnings_callbacks_for_finetuning_work(pools):

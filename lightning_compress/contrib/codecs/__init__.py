@@ -1,4 +1,4 @@
-"""Methods for comparison, one to a file."""
+"""Codecs for comparison, one in each file."""
 
 from __future__ import annotations
 

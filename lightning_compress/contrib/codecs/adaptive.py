@@ -1,4 +1,4 @@
-"""Adaptive quantisation: a fixed proportion of the positive and of the negative elements, by their means."""
+"""Adaptive quantisation: sends the largest positive and negative elements of each parameter as their two means."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lightning_compress.core.layout import Layout
 Indices = Literal["rice", "int16"]
 TINY = float(np.finfo(np.float32).smallest_subnormal)
 SURPLUS = 4
-"""How many times the target may be found before the rest is dropped."""
+"""A message has room for this many times the expected number of elements; the rest is dropped."""
 
 
 class TwoMeans(LevelValues):
-    """A sign each, and for each part the mean of the values >= 0 and that of the others."""
+    """A sign for each element, and for each part the mean of its values >= 0 and the mean of the others."""
 
     stored: ClassVar[int] = 2
 
@@ -38,26 +38,26 @@ class TwoMeans(LevelValues):
 
 @dataclass(frozen=True)
 class Adaptive(Codec):
-    """Send one in ``proportion`` of a parameter's positive and of its negative elements, the largest, by their means.
+    """Send the largest 1 / ``proportion`` of a parameter's positive and of its negative elements, as their means.
 
-    Of a parameter with P positive and N negative elements the thresholds are the ``max(1, floor(P / proportion))``-th
-    largest and the ``max(1, floor(N / proportion))``-th smallest; of more than 4096 elements, those of a strided
-    sample, whose offset is drawn from the key (a sign that it lacks gets the other one's threshold). What reaches a
-    threshold is sent as the mean of all that reach it, one for each sign of each parameter, taken in float64; ``v -
-    mean`` stays in the vector, and so does what reaches none. Where more than 4 times the target are found (many
-    equal elements, an unlucky sample) the last of them are dropped, and stay whole. Zeros are never sent. The method
-    is biased and needs error feedback.
+    For a parameter with P positive and N negative elements, the thresholds are its
+    ``max(1, floor(P / proportion))``-th largest and its ``max(1, floor(N / proportion))``-th smallest element. With
+    more than 4096 elements, they come from a strided sample, whose offset is drawn from the key; if the sample has
+    only one sign, the other sign gets the same threshold. Elements that reach a threshold are sent as their mean, one
+    mean for each sign of each parameter, computed in float64. ``v - mean`` stays in the vector, and so do all other
+    elements. If more than 4 times the target reach a threshold (many equal elements, an unlucky sample), the last ones
+    are not sent. Zeros are never sent. The method is biased and needs error feedback.
 
-    A message varies in length: the positions, as Golomb-Rice codes of their gaps or as 16-bit numbers in blocks of
-    65536 (``positions`` says how), then the two means of each parameter as float32, then the signs as bits: 1 + 6.5
-    bits for each that is sent of one in 32, or 1 + 16. On the host, also for vectors on an accelerator, which waits.
+    Messages vary in length. They hold the positions, as Golomb-Rice codes of their gaps or as 16-bit numbers in blocks
+    of 65536 (see ``positions``), then the two means of each parameter as float32, then the signs as bits. At one in 32,
+    a sent element takes 1 + 6.5 bits, or 1 + 16. Encoding runs on the host; an accelerator waits for it.
 
     Args:
-        proportion: one in so many is sent; at least 1. The default is that of the authors' library, LBANN.
+        proportion: sends one in ``proportion`` elements; 1 or more. The default is that of the authors' library, LBANN.
         indices: "rice" or "int16".
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Dryden, Moon, Jacobs, Van Essen, "Communication Quantization for Data-Parallel Training of Deep Neural Networks",
     MLHPC 2016 (per column of a matrix; here per parameter).
@@ -90,7 +90,7 @@ class Adaptive(Codec):
         return True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; messages are not summed, so ``summands`` has no effect."""
         return _AdaptivePlan(layout, self)
 
 
@@ -111,17 +111,17 @@ class _AdaptivePlan(EntriesPlan):
 
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
         source = vector.cpu().numpy()
-        found = []
+        by_part = []
         for part, most in self._parts:
             low, high = self._thresholds(source[part], key)
-            found.append(self._crossings.find(source[part], low, high, most) + part.start)
-        positions = np.concatenate(found)
+            by_part.append(self._crossings.find(source[part], low, high, most) + part.start)
+        positions = np.concatenate(by_part)
         return [(positions, source[positions])]
 
     def _thresholds(self, part: Floats, key: int) -> tuple[float, float]:
-        """The largest negative and the smallest positive number to send.
+        """Return the largest negative and the smallest positive number to send.
 
-        A sign that the sample does not have gets the other's threshold; where it has only zeros, all else is sent.
+        If the sample has only one sign, both thresholds are equal. If it has only zeros, all nonzero elements are sent.
         """
         target = max(1, int(len(part) / self._proportion))
         where = sample_of(len(part), target, key)
@@ -132,7 +132,7 @@ class _AdaptivePlan(EntriesPlan):
         return -low, high
 
     def _threshold(self, magnitudes: Floats) -> float:
-        """The smallest magnitude to send, or 0 if there is none to choose from."""
+        """Return the smallest magnitude to send, or 0 if there are no magnitudes."""
         if not len(magnitudes):
             return 0.0
         place = len(magnitudes) - max(1, int(len(magnitudes) / self._proportion))

@@ -1,4 +1,4 @@
-"""ATOMO: a random few of a gradient matrix's singular vectors, right on average."""
+"""ATOMO: sends a random few of the singular vectors of each gradient matrix; unbiased."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ TINY = 2.0**-100
 class ATOMO(Codec):
     """Send s atoms ``l_i / p_i u_i v_i^T`` of each matrix ``sum of l_i u_i v_i^T``, atom i with probability ``p_i``.
 
-    ``p_i = min(1, s l_i / sum of l)``, where an atom that is certain is set aside and the rest shares what is left of
-    s: of all probabilities that sum to s these have the least variance, ``sum of l_i^2 (1 / p_i - 1)``. Nothing is
-    drawn again, so the message is exactly right on average. The paper tosses a coin for each atom; here one number u
-    decides (atom i is sent where ``u``, ``u + 1``, ... falls into its stretch of length ``p_i``): the probabilities are
-    the same, so is the variance, since atoms are orthogonal, and there are always s of them.
+    ``p_i = min(1, s l_i / sum of l)``. Atoms with ``p_i = 1`` are set aside, and the others share the rest of s. Of all
+    probabilities that sum to s, these have the least variance, ``sum of l_i^2 (1 / p_i - 1)``. The method is exactly
+    unbiased. The paper tosses a coin for each atom. Here one number u decides for all: atom i is sent if one of ``u``,
+    ``u + 1``, ... falls into its interval of length ``p_i``. The probabilities are the same; the variance is too,
+    because atoms are orthogonal; and there are always s atoms.
 
-    A parameter of shape ``(n, ...)`` is a matrix of n rows, and so are the whole rows of a part of it; what is left of
-    rows, and matrices with ``s (n + m) >= n m``, are sent as float32. A message is these first, then s vectors ``u_i``
-    and s vectors ``l_i / p_i v_i`` of each matrix: ``32 s (n + m) / (n m)`` bits an element; zeros where there are
-    fewer atoms. A matrix whose elements are all below 2^-100 sends zeros and stays. No state. Error feedback is off:
-    what stays is often more than what there was, and would grow. Exchanges that cut vectors gain little, since a part
-    of a matrix has factors of its own; ``auto`` gathers.
+    A parameter of shape ``(n, ...)`` is a matrix of n rows. If a vector holds a part of a parameter, its whole rows are
+    the matrix. Incomplete rows, and matrices with ``s (n + m) >= n m``, are sent as float32. A message holds these
+    first, then s vectors ``u_i`` and s vectors ``l_i / p_i v_i`` of each matrix, padded with zeros: ``32 s (n + m) /
+    (n m)`` bits per element. A matrix whose elements are all below 2^-100 sends zeros and stays in the vector. No
+    state. Error feedback is off: the residual is often larger than the vector and would grow. Exchanges that cut
+    vectors gain little, since each part of a matrix has its own factors; ``auto`` uses all_gather.
 
-    Slow: encoding decomposes matrices, in time ``min(n, m)^2 max(n, m)`` and memory of up to the largest matrix four
-    times over, and waits for an accelerator.
+    It is slow: encoding decomposes matrices, in time ``min(n, m)^2 max(n, m)`` and in memory of up to four times the
+    largest matrix, and an accelerator waits for it.
 
     Args:
-        rank: s, at least 1; one that no matrix is large enough for sends everything.
+        rank: s, 1 or more. If s is too large for every matrix, everything is sent as float32.
 
     Raises:
-        ValueError: rank is none of these.
+        ValueError: rank is out of range.
 
     Wang, Sievert, Charles, Liu, Wright, Papailiopoulos, "ATOMO: Communication-efficient Learning via Atomic
     Sparsification", NeurIPS 2018, arXiv 1806.04090.
@@ -59,21 +59,21 @@ class ATOMO(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """Its noise is many times the gradient."""
+        """See ``Codec``: no, its noise is many times the gradient."""
         return False
 
     def refined(self, ranks: int) -> Codec:
-        """See ``Codec.refined``: as many atoms as the ranks send."""
+        """See ``Codec.refined``: as many atoms as all ranks send together."""
         return replace(self, rank=ranks * self.rank)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; messages are not summed, so ``summands`` has no effect."""
         return _ATOMOPlan(layout, device, self.rank)
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """``[rows, columns]`` at ``start`` of a vector; ``tall`` ones are handled as their transposes."""
+    """A matrix ``[rows, columns]`` at ``start`` of a vector, handled as its transpose if it has more rows."""
 
     start: int
     rows: int
@@ -92,7 +92,7 @@ class _Matrix:
         return max(self.rows, self.columns)
 
     def view(self, vector: Tensor) -> Tensor:
-        """``[short, long]`` in the vector."""
+        """Return a view ``[short, long]`` of the vector."""
         matrix = vector[self.start : self.stop].view(self.rows, self.columns)
         return matrix if self.rows <= self.columns else matrix.mT
 
@@ -133,10 +133,10 @@ class _ATOMOPlan(Plan):
             values.addmm_(lefts.mT, rights, alpha=-1)
 
     def _draw(self, matrix: Tensor, lefts: Tensor, rights: Tensor, u: float) -> None:
-        """Write the atoms that u says.
+        """Write the atoms that the random number u selects.
 
-        ``matrix = sum of u_i (u_i^T matrix)`` holds for any orthonormal U, so what float32 does to small eigenvalues
-        costs a little variance and no bias.
+        ``matrix = sum of u_i (u_i^T matrix)`` holds for any orthonormal U, so float32 errors in small eigenvalues add a
+        little variance and no bias.
         """
         lowest, highest = torch.aminmax(matrix)
         largest = max(-float(lowest), float(highest))
@@ -174,14 +174,14 @@ def sample(values: npt.NDArray[np.float64], s: int, u: float) -> tuple[npt.NDArr
     """Choose at most s atoms.
 
     Args:
-        values: of the atoms, descending, 0 or more.
-        s: how many to choose.
-        u: uniform over [0, 1).
+        values: singular values of the atoms, descending, 0 or more.
+        s: number of atoms to choose.
+        u: a random number, uniform in [0, 1).
 
     Returns:
-        places of the chosen ones, and their probabilities.
+        indices of the chosen atoms, and their probabilities.
     """
-    rests = np.cumsum(values[::-1])[::-1]  # of each atom and those behind it
+    rests = np.cumsum(values[::-1])[::-1]  # sum of each value and those after it
     shares = np.arange(s, 0, -1)
     certain = values[:s] * shares[: len(values)] > rests[:s]
     first = len(certain) if certain.all() else int(np.argmin(certain))
@@ -198,7 +198,7 @@ def sample(values: npt.NDArray[np.float64], s: int, u: float) -> tuple[npt.NDArr
 
 
 def _whole_rows(segment: Segment) -> _Matrix:
-    """The part of a segment that is whole rows of its parameter."""
+    """Return the matrix of the whole rows in a segment of a parameter."""
     columns = math.prod(segment.shape[1:]) if segment.shape else 1
     skipped = -segment.start % max(1, columns)
     rows = max(0, segment.numel - skipped) // max(1, columns)

@@ -1,4 +1,4 @@
-"""The elements that reach a threshold."""
+"""Finds the elements that reach a threshold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_compress.core.workspace import CHUNK, pieces, scratch
 
 
 class Crossings:
-    """Looks at a vector chunk by chunk, on a CPU."""
+    """Searches vectors in chunks on the CPU, in buffers that all plans share."""
 
     def __init__(self) -> None:
         cpu = torch.device("cpu")
@@ -20,15 +20,15 @@ class Crossings:
         )
 
     def find(self, source: Floats, low: float, high: float, most: int) -> Ints:
-        """Positions of elements ``<= low`` or ``>= high``, ascending, the first ``most`` of them.
+        """Return the ascending positions of the first ``most`` elements that are ``<= low`` or ``>= high``.
 
         Args:
             source: float32 ``[n]``.
-            low: at most ``high``; -inf for none.
-            high: inf for none.
-            most: no more than these are looked for.
+            low: at most ``high``; -inf to search for none.
+            high: inf to search for none.
+            most: the search ends after this many elements.
         """
-        found, count = [np.empty(0, np.int64)], 0
+        places, count = [np.empty(0, np.int64)], 0
         for piece in pieces(len(source), CHUNK):
             if count >= most:
                 break
@@ -36,6 +36,6 @@ class Crossings:
             above = np.greater_equal(values, np.float32(high), out=self._above[: len(values)])
             below = np.less_equal(values, np.float32(low), out=self._below[: len(values)])
             hits = np.flatnonzero(np.logical_or(above, below, out=above))[: most - count]
-            found.append(hits + piece.start)
+            places.append(hits + piece.start)
             count += len(hits)
-        return np.concatenate(found)
+        return np.concatenate(places)

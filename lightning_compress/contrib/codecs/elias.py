@@ -1,12 +1,12 @@
-"""Elias' omega code: whole numbers from 1 on, small ones in few bits, without knowing how large they get.
+"""Elias' omega code: positive integers, small ones in few bits, without an upper limit.
 
     Elias, "Universal Codeword Sets and Representations of the Integers", IEEE Transactions on Information Theory 1975.
 
-Begin with a 0; while the number is above 1, put its binary digits in front, and go on with how many they were, less
-one. 1 is ``0``, 2 is ``100``, 4 is ``101000``, 100 is ``1011011001000``. Codes stand in a stream of bits, the first one
-highest. Writing takes a vector operation for each of the at most five rounds of the largest number. Reading must know
-where a code begins, so the codes of a stream are read in lock-step in many places, which the caller knows: a vector
-operation reads the next code of every place. It is NumPy on the host: a length must be known there anyhow.
+Start with the bit 0. While the number is above 1, prepend its binary digits, and continue with the number of these
+digits minus 1. So 1 is ``0``, 2 is ``100``, 4 is ``101000``, 100 is ``1011011001000``. Codes form a stream of bits, the
+first bit highest. Writing takes one vector operation for each of the at most five rounds of the largest number. Reading
+needs to know where a code begins. So the caller passes many places of a stream, and one vector operation reads the next
+code at each of them. It runs in NumPy on the host, which must know the length anyway.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 TABLE_BITS = 16
 LARGEST = 1 << 40
-"""Numbers from here on are refused: their codes do not fit a word."""
+"""Exclusive upper limit of the numbers: the codes of larger ones do not fit into a word."""
 
 
 def omega(numbers: Ints) -> tuple[Words, Ints]:
-    """Codes of numbers from 1 to 2^40 - 1.
+    """Return the codes of numbers.
 
     Args:
-        numbers: int64 of any shape.
+        numbers: int64 of any shape, from 1 to 2^40 - 1.
 
     Returns:
-        The codes' bits as numbers (the first bit highest), and how many bits they have.
+        the bits of each code as a number (the first bit highest), and the number of its bits.
     """
     codes, lengths, rest = np.zeros(numbers.shape, np.uint64), np.ones(numbers.shape, np.int64), numbers
     while (more := rest > 1).any():
@@ -47,13 +47,13 @@ def append(words: Words, start: int, codes: Words, lengths: Ints) -> int:
     """Write codes into a stream.
 
     Args:
-        words: uint64, the stream's words, 0 from the bit ``start`` on; one more than needed.
-        start: where the first code begins.
-        codes: bits as numbers, ``[n]``.
-        lengths: of each code, 1 to 64.
+        words: uint64, the words of the stream, 0 from bit ``start`` on; one word longer than needed.
+        start: bit at which the first code begins.
+        codes: bits of each code as a number, ``[n]``.
+        lengths: bits of each code, 1 to 64.
 
     Returns:
-        Where the last code ends.
+        the bit after the last code.
     """
     if not len(codes):
         return start
@@ -61,7 +61,7 @@ def append(words: Words, start: int, codes: Words, lengths: Ints) -> int:
     ends += start
     starts = ends - lengths
     first = starts >> 6
-    over = (starts & 63) + lengths - 64  # bits that the code's first word has no room for
+    over = (starts & 63) + lengths - 64  # bits that do not fit into the code's first word
     inside = np.left_shift(codes, np.maximum(-over, 0).astype(np.uint64))
     crossing = np.flatnonzero(over > 0)
     inside[crossing] >>= over[crossing].astype(np.uint64)
@@ -72,19 +72,19 @@ def append(words: Words, start: int, codes: Words, lengths: Ints) -> int:
 
 
 def to_words(stream: Bytes) -> Words:
-    """A stream's words from its bytes, and 0 behind them."""
+    """Return the words of a stream from its bytes, followed by zeros."""
     words = np.zeros(len(stream) // 8 + 3, ">u8")
     words.view(np.uint8)[: len(stream)] = stream
     return words.astype(np.uint64)
 
 
 def to_bytes(words: Words, bits: int) -> Bytes:
-    """The bytes of a stream of so many bits."""
+    """Return the bytes of a stream of ``bits`` bits."""
     return words[: -(-bits // 64)].astype(">u8").view(np.uint8)[: -(-bits // 8)]
 
 
 def window(words: Words, places: Ints) -> Words:
-    """The 64 bits that begin at each place of a stream; beyond its end, anything."""
+    """Return the 64 bits from each place of a stream on; bits after its end are arbitrary."""
     first = np.minimum(places >> 6, len(words) - 2)
     shift = (places & 63).astype(np.uint64)
     bits: Words = (words[first] << shift) | (words[first + 1] >> np.uint64(1) >> (np.uint64(63) - shift))
@@ -92,10 +92,10 @@ def window(words: Words, places: Ints) -> Words:
 
 
 def read(bits: Words) -> tuple[Ints, Ints]:
-    """The number whose code each of these words begins with, and the code's length.
+    """Return the number whose code each word begins with, and the length of the code.
 
     Raises:
-        ValueError: one of them begins with no code of a number below 2^40.
+        ValueError: a word does not begin with the code of a number below 2^40.
     """
     values, sizes = _table()
     top = (bits >> np.uint64(64 - TABLE_BITS)).astype(np.int64)
@@ -120,7 +120,7 @@ def _read_long(bits: Words) -> tuple[Ints, Ints]:
 
 @cache
 def _table() -> tuple[Ints, Ints]:
-    """Number and length of the code that each 16 bits begin with; length 0 where it is longer."""
+    """Return number and length of the code at the start of each 16-bit value; length 0 if the code is longer."""
     values, sizes = np.ones(1 << TABLE_BITS, np.int64), np.zeros(1 << TABLE_BITS, np.int64)
     numbers = np.arange(1, 512)
     for number, code, length in zip(numbers, *omega(numbers), strict=True):

@@ -18,31 +18,31 @@ from lightning_compress.core.workspace import scratch
 
 MANTISSA = 23
 WINDOW = 127
-"""Exponents of float32 that a message can tell apart in a bucket, beside 0."""
+"""Number of exponents that a bucket can hold, besides the code for 0."""
 
 
 @dataclass(frozen=True)
 class Natural(Codec):
-    """Send the sign and a power of two next to ``|v|``, at random the lower or the upper, right on average.
+    """Send the sign and one of the two powers of two next to ``|v|``, chosen at random; unbiased.
 
-    With ``2^a <= |v| < 2^(a+1)`` the upper one has probability ``|v| / 2^a - 1``; powers of two are sent as they are,
-    and below 2^-126 the neighbours are 0 and 2^-126. The expected squared error of an element is at most 1/8 of its
-    square. What rounding did stays in the vector, where error feedback, off by default, would find it. No state.
+    With ``2^a <= |v| < 2^(a+1)``, the upper power has probability ``|v| / 2^a - 1``. Powers of two are sent exactly.
+    Below 2^-126, the two neighbours are 0 and 2^-126. The expected squared error of an element is at most 1/8 of its
+    square. The rounding error stays in the vector; error feedback, off by default, would send it later. No state.
 
-    The paper's code is a sign and the 8 bits of float32's exponent. Here it is a byte: the sign in the highest bit, and
-    ``c = e - base`` in the others, where e is float32's exponent field of the power of two, and c = 0 stands for 0.
-    ``base = max(0, largest e - 127)`` belongs to the bucket; it is 0, and nothing is cut off, where all powers are at
-    most 1. Otherwise what is 2^126 times smaller than the bucket's largest element stays in the vector. So do
-    parts of magnitudes above 2^127, which is the largest number sent. A message is every bucket's base, a byte each,
-    zeros up to a multiple of 16 bytes, then the codes: ``8 + 8 / bucket`` bits per element.
+    The paper's code is a sign and the 8 exponent bits of float32. Here it is one byte: the sign in the highest bit, and
+    ``c = e - base`` in the others. e is float32's exponent field of the power of two; c = 0 means 0. Each bucket has
+    ``base = max(0, largest e - 127)``. If all powers are at most 1, the base is 0 and no element is cut off. Otherwise,
+    elements 2^126 times smaller than the bucket's largest stay in the vector, and so does the part of a magnitude above
+    2^127, the largest number that is sent. A message holds the bases, one byte for each bucket, zeros up to a multiple
+    of 16 bytes, then the codes: ``8 + 8 / bucket`` bits per element.
 
     Args:
-        bucket: elements that share a base; a multiple of 8, at least 64 (8.13 bits per element), and as large as one
-            likes (a vector that is shorter is one bucket). It matters only for gradients with elements above 1.
-        correlated: ranks round by random bits that they share; see ``Rotated``.
+        bucket: elements that share a base; a multiple of 8, at least 64 (8.13 bits per element), without upper limit (a
+            shorter vector is one bucket). It matters only for gradients with elements above 1.
+        correlated: round with random bits that the ranks share; see ``Rotated``.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Horvath, Ho, Horvath, Sahu, Canini, Richtarik, "Natural Compression for Distributed Deep Learning", 2019, arXiv
     1905.10988.
@@ -60,20 +60,20 @@ class Natural(Codec):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """Shards are cut between buckets."""
+        """See ``Codec``: shards are cut between buckets."""
         return self.bucket
 
     def refined(self, ranks: int) -> Codec:
         """See ``Codec.refined``: ``qsgd`` with 8 bits in buckets of 64, half a bit more.
 
-        Its variance, 1e-4 of the square, is that of a gathered mean of 800 messages. Small elements beside large ones
-        are rounded more coarsely than by powers of two: of an LSTM's gradients at 8 ranks a tenth (in buckets of 512 a
-        third; with ``bf16`` none, at 16 bits).
+        Its variance, 1e-4 of the square, equals that of a gathered mean of 800 messages. In buckets with large
+        elements, it rounds small ones more coarsely than powers of two would: a tenth of an LSTM's gradients at 8
+        ranks (a third in buckets of 512; none with ``bf16``, at 16 bits).
         """
         return self if ranks == 1 else QSGD(bits=8, bucket=64)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; messages are not summed, so ``summands`` has no effect."""
         return _NaturalPlan(layout, device, self.bucket)
 
 
@@ -96,9 +96,9 @@ class _NaturalPlan(Plan):
             signs = self._round(rows, stream, elements.start, codes)
             base = codes.amax(dim=1, keepdim=True).clamp_(WINDOW, 2 * WINDOW).sub_(WINDOW)
             message[buckets] = base.view(-1)
-            codes.clamp_(max=2 * WINDOW)  # 2^128 is no float32
+            codes.clamp_(max=2 * WINDOW)  # float32 cannot hold 2^128
             torch.maximum(codes, base, out=codes).sub_(base).bitwise_or_(signs)
-            rows.addcmul_(self._values(codes), _powers(base), value=-1)  # exact: by powers of two
+            rows.addcmul_(self._values(codes), _powers(base), value=-1)  # exact, because both are powers of two
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         self.check(out, messages)
@@ -111,10 +111,10 @@ class _NaturalPlan(Plan):
                 rows.addcmul_(self._values(message[self._body :][elements].view(rows.shape)), power)
 
     def _round(self, rows: Tensor, stream: Stream, first: int, codes: Tensor) -> Tensor:
-        """Round to powers of two, and write the exponents; returns the signs in bytes' bit 7.
+        """Round to powers of two and write their exponents; return the signs in bit 7 of bytes.
 
-        A mantissa, read as a number below 2^23, is the probability of going up: adding a random number as long
-        carries into the exponent. Odd multiples of 2^7 do not carry where the mantissa is 0.
+        The mantissa, as a share of 2^23, is the probability of rounding up: adding a random number below 2^23 then
+        carries into the exponent. The random numbers are odd multiples of 2^7, which do not carry if the mantissa is 0.
         """
         random = self._random.draw(stream.key, first, rows.numel(), stream.offset).bitwise_or_(1)
         words = self._words[: rows.numel()].view(rows.shape)
@@ -124,11 +124,11 @@ class _NaturalPlan(Plan):
         return words.bitwise_right_shift_(1).to(torch.uint8).bitwise_and_(0x80)
 
     def _values(self, codes: Tensor) -> Tensor:
-        """The codes' numbers where the base is 0: code c with a sign stands for float32's bits of 2^(c - 127)."""
+        """Return the numbers of the codes for base 0: code c is the exponent field of 2^(c - 127) in float32."""
         words = self._words[: codes.numel()].view(codes.shape).copy_(codes.view(torch.int8))  # extends the sign
         return words.bitwise_left_shift_(MANTISSA).bitwise_and_(~(1 << 30)).view(torch.float32)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """2 to the power of numbers from 0 to 127, exactly."""
+    """Return 2 to the power of integers from 0 to 127, exactly."""
     return exponents.int().add_(127).bitwise_left_shift_(MANTISSA).view(torch.float32)

@@ -1,4 +1,4 @@
-"""QSGD's own coding: the places and levels of what is not 0, in Elias codes."""
+"""QSGD with the paper's coding: Elias codes of the positions and levels of all nonzero elements."""
 
 from __future__ import annotations
 
@@ -23,38 +23,37 @@ from lightning_compress.core.workspace import pieces, scratch
 
 Ints = npt.NDArray[np.int64]
 LONGEST = 4096
-"""Elements of a bucket whose codes have a length of 16 bits."""
+"""Largest bucket: the length of its codes in bits fits into 16 bits."""
 LANES = 1 << 21
-"""Elements of the buckets that are read in lock-step: the more, the fewer calls, but scratch must hold them."""
+"""Elements of the buckets that are read together. More elements need fewer calls, but more memory."""
 DEVIATIONS = 4
-"""Standard deviations above what is expected in the worst case that a message has room for."""
+"""A message has room for this many standard deviations above the expected bits in the worst case."""
 HEADER = 6
-"""Bytes of a bucket's norm (float32) and of the length of its codes in bits (uint16)."""
+"""Bytes for each bucket: its norm (float32) and the length of its codes in bits (uint16)."""
 
 
 @dataclass(frozen=True)
 class QSGDElias(QSGD):
-    """The numbers of ``QSGD``, bit for bit, of which those that are not 0 are sent in Elias codes.
+    """Send the same numbers as ``QSGD``, bit for bit, with Elias codes for those that are not 0.
 
-    A message varies in length: every bucket's norm as float32, and the length of its codes in bits as
-    uint16, then the codes of all buckets, the first bit highest. For an integer that is not 0 they are, as in the
-    paper, Elias' omega code of the distance to the one before (to the bucket's beginning, the first place being 1), a
-    sign (1 below 0), and the omega code of ``|q|``. The paper bounds the expected bits of a bucket with the L2 norm by
-    ``(3 + (1.5 + o(1)) log2(2 (s^2 + n) / (s (s + sqrt(n))))) s (s + sqrt(n))``, and for ``s = sqrt(n)`` by ``2.8 n``;
-    on N(0, 1) it takes 0.39 per element for 2 bits and n = 512 (0.52 by that bound), and 2.7 for 6 bits and n = 1024,
-    besides 48 per bucket for norm and length. A message has room for what is expected in the worst case and four
-    standard deviations, with the max norm for all that there can be; buckets that find none send 0 and stay. Codes
-    are made and read on the host, also for vectors on an accelerator.
-
+    Messages vary in length. They hold every bucket's norm as float32, the length of its codes in bits as uint16, then
+    the codes of all buckets, the first bit highest. As in the paper, a nonzero integer q takes Elias' omega code of its
+    distance to the previous one (for the first one, its position in the bucket, from 1 on), a sign bit (1 for negative
+    numbers), and the omega code of ``|q|``. The paper bounds the expected bits of a bucket with the L2 norm by ``(3 +
+    (1.5 + o(1)) log2(2 (s^2 + n) / (s (s + sqrt(n))))) s (s + sqrt(n))``, and for ``s = sqrt(n)`` by ``2.8 n``. On
+    N(0, 1), it takes 0.39 bits per element with 2 bits and n = 512 (the bound says 0.52), and 2.7 with 6 bits and n =
+    1024, plus 48 for each bucket's norm and length. With the L2 norm, a message has room for the expected bits in the
+    worst case plus four standard deviations; with the max norm, for the largest message. Buckets that do not fit send
+    0 and stay in the vector. Codes are written and read on the host; an accelerator waits for it.
 
     Args:
-        bits: see ``QSGD``; 2, with the L2 norm, is where it pays.
-        bucket: elements that share a norm, 64 to 4096, since its codes are read one after the other.
+        bits: see ``QSGD``. The coding pays off with 2 bits and the L2 norm.
+        bucket: elements that share a norm, 64 to 4096; the codes of a bucket are read one after the other.
         norm: "max" or "l2".
         correlated: see ``QSGD``.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
     NIPS 2017, arXiv 1610.02132.
@@ -72,15 +71,15 @@ class QSGDElias(QSGD):
             )
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; messages are not summed, so ``summands`` has no effect."""
         return EliasPlan(layout, device, self.bits, self.bucket, self.norm)
 
 
 def expected_bits(numel: int, levels: int) -> float:
-    """At least the expected bits of a bucket's codes, without norm and length, for the L2 norm.
+    """Return an upper bound on the expected bits of a bucket's codes, without norm and length, for the L2 norm.
 
-    Of N elements that are not 0, ``min(n, s sqrt(n))`` on average at most, the gaps add up to n at most, and the levels
-    to ``s sqrt(n)`` on average at most; and the length of a code is at most a concave function of its number.
+    On average, at most ``min(n, s sqrt(n))`` elements are not 0. Their gaps add up to at most n, and their levels to at
+    most ``s sqrt(n)`` on average. The length of a code is bounded by a concave function of its number.
     """
     corners = 2.0 ** np.array([0, 1, 2, 4, 16, 32])
     lengths = [1, 3, 6, 11, 28, 44]
@@ -91,14 +90,14 @@ def expected_bits(numel: int, levels: int) -> float:
 
 
 class EliasPlan(VariablePlan):
-    """Messages of ``QSGDElias``; see there.
+    """The plan of ``QSGDElias``, which describes the messages.
 
     Args:
-        layout: what the vector is made of.
-        device: where it is; the codes are made on the host.
-        bits: of the levels' packed form, 2 to 8.
+        layout: of the vector.
+        device: of the vector; the codes are written on the host.
+        bits: of the levels in packed form, 2 to 8.
         bucket: elements that share a norm.
-        norm: which norm.
+        norm: "max" or "l2".
     """
 
     def __init__(self, layout: Layout, device: torch.device, bits: int, bucket: int, norm: Norm) -> None:
@@ -141,8 +140,8 @@ class EliasPlan(VariablePlan):
                 full = True
                 norms[fitting:] = 0
                 self._lengths[buckets][fitting:] = 0
-                kept = int(np.searchsorted(np.cumsum(sizes), int(counts[:fitting].sum()), side="right"))
-                codes, sizes = codes[:kept], sizes[:kept]
+                written = int(np.searchsorted(np.cumsum(sizes), int(counts[:fitting].sum()), side="right"))
+                codes, sizes = codes[:written], sizes[:written]
             end = elias.append(self._words, end, codes, sizes)
             self._norms[buckets] = norms
             rows.sub_(levels.mul_(self._quantiser.steps(norms).unsqueeze(1)))
@@ -152,7 +151,7 @@ class EliasPlan(VariablePlan):
         message[self._body : self._used] = torch.from_numpy(elias.to_bytes(self._words, end))
 
     def _code(self, levels: npt.NDArray[np.int16]) -> tuple[elias.Words, Ints, Ints]:
-        """Codes and their lengths of the levels ``[buckets, width]``, and the bits of each bucket."""
+        """Return the codes of the levels ``[buckets, width]``, their lengths, and the bits of each bucket."""
         codes, lengths = self._signed
         places = np.flatnonzero(levels)
         values, buckets = levels.reshape(-1)[places], places // levels.shape[1]
@@ -170,12 +169,12 @@ class EliasPlan(VariablePlan):
         parsed = [self._parse(message.cpu().numpy()) for message in messages]
         if not accumulate:
             out.zero_()
-        with np.errstate(over="ignore", invalid="ignore"):  # sums beyond float32 become inf, as torch's do
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes inf, as in torch
             for norms, starts, words in parsed:
                 self._add(self._quantiser.steps(torch.from_numpy(norms)).mul_(weight).numpy(), starts, words, out)
 
     def _add(self, steps: npt.NDArray[np.float32], starts: Ints, words: elias.Words, out: Tensor) -> None:
-        """Add one message's numbers, times each bucket's step."""
+        """Add the numbers of one message, times each bucket's step."""
         width = self._buckets.width
         for part in pieces(self._buckets.count, max(1, LANES // width)):
             target = out[part.start * width : part.stop * width]
@@ -187,7 +186,7 @@ class EliasPlan(VariablePlan):
                     target.index_add_(0, *(torch.from_numpy(each).to(target.device) for each in (places, values)))
 
     def _parse(self, data: Bytes) -> tuple[npt.NDArray[np.float32], Ints, elias.Words]:
-        """Norms, where each bucket's codes begin (and the last ones' end), and the stream."""
+        """Return the norms, the bits at which each bucket's codes begin (and the last ones end), and the stream."""
         if len(data) < self._body:
             raise damaged(f"{self._buckets.count} buckets need {self._body} bytes of norms and lengths")
         middle = 4 * self._buckets.count
@@ -200,7 +199,7 @@ class EliasPlan(VariablePlan):
         return norms, starts, elias.to_words(data[self._body : self._body + -(-int(starts[-1]) // 8)])
 
     def _read(self, words: elias.Words, starts: Ints, numel: int) -> Iterator[tuple[Ints, npt.NDArray[np.float32]]]:
-        """Places and levels of buckets that have ``numel`` elements together; code after code of all buckets."""
+        """Yield positions and levels of buckets with ``numel`` elements in total, the next code of all at a time."""
         width, ends = self._buckets.width, starts[1:]
         lanes = np.flatnonzero(ends > starts[:-1])
         at, ends, places = starts[lanes], ends[lanes], lanes * width - 1
@@ -222,7 +221,7 @@ class EliasPlan(VariablePlan):
 
 
 def _signed_codes(levels: int) -> tuple[elias.Words, Ints]:
-    """Signs and codes of the levels ``0 .. levels, -levels .. -1``, as NumPy indexes them, and their lengths."""
+    """Return codes with signs of the levels ``0 .. levels, -levels .. -1``, as NumPy indexes them, and lengths."""
     numbers = np.concatenate([np.arange(levels + 1), np.arange(-levels, 0)])
     codes, lengths = elias.omega(np.maximum(np.abs(numbers), 1))
     return codes | (numbers < 0).astype(np.uint64) << lengths.astype(np.uint64), lengths + 1

@@ -1,4 +1,4 @@
-"""Stochastic rounding to -1, 0 and 1 times a parameter's scale, and five such numbers in a byte."""
+"""Stochastic rounding to -1, 0 and 1 times a parameter's scale, and packing of such digits into bytes and words."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_compress.core.random import RandomBits, Stream
 from lightning_compress.core.workspace import pieces, scratch
 
 RUN = 5 << 15
-"""Elements that are rounded at a time: they fit a CPU's caches, and fill bytes by 4, by 5 and by 8."""
+"""Elements that are rounded at a time. They fit a CPU's cache, and are a multiple of 4, 5 and 8."""
 FEW = 64
-"""Parts of parameters with fewer elements are not clipped: their standard deviation says little."""
+"""Parts of parameters with fewer elements are not clipped: their standard deviation is unreliable."""
 
 
 class Ternary:
     """Measures and rounds the parameters of a layout, one piece of the vector at a time.
 
     Args:
-        layout: what the vector is made of.
-        device: where it is.
-        clip: standard deviations beyond which elements are clipped, or None.
+        layout: of the vector.
+        device: of the vector.
+        clip: standard deviations at which elements are clipped, or None.
 
     Attributes:
         pieces: runs of elements; each starts at a multiple of ``RUN``.
-        count: parameters that have elements here.
+        count: parameters that have elements in the vector.
     """
 
     def __init__(self, layout: Layout, device: torch.device, clip: float | None) -> None:
@@ -43,13 +43,13 @@ class Ternary:
         self._codes = scratch("ternary codes", 40 * (-(-most // 40)), torch.uint8, device)
         self._wide = scratch("ternary wide", most if clip else 0, torch.float64, device)
         self._random = RandomBits(most, device)
-        # Random numbers are -32768 to 32767: brought to the middles of the UNIT parts of [0, 1).
+        # Random numbers from -32768 to 32767 become the midpoints of the UNIT parts of [0, 1).
         self._offset = torch.tensor(0.5 + 0.5 / UNIT, dtype=torch.float32, device=device)
 
     def measure(self, vector: Tensor) -> Tensor:
-        """The largest magnitude of each parameter after clipping, float64 ``[count]``.
+        """Return the largest magnitude of each parameter after clipping, float64 ``[count]``.
 
-        The variance is that of the part of the parameter that is here (divided by its number of elements), in float64.
+        The variance is that of the parameter's elements in this vector, divided by their number, in float64.
         """
         largest = torch.zeros(self.count, dtype=torch.float64, device=vector.device)
         sums, squares = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -58,7 +58,7 @@ class Ternary:
                 part = vector[elements]
                 low, high = torch.aminmax(part)
                 torch.maximum(largest[number], torch.maximum(-low, high), out=largest[number])
-                if self._clip is not None:  # around the first element, so that equal ones have no variance at all
+                if self._clip is not None:  # relative to the first element, so that equal ones have variance 0
                     wide = self._wide[: len(part)].copy_(part).sub_(vector[self._firsts[number]])
                     sums[number] += wide.sum()
                     squares[number] += torch.dot(wide, wide)
@@ -71,18 +71,18 @@ class Ternary:
     def round(
         self, vector: Tensor, piece: int, scales: Tensor, factors: Tensor, bounds: Tensor | None, stream: Stream
     ) -> Tensor:
-        """Take ``scale * b`` off every element, with b of -1, 0 or 1 and the element's (bounded) size on average.
+        """Subtract ``scale * b`` from every element; b is -1, 0 or 1, and ``scale * b`` the bounded element on average.
 
         Args:
-            vector: float32, the whole one.
-            piece: number of the piece to round.
+            vector: float32, the whole vector.
+            piece: index of the piece to round.
             scales: float32 ``[count]``.
-            factors: float32 ``[count]``, what brings the scales to ``UNIT``, rounded down.
-            bounds: float32 ``[count]``, elements times their factors are clipped there; None where none is larger.
-            stream: where the randomness comes from.
+            factors: float32 ``[count]``: ``UNIT / scale``, rounded down.
+            bounds: float32 ``[count]``, at which elements times their factors are clipped; None if none is larger.
+            stream: of random bits.
 
         Returns:
-            uint8 ``b + 1`` of the piece's elements; in scratch, followed by zeros up to a multiple of 5 and of 8.
+            uint8 ``b + 1`` of the piece's elements, in shared memory, with zeros up to a multiple of 5 and of 8.
         """
         elements, parts = self.pieces[piece], self._parts[piece]
         numel = elements.stop - elements.start
@@ -107,7 +107,7 @@ class Ternary:
         return codes
 
     def codes(self, piece: int) -> Tensor:
-        """Scratch for the numbers that ``round`` returns, to be read from a message."""
+        """Return shared memory for the numbers that ``round`` returns, to unpack a message into."""
         elements = self.pieces[piece]
         return self._codes[: 40 * (-(-(elements.stop - elements.start) // 40))]
 
@@ -116,9 +116,9 @@ class Ternary:
 
         Args:
             out: float32, the whole vector.
-            piece: number of the piece.
-            codes: uint8 or int32 ``[at least the piece's]``; overwritten.
-            zero: which code stands for 0.
+            piece: index of the piece.
+            codes: uint8 or int32, at least as long as the piece; overwritten.
+            zero: the code of 0.
             steps: float32 ``[count]``.
         """
         elements, parts = self.pieces[piece], self._parts[piece]
@@ -132,12 +132,12 @@ class Ternary:
 def pack_digits(codes: Tensor, radix: int, digits: int, words: Tensor) -> None:
     """Pack numbers below ``radix``: word j gets digit i, worth ``radix^i``, from ``codes[i * len(words) + j]``.
 
-    That order lets whole runs of words be made at a time.
+    In this order, one operation handles the same digit of all words.
 
     Args:
-        codes: uint8, contiguous; ``digits * len(words)`` of them, those beyond its end counting as 0.
-        radix: numbers that a digit can be.
-        digits: digits of a word; ``radix^digits`` fits the words' dtype.
+        codes: uint8, contiguous, up to ``digits * len(words)``; missing ones count as 0.
+        radix: number of values of a digit.
+        digits: digits in a word; ``radix^digits`` must fit the dtype of the words.
         words: uint8 or int32, contiguous, overwritten.
     """
     words.zero_()
@@ -152,9 +152,9 @@ def unpack_digits(words: Tensor, radix: int, digits: int, codes: Tensor) -> None
 
     Args:
         words: uint8 or int32.
-        radix: as they were packed.
-        digits: as they were packed.
-        codes: of the same dtype, contiguous; overwritten, as far as they go.
+        radix: as for packing.
+        digits: as for packing.
+        codes: of the same dtype, contiguous; overwritten. It may be shorter than all digits.
     """
     rest, quotients = (
         scratch(f"{name} {words.dtype}", len(words), words.dtype, words.device) for name in ("rest", "quotients")
@@ -162,7 +162,7 @@ def unpack_digits(words: Tensor, radix: int, digits: int, codes: Tensor) -> None
     rest.copy_(words)
     for digit in range(digits):
         part = codes[digit * len(words) : (digit + 1) * len(words)]
-        if words.device.type == "cpu":  # by multiplication, many at a time; torch divides one by one
+        if words.device.type == "cpu":  # NumPy multiplies vectors; torch divides one by one
             np.floor_divide(rest.numpy(), radix, out=quotients.numpy())
         else:
             torch.div(rest, radix, rounding_mode="floor", out=quotients)
@@ -171,10 +171,10 @@ def unpack_digits(words: Tensor, radix: int, digits: int, codes: Tensor) -> None
 
 
 def _overlaps(piece: slice, segments: list[slice]) -> list[tuple[int, slice, slice]]:
-    """Which segments have elements in a piece: (number, where in the piece, where in the vector)."""
-    found = []
+    """Return the segments with elements in a piece: (index, slice of the piece, slice of the vector)."""
+    overlaps = []
     for number, segment in enumerate(segments):
         start, stop = max(piece.start, segment.start), min(piece.stop, segment.stop)
         if start < stop:
-            found.append((number, slice(start - piece.start, stop - piece.start), slice(start, stop)))
-    return found
+            overlaps.append((number, slice(start - piece.start, stop - piece.start), slice(start, stop)))
+    return overlaps

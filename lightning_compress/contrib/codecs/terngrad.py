@@ -1,4 +1,4 @@
-"""TernGrad: every element is -1, 0 or 1 times its parameter's scale."""
+"""TernGrad: sends every element as -1, 0 or 1 times the scale of its parameter."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ from lightning_compress.core.layout import Layout
 
 Packing = Literal["2bit", "base3"]
 DIGITS = 5
-"""Numbers of three values in a byte: 3^5 = 243."""
+"""Three-valued digits in a byte: 3^5 = 243."""
 
 
 @dataclass(frozen=True)
 class TernGrad(Codec):
     """Send ``s * sign(v) * b`` with a random bit b that is 1 with probability ``min(|v|, c * sigma) / s``.
 
-    The scale s is the largest magnitude of the parameter after clipping at c standard deviations sigma, so the message
-    is right on average for the clipped gradient, to 2^-17 of s, and ``sum |clipped v| / s`` elements are expected not
-    to be 0. What clipping and rounding did stays in the vector, where error feedback, off by default, would find it.
-    No state.
+    The scale s is the largest magnitude of the parameter after clipping at c standard deviations sigma. The message is
+    unbiased for the clipped gradient, to 2^-17 of s, and has ``sum |clipped v| / s`` nonzero elements on average. The
+    errors of clipping and rounding stay in the vector; error feedback, off by default, would send them later. No state.
 
-    Scale and deviation are those of the part of a parameter that is in the vector. Sigma divides by the number of
-    elements; it does not clip where it is 0 (all elements are equal), or where there are fewer than 64 elements. A
-    parameter whose scale is below 2^-100 sends 0 and stays.
+    If a vector holds a part of a parameter, scale and sigma are those of the part. Sigma divides by the number of
+    elements. There is no clipping if sigma is 0 (all elements are equal), or with fewer than 64 elements. A parameter
+    whose scale is below 2^-100 sends 0 and stays in the vector.
 
-    A message is every parameter's scale as float32, zeros up to a multiple of 16 bytes, then ``sign * b + 1``: either
-    4 to a byte, 2 bits each, the first one lowest; or 5 to a byte, as digits to the base of 3. These come in runs of
-    163,840 elements: in a run of n, byte j of ``m = ceil(n / 5)`` has the digits of elements j, ``m + j``, ...
-    ``4 m + j``, the first one lowest. ``2 + 32 / numel`` or ``1.6 + 32 / numel`` bits per element.
+    A message holds every parameter's scale as float32, zeros up to a multiple of 16 bytes, then ``sign * b + 1``. These
+    are packed 4 to a byte, 2 bits each, the first one lowest; or 5 to a byte, as base-3 digits, in runs of 163,840
+    elements: in a run of n, byte j of ``m = ceil(n / 5)`` has the digits of elements j, ``m + j``, ... ``4 m + j``, the
+    first one lowest. That is ``2 + 32 / numel`` or ``1.6 + 32 / numel`` bits per element.
 
     Args:
-        clip: c; standard deviations, above 0; 2.5 is the paper's, None does not clip.
-        packing: "2bit", 4 elements a byte, or "base3", 5 elements a byte, which takes about as long.
-        correlated: ranks round by random bits that they share; see ``Rotated``.
+        clip: c, in standard deviations, above 0. The paper uses 2.5; None switches clipping off.
+        packing: "2bit", 4 elements in a byte, or "base3", 5 elements in a byte, which takes about as long.
+        correlated: round with random bits that the ranks share; see ``Rotated``.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
     Learning", NIPS 2017, arXiv 1705.07878. Its sharing of scales between ranks is ``terngrad_shared``.
@@ -64,29 +63,25 @@ class TernGrad(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """Not known to be: rounding is coarse, and Adam divides by the size of what it sees."""
+        """See ``Codec``: not known to be. Rounding is coarse, and Adam divides by the gradient's size."""
         return False
 
     def refined(self, ranks: int) -> Codec:
-        """See ``Codec.refined``: ``qsgd`` with half of log2 of the ranks more bits than the 2 that a message has.
+        """See ``Codec.refined``: ``qsgd`` with ``log2(ranks) / 2`` more bits than the 2 of a message.
 
-        The sum of messages with scales of their own is no vector of whole numbers; ``terngrad_shared`` makes it one.
+        Every message has its own scale, so a sum of them is not integer; ``terngrad_shared`` makes it so.
         """
         return self if ranks == 1 else QSGD(bits=2).refined(ranks)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; messages are not summed, so ``summands`` has no effect."""
         return _TernGradPlan(layout, device, self)
 
 
 def check_clip(method: str, clip: object) -> None:
-    """Refuse what is no number of standard deviations.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
-    if clip is not None and not (number and 0 < clip < LARGEST):  # type: ignore[operator]
+    """Raise ValueError if ``clip`` is neither None nor a number of standard deviations."""
+    is_number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
+    if clip is not None and not (is_number and 0 < clip < LARGEST):  # type: ignore[operator]
         raise ValueError(
             f"{method}(clip={clip!r}): clip must be a number of standard deviations above 0, or None (null in YAML) "
             "for none; try 2.5"
@@ -105,7 +100,7 @@ class _TernGradPlan(Plan):
         self._bounds = None if codec.clip is None else bounds
 
     def _size(self, numel: int) -> int:
-        """Bytes of so many codes."""
+        """Return the bytes of ``numel`` codes."""
         return -(-numel // DIGITS) if self._base3 else code_bytes(numel, 2)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:

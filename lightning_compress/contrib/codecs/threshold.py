@@ -1,4 +1,4 @@
-"""Threshold quantisation: one fixed step for every element that has grown beyond it."""
+"""Threshold quantisation: sends one fixed step for every element that is larger than the step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Coding = Literal["rice", "words"]
 
 
 class FixedLevels(LevelValues):
-    """A sign each; what it stands for is known.
+    """A sign for each element; its value is one of two constants.
 
     Args:
-        positive: what a value >= 0 becomes.
-        negative: what a value below 0 becomes.
+        positive: replaces a value >= 0.
+        negative: replaces a value below 0.
     """
 
     stored: ClassVar[int] = 0
@@ -48,25 +48,25 @@ class FixedLevels(LevelValues):
 class Threshold(Codec):
     """Send ``tau_plus`` for every element ``v >= tau_plus``, ``-tau_minus`` for every ``v <= -tau_minus``.
 
-    An element sends one step, however large it is; the rest of it stays in the vector, and is sent step by step. What
-    is smaller stays whole. So the method needs error feedback, and a threshold that suits the model: too large sends
-    nothing, too small sends all that fits, one small step each. There is no rule for it; look at the magnitudes of the
-    gradients, or take ``adaptive``.
+    However large an element is, it sends one step. The rest stays in the vector and is sent in later steps. Smaller
+    elements stay in the vector. So the method needs error feedback, and a threshold that suits the model: too large a
+    threshold sends nothing, too small a one sends small steps of as many elements as fit. There is no rule for it. Look
+    at the magnitudes of the gradients, or use ``adaptive``.
 
-    A message varies in length: with "words", the number of elements as uint32, and for each ``position << 1 | sign`` as
-    uint32, the sign being 1 below 0; with "rice", Golomb-Rice codes of the gaps (``rice`` says how), then the signs as
-    bits: 9.1 bits for each if one in 100 is sent. It has room for a share of the elements. If more are beyond the
-    thresholds, those are sent that come first from a place on that is drawn from the key, and from the beginning
-    after the end; the others stay. On the host, also for vectors on an accelerator, which waits.
+    Messages vary in length. With "words", they hold the number of elements as uint32, then ``position << 1 | sign`` of
+    each as uint32; the sign is 1 for negative elements. With "rice", they hold Golomb-Rice codes of the gaps (see
+    ``Rice``), then the signs as bits: 9.1 bits for each if one in 100 is sent. A message has room for ``capacity``. If
+    more elements reach the thresholds, the search starts at a position that is drawn from the key, wraps around, and
+    the elements after the last that fits stay in the vector. Encoding runs on the host; an accelerator waits for it.
 
     Args:
         tau_plus: the step upwards, above 0. The default is a placeholder.
         tau_minus: the step downwards, above 0.
         coding: "rice" or "words".
-        capacity: share of the elements that a message has room for, in (0, 1].
+        capacity: share of the elements that fit into a message, in (0, 1].
 
     Raises:
-        ValueError: a setting is none of these, or (from ``plan``) the vector has 2^31 elements or more.
+        ValueError: a setting is out of range, or (from ``plan``) the vector has 2^31 elements or more.
 
     Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015 (words of a 31-bit
     index and a sign). Dryden, Moon, Jacobs, Van Essen, "Communication Quantization for Data-Parallel Training of Deep
@@ -96,7 +96,7 @@ class Threshold(Codec):
 
     @property
     def sent_share(self) -> float:
-        """See ``Codec.sent_share``; the most that there is room for."""
+        """See ``Codec.sent_share``; the capacity, which is the most."""
         return self.capacity
 
     @property
@@ -105,7 +105,7 @@ class Threshold(Codec):
         return True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; messages are not summed, so ``summands`` has no effect."""
         return _ThresholdPlan(layout, self)
 
 
@@ -135,12 +135,12 @@ class _ThresholdPlan(EntriesPlan):
 
 
 class _Words(Entries):
-    """A position and a sign in each word.
+    """Entries of one word each, with a position and a sign.
 
     Args:
         numel: length of the vector.
-        most: how many elements there may be.
-        levels: what a positive and a negative element become.
+        most: largest number of entries.
+        levels: values of a positive and of a negative element.
     """
 
     def __init__(self, numel: int, most: int, levels: tuple[float, float]) -> None:

@@ -1,4 +1,4 @@
-"""Unbiased sparsification: every element is kept with a probability in proportion to its magnitude."""
+"""Unbiased sparsification: keeps every element with a probability proportional to its magnitude."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from lightning_compress.core.random import FACTORS, GAMMA, SHIFTS, RandomBits, m
 from lightning_compress.core.workspace import CHUNK, pieces, scratch
 
 ROUNDS = 8
-"""The most steps towards lambda; two or three are enough, but where few elements are very large."""
+"""Most iterations to find lambda; two or three suffice unless a few elements are very large."""
 DEVIATIONS = 4
-"""Standard deviations above the expected number of elements that a message has room for."""
+"""A message has room for this many standard deviations above the expected number of elements."""
 SMALLEST, LARGEST = 2.0**-100, float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Wangni(Codec):
-    """Keep element ``v`` with probability ``p = min(1, lambda |v|)``, and send ``v / p``: right on average.
+    """Keep element ``v`` with probability ``p = min(1, lambda |v|)`` and send ``v / p``; unbiased.
 
-    lambda is such that ``density`` of the elements are expected to be kept: of all unbiased ways to keep so many, this
-    one has the smallest variance, ``sum v^2 (1 / p - 1)``, at most that of a random choice, ``(1 / density - 1)`` times
-    the squared norm. Elements with p = 1 are sent as they are; all others have the magnitude ``1 / lambda``, and cost
-    their place and a sign. What was added and left out stays in the vector, where error feedback, off by default,
-    would find it. No state.
+    lambda is chosen so that a share of ``density`` is kept on average. Of all unbiased methods that keep this share, it
+    has the smallest variance, ``sum v^2 (1 / p - 1)``. A uniformly random choice has ``(1 / density - 1)`` times the
+    squared norm. Elements with p = 1 are sent exactly. All others are sent with magnitude ``1 / lambda``, and cost a
+    position and a sign. The difference stays in the vector; error feedback, off by default, would send it later. No
+    state.
 
-    lambda is found as in the paper's greedy algorithm: from ``density * numel / sum |v|`` on, the elements with p = 1
-    are counted, and the others scaled to make up the rest, until no more reach 1, or 8 times; ``1 / lambda`` is at
-    least 2^-100. p is compared with 32 random bits. A message varies in length: Golomb-Rice codes of the gaps between
-    elements with p = 1, and these as float32; then the codes for the others, ``1 / lambda`` as float32, and their
-    signs as bits (``positions`` and ``values`` say how). It has room for four standard deviations more than expected;
-    the last ones beyond stay. On the host, also for vectors on an accelerator, which waits.
+    lambda is found by the paper's greedy algorithm. It starts at ``density * numel / sum |v|``. Each iteration counts
+    the elements with p = 1 and scales the others to make up the rest, until no further element reaches 1, or 8 times.
+    ``1 / lambda`` is at least 2^-100. p is compared with 32 random bits. Messages vary in length. They hold Golomb-Rice
+    codes of the gaps between elements with p = 1, and these as float32; then the codes of the others, ``1 / lambda`` as
+    float32, and their signs as bits (see ``positions`` and ``values``). A message has room for the expected number plus
+    four standard deviations; the last elements beyond it stay in the vector. Encoding runs on the host; an accelerator
+    waits for it.
 
     Args:
-        density: share of the elements that are kept on average, in (0, 1]: 1 sends everything.
+        density: share of the elements that is kept on average, in (0, 1]; 1 sends everything.
 
     Raises:
-        ValueError: density is no such number.
+        ValueError: density is out of range.
 
     Wangni, Wang, Liu, Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS
     2018, arXiv 1710.09854.
@@ -65,7 +66,7 @@ class Wangni(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """Where the noise is at most about that of the gradient: its variance is up to 1 / density - 1."""
+        """See ``Codec``: from density 0.5 on. The relative variance, up to 1 / density - 1, is then at most 1."""
         return self.density >= 0.5
 
     @property
@@ -74,11 +75,11 @@ class Wangni(Codec):
         return self.density
 
     def refined(self, ranks: int) -> Codec:
-        """See ``Codec.refined``: as many elements as the ranks send, if no two send the same."""
+        """See ``Codec.refined``: as many elements as all ranks send if no two send the same."""
         return replace(self, density=min(1.0, ranks * self.density))
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; messages are not summed, so ``summands`` has no effect."""
         return _WangniPlan(layout, self.density)
 
 
@@ -107,7 +108,7 @@ class _WangniPlan(EntriesPlan):
         return [(certain, source[certain]), (likely, np.copysign(level, source[likely]))]
 
     def _level(self, source: Floats) -> np.float32:
-        """1 / lambda."""
+        """Return 1 / lambda."""
         total, count = self._sum(source), 0
         level = max(total / self._target, SMALLEST)
         for _ in range(ROUNDS):
@@ -124,7 +125,7 @@ class _WangniPlan(EntriesPlan):
         )
 
     def _larger(self, source: Floats, level: float) -> tuple[float, int]:
-        """Sum of the magnitudes that reach the level, and how many do."""
+        """Return the sum and the number of the magnitudes that reach the level."""
         total, count = 0.0, 0
         for piece in pieces(len(source), CHUNK):
             magnitude = np.abs(source[piece], out=self._magnitude[: piece.stop - piece.start])
@@ -134,26 +135,26 @@ class _WangniPlan(EntriesPlan):
         return total, count
 
     def _draw(self, source: Floats, level: np.float32, key: int) -> Ints:
-        """Positions of the elements that are kept."""
-        found = [np.empty(0, np.int64)]
+        """Return the positions of the elements that are kept."""
+        by_piece = [np.empty(0, np.int64)]
         for piece in pieces(len(source), CHUNK):
             numel = piece.stop - piece.start
-            random = self._random.draw(key, piece.start, numel).numpy()  # from -32768 on
+            random = self._random.draw(key, piece.start, numel).numpy()  # from -32768 to 32767
             scaled = np.abs(source[piece], out=self._magnitude[:numel])
             with np.errstate(over="ignore"):
                 np.multiply(scaled, np.float32(65536 / float(level)), out=scaled)
-            np.subtract(scaled, np.float32(32767), out=scaled)  # nearly all that are not kept are less
+            np.subtract(scaled, np.float32(32767), out=scaled)  # a quick test that drops most elements
             places = np.flatnonzero(np.less_equal(random, scaled, out=self._mask[:numel]))
             positions = places + piece.start
             chances = np.abs(source[positions]).astype(np.float64) / float(level)
             upper = random[places].astype(np.float64) + 32768
-            kept = (upper + (_more_bits(key, positions) + 0.5) / 65536) / 65536 < chances
-            found.append(positions[kept])
-        return np.concatenate(found)
+            chosen = (upper + (_more_bits(key, positions) + 0.5) / 65536) / 65536 < chances
+            by_piece.append(positions[chosen])
+        return np.concatenate(by_piece)
 
 
 def _more_bits(key: int, positions: Ints) -> npt.NDArray[np.uint64]:
-    """16 random bits more for each position: the highest of splitmix64's numbers for another key."""
+    """Return 16 more random bits for each position: the highest bits of splitmix64 with another key."""
     state = positions.astype(np.uint64) * np.uint64(GAMMA) + np.uint64(mix(key, 1))
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)

@@ -1,4 +1,4 @@
-"""Patterns in which messages travel, that ``auto`` never takes."""
+"""Exchanges that ``auto`` never chooses, one in each file."""
 
 from __future__ import annotations
 

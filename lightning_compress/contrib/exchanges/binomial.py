@@ -1,6 +1,6 @@
-"""Encoded sums up a binomial tree of the ranks, and the message of its root down again.
+"""Sends encoded sums up a binomial tree of the ranks, and the message of its root back down.
 
-What S-Caffe puts between the leaders of chains: Awan, Hamidouche, Hashmi, Panda, "S-Caffe: Co-designing MPI Runtimes
+S-Caffe uses it between the leaders of chains: Awan, Hamidouche, Hashmi, Panda, "S-Caffe: Co-designing MPI Runtimes
 and Caffe for Scalable Deep Learning on Modern GPU Clusters", PPoPP 2017.
 """
 
@@ -24,11 +24,11 @@ from lightning_compress.exchanges.message import MessagePlan, Section
 
 @dataclass(frozen=True)
 class Level:
-    """A rank's part in one level; None: it has none.
+    """A rank's part in one level of the tree.
 
     Args:
-        parent: gets this rank's sum.
-        child: whose sum this rank gets.
+        parent: rank that receives this rank's sum, or None.
+        child: rank whose sum this rank receives, or None.
     """
 
     parent: int | None
@@ -36,7 +36,7 @@ class Level:
 
 
 def levels_of(rank: int, size: int) -> list[Level]:
-    """From the leaves to the root: as many on all ranks as the logarithm of ``size``, rounded up."""
+    """Return the levels from the leaves to the root: ``ceil(log2(size))`` on every rank."""
     levels = []
     for distance in (1 << bit for bit in range((size - 1).bit_length())):
         offset = rank % (2 * distance)
@@ -47,29 +47,28 @@ def levels_of(rank: int, size: int) -> list[Level]:
 
 
 def summands(rank: int, size: int) -> int:
-    """Of how many ranks the sum is that a rank sends to its parent, and the root to all."""
+    """Return the number of ranks in the sum that a rank sends to its parent, or the root to all."""
     return min(rank & -rank, size - rank) if rank else size
 
 
 @dataclass(frozen=True)
 class Binomial(Exchange):
-    """A rank adds up its children's messages, encodes the sum for its parent, and gets what the root encoded.
+    """Each rank adds its children's messages, sends the encoded sum to its parent, and receives the root's message.
 
-    In ``2 log2 W`` rounds of one message each, of which a rank sends up to ``log2 W`` and half of the ranks one: for
-    small messages, and leaders of nodes. Every rank encodes once, the whole vector; what that leaves of its sum stays
-    in its own vector, so that nothing is lost. A number is encoded up to ``1 + log2 W`` times on its way (``two_shot``:
-    twice), and what is left of it may wait on another rank than the one that sent it: sparse methods drop what others
-    selected, which is another algorithm, and ``dgc`` with masking is refused. ``auto`` never
-    chooses it.
+    It takes ``2 log2 W`` rounds of one message each. A rank sends up to ``log2 W`` of them, half of the ranks only one.
+    It suits small messages, and the leaders of nodes. Every rank encodes its whole vector once; what the message loses
+    stays in its own vector, so that nothing is lost. A number is encoded up to ``1 + log2 W`` times on its way
+    (``two_shot``: twice), and its residual may stay on another rank than the one that sent it. Sparse methods drop
+    elements that other ranks selected, which is another algorithm; ``dgc`` with masking is refused. ``auto`` never
+    chooses this exchange.
 
-    The noise of unbiased methods averages out over the ranks, but for that of encoding sums: a sum of m ranks is
-    encoded by a finer codec (``Codec.refined``), as by ``two_shot``. Then the variance is at most ``1 + log2 W / 2``
+    The noise of unbiased methods averages out over the ranks, except the noise of encoding sums. So a sum of m ranks is
+    encoded by a finer codec (``Codec.refined``), as in ``two_shot``. The variance is then at most ``1 + log2 W / 2``
     times that of ``all_gather``.
 
     Args:
-        sums: "refined": more bits for the sums of unbiased methods, and of ``fft`` and ``dct``, the more ranks they are
-            of; "same": those of what
-            a rank sends; or a codec for all sums.
+        sums: codec of the sums. "refined": for unbiased methods, ``fft`` and ``dct``, more bits for sums of more
+            ranks. "same": as for the ranks' own messages. Or a codec for all sums.
 
     Raises:
         ValueError: sums is none of these.
@@ -85,26 +84,26 @@ class Binomial(Exchange):
         """See ``Exchange.check``."""
         if not codec.repeatable:
             raise ValueError(
-                f"exchange='binomial' encodes sums of what was decoded, and {codec} would rescale them once more; "
+                f"exchange='binomial' encodes sums of decoded messages, and {codec} would rescale them once more; "
                 "use exchange='auto', 'all_reduce' or 'all_gather'"
             )
         if codec.correlated:
             raise ValueError(
-                f"exchange='binomial' encodes sums of few ranks at a time, whose errors do not cancel: {codec} would "
-                "round as without correlated=True; leave that out, or use exchange='auto', 'all_gather' or 'two_shot'"
+                f"exchange='binomial' encodes sums of few ranks at a time, so correlated errors do not cancel: {codec} "
+                "gains nothing by correlated=True; leave it out, or use exchange='auto', 'all_gather' or 'two_shot'"
             )
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         size = world.collective.size
-        made: dict[tuple[Codec, ...], MessagePlan] = {}
+        by_codecs: dict[tuple[Codec, ...], MessagePlan] = {}
         plans = []
         for rank in range(size):
             own = of_sums(sections, summands(rank, size), self.sums)
             codecs = tuple(section.codec for section in own)
-            if codecs not in made:
-                made[codecs] = MessagePlan(own, world.device, world.meter)
-            plans.append(made[codecs])
+            if codecs not in by_codecs:
+                by_codecs[codecs] = MessagePlan(own, world.device, world.meter)
+            plans.append(by_codecs[codecs])
         return _Plan(plans, world, size if self.sums == "refined" else 1)
 
 
@@ -112,7 +111,7 @@ class _Plan(ExchangePlan):
     description = "binomial"
 
     def __init__(self, plans: Sequence[MessagePlan], world: World, sum_ranks: int) -> None:
-        self._plans = plans  # of what each rank sends up, and the root to all
+        self._plans = plans  # by rank: of the sum that it sends to its parent, or the root to all
         self._collective = world.collective
         rank, size = world.collective.rank, world.collective.size
         self._levels = levels_of(rank, size)
@@ -127,7 +126,7 @@ class _Plan(ExchangePlan):
         self.cost = Cost(
             bytes_sent=sent + tables * self._rounds.table_bytes,
             rounds=2 * levels + tables * all_gather_rounds(size),
-            encodes=1.0 + levels,  # one after the other
+            encodes=1.0 + levels,  # in sequence
             decodes=1.0 + levels,
             sum_encodes=1.0 * levels,
             sum_decodes=1.0 * levels,
@@ -145,7 +144,7 @@ class _Plan(ExchangePlan):
         length = self._agree(length)[0]
         for level in reversed(self._levels):
             self._swap(length, level.child, level.parent, length, lambda *_: None)
-            if level.parent is not None:  # to be passed on as it came
+            if level.parent is not None:  # the received message is passed on unchanged
                 self._send, self._receive = self._receive, self._send
         if self._levels:
             self._rounds.finish()
@@ -159,21 +158,21 @@ class _Plan(ExchangePlan):
             try:
                 plan.decode(body[None], vector, 1.0, accumulate=True)
                 flag.add_(plan.flags(body[None]))
-            finally:  # what is not finite cannot be encoded
+            finally:  # numbers that are not finite cannot be encoded
                 plan.zero_nonfinite(vector, flag)
 
         for level in self._levels:
             length = 0 if level.parent is None else self._encode(vector, key, flag)
-            lengths = self._agree(length)  # what all believe counts, of this rank too
+            lengths = self._agree(length)  # the agreed lengths count, for this rank too
             self._swap(lengths[self._collective.rank], level.parent, level.child, lengths[level.child or 0], add)
 
     def _encode(self, vector: Tensor, key: int, flag: Tensor) -> int:
         plan = self._plans[self._collective.rank]
-        self._send.zero_()  # what another plan's message left between sections
+        self._send.zero_()  # a message of another plan may have left bytes between sections
         return seal(self._send, plan.encode(vector, self._send[HEADER : HEADER + plan.size], key, flag))
 
     def _agree(self, length: int) -> list[int]:
-        """Bytes of every rank's message, which are told where they vary."""
+        """Return the bytes of every rank's message; they are exchanged if they vary."""
         if not self._levels or not self._variable:
             return self._lengths
         return [row[1] for row in self._rounds.agree([length], self._most)]

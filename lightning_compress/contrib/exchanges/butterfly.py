@@ -1,4 +1,4 @@
-"""Nested layers of small all-to-alls: down to the sums of one stretch a rank, and up again through the same ranks.
+"""Nested layers of small all-to-alls that leave each rank the sums of one stretch, then all-gathers back up.
 
 Kylix: Zhao, Canny, "Kylix: A Sparse Allreduce for Commodity Clusters", ICPP 2014.
 """
@@ -29,22 +29,22 @@ from lightning_compress.exchanges.sparse.coding import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 BAD, AGAIN = 1, 2
-"""What a rank says first: its gradient is not finite; it has numbers at the indices of the step before only."""
+"""Bits of a rank's first word: its gradient is not finite; it has numbers only at the indices of the last step."""
 PACKET = 65536
-"""Bytes from which on a message is worth its start: half a millisecond at 1 Gbit/s."""
+"""Smallest message worth its latency, in bytes: half a millisecond at 1 Gbit/s."""
 
 T = TypeVar("T")
 
 
 def chosen(ranks: int, volume: Callable[[int], float]) -> tuple[int, ...]:
-    """Degrees of the layers, whose product is ``ranks``.
+    """Return the degrees of the layers; their product is ``ranks``.
 
-    In each layer the largest degree whose messages still have ``PACKET`` bytes; where there is none, the largest prime
-    factor of what is left.
+    Each layer gets the largest degree whose messages still have ``PACKET`` bytes. If there is none, it gets the largest
+    prime factor of the remaining number.
 
     Args:
-        ranks: to factor.
-        volume: bytes that a rank has left once so many ranks were merged, the same on all ranks.
+        ranks: number of ranks.
+        volume: returns the bytes of a rank after this many ranks were merged; the same on all ranks.
     """
     degrees, left = [], ranks
     while left > 1:
@@ -55,11 +55,7 @@ def chosen(ranks: int, volume: Callable[[int], float]) -> tuple[int, ...]:
 
 
 def check_degrees(degrees: Sequence[int], ranks: int) -> None:
-    """Refuse degrees that make up another number of ranks.
-
-    Raises:
-        ValueError: they do; the message lists those that do not.
-    """
+    """Raise ValueError if the product of the degrees is not ``ranks``; the message lists valid degrees."""
     if math.prod(degrees) != ranks:
         fitting = "; ".join(str(each) for each in factorings(ranks)[:8])
         raise ValueError(
@@ -69,12 +65,12 @@ def check_degrees(degrees: Sequence[int], ranks: int) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """Those above 1, ascending."""
+    """Return the divisors above 1, ascending."""
     return [each for each in range(2, number + 1) if number % each == 0]
 
 
 def factorings(number: int, most: int | None = None) -> list[tuple[int, ...]]:
-    """All ways to write a number as a product of numbers above 1, the largest first."""
+    """Return all ways to write a number as a product of descending numbers above 1."""
     if number == 1:
         return [()]
     fitting = [each for each in divisors(number)[::-1] if most is None or each <= most]
@@ -86,7 +82,7 @@ def _prime(number: int) -> bool:
 
 
 class Layer(NamedTuple):
-    """One layer as a rank sees it: the ranks, its index among them, where the vector is cut, bytes of a message."""
+    """One layer as a rank sees it: its ranks, this rank's index, the cuts of the vector, most bytes of a message."""
 
     ranks: list[int]
     digit: int
@@ -95,17 +91,17 @@ class Layer(NamedTuple):
 
     @property
     def peers(self) -> list[tuple[int, int]]:
-        """Indices and ranks of the others."""
+        """Indices and ranks of the other ranks in the layer."""
         return [(index, rank) for index, rank in enumerate(self.ranks) if index != self.digit]
 
     @property
     def own(self) -> tuple[int, int]:
-        """The stretch that this rank goes on with."""
+        """Start and stop of the stretch that this rank keeps."""
         return self.bounds[self.digit], self.bounds[self.digit + 1]
 
 
 def layers_of(rank: int, degrees: Sequence[int], numel: int) -> list[Layer]:
-    """The layers from the first on."""
+    """Return the layers of a rank, from the first on."""
     layers, stride, start, stop = [], 1, 0, numel
     for degree in degrees:
         digit = rank // stride % degree
@@ -121,7 +117,7 @@ def layers_of(rank: int, degrees: Sequence[int], numel: int) -> list[Layer]:
 
 @dataclass
 class Route:
-    """The way of numbers through a layer: how many go to and come from each rank, and what they are added to."""
+    """The route of numbers through a layer: counts sent to and received from each rank, and positions in the sums."""
 
     cuts: list[int]
     positions: list[Tensor | None]
@@ -132,7 +128,7 @@ class Route:
 
 @dataclass
 class Configuration:
-    """Indices of this rank's numbers and of the sum's, and the ways between."""
+    """Indices of this rank's numbers and of the sums, and the routes between them."""
 
     own: Tensor | None
     routes: list[Route]
@@ -140,12 +136,12 @@ class Configuration:
 
 
 class Network:
-    """What travels through the layers, down and up again.
+    """Sends numbers down and up through the layers.
 
     Args:
         layers: from the first on.
         world: the ranks.
-        rounds: in which lengths are told.
+        rounds: exchanges lengths.
     """
 
     def __init__(self, layers: Sequence[Layer], world: World, rounds: Rounds) -> None:
@@ -157,7 +153,7 @@ class Network:
         self._send, self._receive = new_messages(2, most, world.device)
 
     def configure(self, held: SparseVector) -> tuple[SparseVector, Configuration]:
-        """Add up over the ranks, and remember the ways; what is wrong with a message is told in the next round."""
+        """Return the sums over the ranks, and the routes. Damaged messages are reported in the next round."""
         own, routes = held.indices, []
         for layer in self._layers:
             start = layer.bounds[0]
@@ -177,7 +173,7 @@ class Network:
         return held, Configuration(own, routes, held.indices)
 
     def values_only(self, values: Tensor, known: Configuration, sound: bool) -> Tensor:
-        """The same for other numbers at the indices of the configuration; damaged messages are refused."""
+        """Return the sums of other numbers at the same indices, and check all messages; ``sound``: see ``_move``."""
         for layer, route in zip(self._layers, known.routes, strict=True):
             parts = [values[first:last] for first, last in pairwise(route.cuts)]
             got = self._floats(layer, dict(enumerate(parts)), route.counts, sound)
@@ -187,17 +183,19 @@ class Network:
         return values
 
     def _lists(self, layer: Layer, parts: Mapping[int, SparseVector], widths: Sequence[int]) -> list[SparseVector]:
-        """Lists of every rank of a layer, this one's included; ``widths``: of the stretches that they are of."""
+        """Exchange lists in a layer; return one for each of its ranks. ``widths``: lengths of their stretches."""
 
         def read(index: int, body: Tensor) -> SparseVector:
             return SparseVector.read(body, widths[index])
 
-        found = self._move(layer, parts, SparseVector.write, read, None)
+        received = self._move(layer, parts, SparseVector.write, read, None)
         nothing = torch.zeros(0, device=self._send.device)
-        return [found.get(index) or SparseVector(width, nothing.long(), nothing) for index, width in enumerate(widths)]
+        return [
+            received.get(index) or SparseVector(width, nothing.long(), nothing) for index, width in enumerate(widths)
+        ]
 
     def _floats(self, layer: Layer, parts: Mapping[int, Tensor], counts: Sequence[int], sound: bool) -> list[Tensor]:
-        """Numbers of every rank of a layer, this one's included."""
+        """Exchange numbers in a layer; return those of each of its ranks."""
 
         def write(values: Tensor, body: Tensor) -> int:
             body[: 4 * len(values)].view(torch.float32).copy_(values)
@@ -207,9 +205,9 @@ class Network:
             return body[: 4 * counts[index]].view(torch.float32)
 
         lengths = [HEADER + aligned(4 * count) for count in counts]
-        found = self._move(layer, parts, write, read, lengths, sound)
+        received = self._move(layer, parts, write, read, lengths, sound)
         return [
-            found[index] if index in found else torch.zeros(count, device=self._send.device)
+            received[index] if index in received else torch.zeros(count, device=self._send.device)
             for index, count in enumerate(counts)
         ]
 
@@ -222,30 +220,30 @@ class Network:
         lengths: Sequence[int] | None,
         sound: bool = True,
     ) -> dict[int, T]:
-        """Send each rank of a layer its part, or all of them the only one.
+        """Send each rank of a layer its part, or the same part to all if there is only one.
 
         Args:
-            layer: whose ranks.
+            layer: whose ranks exchange.
             parts: by index in the layer.
-            write: a part into a body; returns bytes.
-            read: a body of the rank at an index.
-            lengths: of the messages that come, if they are known.
-            sound: whether the messages may be believed.
+            write: writes a part into a body; returns its bytes.
+            read: returns the part in a body from the rank at an index.
+            lengths: of the received messages, or None if they must be exchanged.
+            sound: False writes a wrong checksum, so that receivers reject the messages.
 
         Returns:
-            what came, by index, and the own part; without what could not be read.
+            this rank's and the received parts, by index, without those that could not be read.
         """
-        sizes, one = [0] * len(layer.ranks), len(parts) == 1
-        slots = {index: 0 if one else index for index, _ in layer.peers}
+        sizes, single = [0] * len(layer.ranks), len(parts) == 1
+        slots = {index: 0 if single else index for index, _ in layer.peers}
         with self._meter.encode:
-            for index, slot in {0: 0}.items() if one else slots.items():
+            for index, slot in {0: 0}.items() if single else slots.items():
                 message = self._slot(self._send, layer, slot)
-                sizes[slot] = seal(message, write(parts[layer.digit if one else index], message[HEADER:]))
+                sizes[slot] = seal(message, write(parts[layer.digit if single else index], message[HEADER:]))
                 message[0] ^= not sound
         rows = None if lengths else self._rounds.agree(sizes, layer.most)
         sends, receives, indices = {}, {}, {}
         for index, peer in layer.peers:
-            indices[peer], theirs = index, 0 if one else layer.digit
+            indices[peer], theirs = index, 0 if single else layer.digit
             size = rows[self._rank][1 + slots[index]] if rows else sizes[slots[index]]
             length = rows[peer][1 + theirs] if rows else lengths[index] if lengths else 0
             sends[peer] = self._slot(self._send, layer, slots[index])[:size]
@@ -265,19 +263,20 @@ class Network:
 
 @dataclass(frozen=True)
 class Butterfly(Exchange):
-    """Layers of degrees d: all-to-all among d ranks of what is left, cut in d; then all-gathers on the way back.
+    """In a layer of degree d, d ranks cut their stretch in d and exchange it all-to-all; all-gathers lead back.
 
-    Volume shrinks from layer to layer as far as ranks select the same elements; few, large messages: ``sum (d - 1)`` a
-    rank on either way. Sums are exact, so that nothing is lost twice. Indices travel with the values, and every rank
-    remembers the way of each number. As long as every rank has numbers at indices of the last such step only (a mask
-    that stays, or nearly everything), and at half of them at least, values alone travel. All ranks decide so together.
+    The volume shrinks from layer to layer if ranks select the same elements. There are few, large messages:
+    ``sum (d - 1)`` for each rank and direction. Sums are exact, so that nothing is lost. Indices are sent with the
+    values, and every rank remembers the route of each number. Values are sent without indices as long as every rank has
+    numbers only at indices of the last step with indices (a constant mask, or nearly all elements), and at half of them
+    or more. All ranks decide this together.
 
     Args:
-        degrees: of the layers, the first among neighbours in the order of ranks; their product is the number of ranks,
-            and they should fall. None: the largest whose messages still are worth their start, else prime factors.
+        degrees: of the layers; the first layer joins consecutive ranks. The product is the number of ranks, and degrees
+            should descend. None: the largest whose messages are worth their latency, else prime factors.
 
     Raises:
-        ValueError: a degree is no number above 1, or (from ``plan``) the product is not the number of ranks.
+        ValueError: a degree is not an integer above 1, or (from ``plan``) the product is not the number of ranks.
     """
 
     degrees: tuple[int, ...] | None = None
@@ -291,7 +290,9 @@ class Butterfly(Exchange):
         except TypeError:
             degrees = (0,)
         if not all(isinstance(each, int) and not isinstance(each, bool) and each > 1 for each in degrees):
-            raise ValueError(f"Butterfly(degrees={given!r}): give numbers above 1, such as (4, 2) for 8 ranks, or null")
+            raise ValueError(
+                f"Butterfly(degrees={given!r}): give integers above 1, such as (4, 2) for 8 ranks, or null"
+            )
         object.__setattr__(self, "degrees", degrees)  # frozen; equal settings are equal, however they were given
 
     def check(self, codec: Codec) -> None:
@@ -302,7 +303,7 @@ class Butterfly(Exchange):
         """See ``Exchange.plan``.
 
         Raises:
-            ValueError: degrees are of another number of ranks, on every rank.
+            ValueError: the product of the degrees is not the number of ranks; on every rank.
         """
         numel = sum(section.layout.numel for section in sections)
 
@@ -336,7 +337,7 @@ class _Plan(ExchangePlan):
         )
 
     def _expected(self, sections: Sequence[Section]) -> int:
-        """Of a step in which indices travel too, if the ranks select independently."""
+        """Return the bytes of a step with indices, if the ranks select independently."""
         merged, total, size = 1, 0, self._collective.size
         for layer in self._layers:
             bounds = list(pairwise(layer.bounds))
@@ -357,7 +358,7 @@ class _Plan(ExchangePlan):
         self._compact.put(room, out)
 
     def _sum(self, room: Tensor, flag: Tensor) -> None:
-        known, self._known = self._known, None  # whatever happens, all ranks have it or none has
+        known, self._known = self._known, None  # after an error no rank has it
         with self._meter.encode:
             held = SparseVector.of(room)
             again = known is not None and _covered(room, held, known.own)
@@ -386,7 +387,7 @@ def _message_bytes(sections: Sequence[Section], merged: int, start: int, stop: i
 
 
 def _covered(room: Tensor, held: SparseVector, known: Tensor | None) -> bool:
-    """Whether numbers are at known indices only, and at so many of them that values alone take less."""
+    """Return whether numbers are at known indices only, and enough of them to send values without indices."""
     count = len(held.values)
     if known is None:
         return 2 * count >= len(room)

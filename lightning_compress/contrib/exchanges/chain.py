@@ -1,4 +1,4 @@
-"""A chain of ranks in each node, and an exchange between those that lead them.
+"""Sums along a chain of ranks in each node, and an exchange between the leaders of the nodes.
 
 Awan, Hamidouche, Hashmi, Panda, "S-Caffe: Co-designing MPI Runtimes and Caffe for Scalable Deep Learning on Modern GPU
 Clusters", PPoPP 2017.
@@ -24,25 +24,25 @@ from lightning_compress.exchanges.nodes import nodes_of, side_by_side
 from lightning_compress.exchanges.remote_error import UNREADABLE, DeferredError
 
 CHUNK = 1 << 18
-"""Elements that are worth a message of their own: at 10 GB/s they travel for a tenth of a millisecond."""
+"""Smallest chunk that is sent as a message of its own, in elements: 0.1 ms at 10 GB/s."""
 MOST = 64
-"""Chunks at most."""
+"""Largest number of chunks."""
 
 
 @dataclass(frozen=True)
 class Chain(Exchange):
-    """Dense sums along a chain of each node's ranks, a compressed exchange between their first ranks, and back.
+    """Dense sums along a chain of each node's ranks, and a compressed exchange between the first ranks of the nodes.
 
-    Sums go from rank to rank of a node in chunks, a vector of float32 from each, to the first one, which encodes and
-    sends all of it while the others wait; the mean comes back by way of all. No rank is sent two messages at once, and
-    nodes may differ in size. S-Caffe's reduction is ``Chain("binomial")``. The residual is the first rank's.
+    Within a node, float32 sums pass from rank to rank in chunks, up to the first rank. The first rank encodes and
+    exchanges them while the others wait. The mean returns to all ranks of the node. No rank receives two messages at
+    once, and nodes may differ in size. S-Caffe's reduction is ``Chain("binomial")``. Only first ranks have a residual.
 
     Args:
-        outer: the exchange between first ranks, by name, mapping or object; not "auto", which all ranks choose.
-        node_size: ranks of a node, which are neighbours in the order of ranks; None: those with the same host name.
+        outer: the exchange between first ranks, by name, mapping or object; not "auto", which needs all ranks.
+        node_size: number of ranks in a node, which are consecutive. None: ranks with the same host name form a node.
 
     Raises:
-        ValueError: the outer exchange is unknown or no fit, or node_size is below 1.
+        ValueError: the outer exchange is unknown or cannot be used, or node_size is below 1.
     """
 
     outer: Exchange | dict[str, object] | str = "binomial"
@@ -52,10 +52,10 @@ class Chain(Exchange):
 
     def __post_init__(self) -> None:
         outer = read_outer("Chain", self.outer, self.node_size)
-        if isinstance(outer, Planner):  # which all ranks have to measure, and choose
+        if isinstance(outer, Planner):  # all ranks must measure and choose
             raise ValueError(
-                "Chain(outer='auto'): the first rank of a node alone talks to others, and cannot choose for all; name "
-                "the exchange between nodes, such as outer='binomial'"
+                "Chain(outer='auto'): only the first rank of a node communicates with other nodes, and cannot choose "
+                "for all ranks; name the exchange between nodes, such as outer='binomial'"
             )
         object.__setattr__(self, "outer", outer)  # frozen; equal settings are equal, however they were given
 
@@ -67,7 +67,7 @@ class Chain(Exchange):
         """See ``Exchange.plan``.
 
         Raises:
-            ValueError: the exchange between first ranks is no fit; on every rank.
+            ValueError: the exchange between first ranks cannot be used; on every rank.
         """
         (collective, device, _), between = world, cast(Exchange, self.outer)
         nodes = nodes_of(collective.uncounted, self.node_size, device, one_size=False)
@@ -81,20 +81,20 @@ class Chain(Exchange):
 
 
 class Links:
-    """The ranks of a node as a chain, from the last one to the first, the leader.
+    """The ranks of a node as a chain, from the last rank to the first, the leader.
 
-    While a rank sends one chunk on it gets the next one; no rank gets more than one message at a time. Numbers have no
-    checksum: whatever a rank sent, all of the chain get the same in the end, but another node's chain does not.
+    While a rank sends one chunk, it receives the next; no rank receives more than one message at a time. Chunks have no
+    checksum: after an error all ranks of a chain have the same numbers, but those of other nodes differ.
 
     Attributes:
-        row: float32 ``[numel]``: what is summed, then what is shared.
-        cost: of this rank, all of it within the node.
+        row: float32 ``[numel]``: the numbers to sum, then the numbers to share.
+        cost: of this rank, within the node.
     """
 
     def __init__(self, inside: Collective, numel: int, device: torch.device) -> None:
         self._inside = inside
         size = inside.size
-        count = min(MOST, max(1, numel // CHUNK)) if size > 2 else 1  # two ranks have nothing to overlap
+        count = min(MOST, max(1, numel // CHUNK)) if size > 2 else 1  # with two ranks, nothing overlaps
         chunk, part = -(-numel // count), -(-numel // size)
         room = torch.zeros(max(count * chunk, size * part), device=device)
         self.row = room[:numel]
@@ -107,9 +107,9 @@ class Links:
         self.cost = Cost(bytes_sent=sent, rounds=rounds, inner_bytes=sent, inner_rounds=rounds)
 
     def reduce(self) -> None:
-        """Leave the sum over the ranks in the leader's row, added from the last rank on."""
+        """Write the sum over the ranks into the leader's row, added from the last rank on."""
         rank, count = self._inside.rank, len(self._chunks)
-        before = self._inside.size - 1 - rank  # ranks that a chunk passes before this one
+        before = self._inside.size - 1 - rank  # number of ranks before this one in the chain
         for step in range(self._steps):
             sent, due = step - before, step - before + 1
             sends = {rank - 1: self._chunks[sent]} if rank and 0 <= sent < count else {}
@@ -119,7 +119,7 @@ class Links:
                 self._chunks[due].add_(self._received)
 
     def share(self) -> None:
-        """Make the leader's row every rank's: each gets a part of it and shows that to all (van de Geijn)."""
+        """Copy the leader's row to all ranks: each receives a part of it, and all-gathers it (van de Geijn)."""
         rank, size = self._inside.rank, self._inside.size
         if size == 1:
             return
@@ -132,30 +132,30 @@ class Links:
 def agreed(
     plan: Callable[[], ExchangePlan] | None, collective: Collective, device: torch.device
 ) -> ExchangePlan | None:
-    """What the leaders plan, and None on the other ranks; a collective call.
+    """Return the leaders' plan, or None on other ranks. Collective: every rank must call it.
 
     Raises:
-        ValueError: a leader's plan does; on every rank.
+        ValueError: planning failed on a leader; on every rank.
     """
-    made, error = None, DeferredError()
+    planned, error = None, DeferredError()
     with error.deferred():
-        made = plan() if plan else None
+        planned = plan() if plan else None
     if any(consensus.anywhere([bool(error)], collective, device)):
-        error.raise_or("the first rank of a node refuses the exchange between nodes, and says why")
-    return made
+        error.raise_or("the first rank of a node cannot use the exchange between nodes; its own error says why")
+    return planned
 
 
 class LeadersPlan(ExchangePlan):
-    """Along the chain to its leader, between the leaders, and to all ranks of the node.
+    """Sums along the chain to its leader, exchanges between the leaders, and shares with all ranks of the node.
 
-    The leader encodes for its node and keeps what was not sent; the vectors of the others are left with zeros.
+    The leader encodes for its node and keeps the residual; the vectors of the other ranks become zeros.
 
     Args:
-        sections: what the vectors consist of.
-        outer: the leaders' exchange of the same sections side by side; None on other ranks, whose price lacks it.
+        sections: of the vectors.
+        outer: the leaders' exchange of the same sections side by side. None on other ranks, whose cost omits it.
         inside: the ranks of this rank's node.
-        share: of all ranks, how many lead.
-        device: where vectors are.
+        share: number of leaders divided by the number of ranks.
+        device: of the vectors.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class LeadersPlan(ExchangePlan):
         self._numel = sum(each.layout.numel for each in sections)
         self._outer = outer
         self._share = share
-        self._chain = Links(inside, self._numel + 1, device)  # with the flag
+        self._chain = Links(inside, self._numel + 1, device)  # and the flag
         self._mean = torch.empty(self._numel if outer else 0, device=device)
         self.description = f"{outer.description if outer else 'leaders'} between chains of {inside.size}"
         self.cost = self._chain.cost
         if outer:
             self.cost, self.sum_ranks = self.cost + outer.cost, outer.sum_ranks
-        self.cost = replace(self.cost, copies=5.0)  # into the row, its sum, what is left, the mean, out of the row
+        self.cost = replace(self.cost, copies=5.0)  # into the row, the sum, the residual, the mean, out of the row
 
     def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """See ``ExchangePlan.average``."""
@@ -190,7 +190,7 @@ class LeadersPlan(ExchangePlan):
             own = row[:-1]
             torch.mul(row[-1], 0.0, out=flag)
             zero_nonfinite(own, flag)
-            with error.deferred():  # the others of the node wait for this one
+            with error.deferred():  # the other ranks of the node wait, so errors are passed on by the flag
                 self._outer.mean(own, self._mean, key, flag)
             error.mark(flag)
             scatter(own, self._spans, vector)

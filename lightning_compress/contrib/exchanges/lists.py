@@ -1,4 +1,4 @@
-"""Lists of numbers at ascending indices, united and joined: what a butterfly routes."""
+"""Operations on sparse vectors with ascending indices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_compress.exchanges.sparse.coding import SparseVector
 
 
 def united(parts: Sequence[SparseVector]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """All indices of lists of the same stretch, and where among them each list's are; None: all, in order."""
+    """Return the union of the indices, and the position of each list's indices in it. None means all, in order."""
     numel = parts[0].numel
     if any(part.indices is None for part in parts):
         return None, [part.indices for part in parts]
@@ -25,7 +25,7 @@ def united(parts: Sequence[SparseVector]) -> tuple[Tensor | None, list[Tensor | 
 
 
 def added(values: Sequence[Tensor], positions: Sequence[Tensor | None], count: int) -> Tensor:
-    """``[count]`` sums of numbers at positions, in the order of the lists."""
+    """Return ``[count]`` sums of the values at their positions, added in the order of the lists."""
     total = values[0].new_zeros(count)
     for each, where in zip(values, positions, strict=True):
         if where is None:
@@ -36,7 +36,7 @@ def added(values: Sequence[Tensor], positions: Sequence[Tensor | None], count: i
 
 
 def joined(parts: Sequence[SparseVector]) -> SparseVector:
-    """Lists of stretches that follow one another, as one."""
+    """Return the lists of consecutive stretches as one list."""
     values, numel = torch.cat([part.values for part in parts]), sum(part.numel for part in parts)
     if all(part.indices is None for part in parts):
         return SparseVector(numel, None, values)
@@ -49,7 +49,7 @@ def joined(parts: Sequence[SparseVector]) -> SparseVector:
 
 
 def spread(numbers: SparseVector, out: Tensor) -> None:
-    """Write all numbers of the stretch, zeros too."""
+    """Write all numbers of the stretch, including zeros."""
     if numbers.indices is None:
         out.copy_(numbers.values)
     else:

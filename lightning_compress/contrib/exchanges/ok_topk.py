@@ -1,4 +1,4 @@
-"""The k largest elements of the sum, found by its owners with a threshold that is used again and again.
+"""Sends the k largest elements of the sum. Owners of regions select them by a threshold that is reused for many steps.
 
 Li, Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022, arXiv 2201.07598.
 """
@@ -34,31 +34,29 @@ from lightning_compress.exchanges.sparse.coding import SparseVector
 from lightning_compress.exchanges.sparse.split_gather import check_selective, expected_count
 
 MORE, FEWER, NUDGE = 4 / 3, 2 / 3, 1.008
-"""How many times k may be kept, and must be, before the threshold changes, and by what it is lowered."""
-
-
+"""The threshold rises if more than ``MORE k`` elements are kept, and is divided by ``NUDGE`` below ``FEWER k``."""
 BINS = 64
-"""Parts of a parameter in which selected elements are counted."""
+"""Largest number of parts of a parameter in which selected elements are counted."""
 
 
 def declared(layout: Layout) -> Mapping[str, StateSpec]:
-    """Counts of selected elements, thresholds and clocks; the same on all ranks."""
+    """Return the state: counts of selected elements, thresholds and clocks, the same on all ranks."""
     one = Layout.of((segment.name, (1,)) for segment in layout.segments)
     bins = Layout.of((segment.name, (min(BINS, segment.numel),)) for segment in layout.segments)
     return {"load": StateSpec(bins, "shared"), "threshold": StateSpec(one, "shared"), "clock": StateSpec(one, "shared")}
 
 
 class Memory:
-    """What is remembered from step to step, for the sections of one group.
+    """State between steps, for the sections of one group.
 
-    Everything is kept by parameter, so that it moves with DistributedDataParallel's buckets, and whatever the number of
-    ranks is: how many elements of each of up to ``BINS`` parts of a parameter were selected, the threshold of its
-    section, and a clock.
+    It is kept by parameter, so that it follows changes of DistributedDataParallel's buckets and of the number of ranks:
+    the number of selected elements in each of up to ``BINS`` parts of a parameter, the threshold of its section, and a
+    clock.
 
     Args:
         sections: side by side.
-        states: what ``declared`` named.
-        device: where vectors are.
+        states: see ``declared``.
+        device: of the vectors.
     """
 
     def __init__(self, sections: Sequence[Section], states: States, device: torch.device) -> None:
@@ -81,37 +79,37 @@ class Memory:
         self._all = torch.tensor([index for owners in self._owners for index in owners], device=device).long()
 
     def clock(self) -> int:
-        """Steps so far; modulo what the last ``tick`` said."""
+        """Return the step counter, as ``tick`` has set it."""
         clocks = self._states["clock"].base()[self._all]
         return int(clocks.min()) if len(clocks) else 0
 
     def thresholds(self) -> list[float]:
-        """Of each section; the least of its parameters', which may come from other groups."""
+        """Return the threshold of each section: the least of its parameters', which may come from other groups."""
         numbers = self._states["threshold"].base()
         return [float(numbers[owners].min()) if owners else 0.0 for owners in self._owners]
 
     def carry(self) -> None:
-        """Let the numbers of the step before be those of this one."""
+        """Copy the state of the last step to this step."""
         for state in self._states.values():
             state.pending.copy_(state.base())
 
     def tick(self, clock: int, thresholds: Sequence[float]) -> None:
-        """Write what the next step goes on from; after ``carry``."""
+        """Write clock and thresholds of the next step; call it after ``carry``."""
         self._states["clock"].pending[self._all] = float(clock)
         for owners, threshold in zip(self._owners, thresholds, strict=True):
             self._states["threshold"].pending[owners] = threshold
 
     def count(self, held: SparseVector) -> Tensor:
-        """How many numbers there are in each part, float32."""
+        """Return the number of entries in each part, float32."""
         cuts = held.cuts(self._edges.tolist())
         return torch.tensor(cuts, dtype=torch.float32, device=self._slots.device).diff()
 
     def weigh(self, counts: Tensor) -> None:
-        """Write how many all ranks selected in each part; after ``carry``."""
+        """Write how many elements all ranks selected in each part; call it after ``carry``."""
         self._states["load"].pending[self._slots] = counts
 
     def bounds(self, ranks: int) -> list[int]:
-        """Where regions begin and end in which equally many elements were selected, as ``weigh`` said."""
+        """Return the ``ranks + 1`` bounds of regions with equally many selected elements; see ``weigh``."""
         loads = self._states["load"].pending[self._slots].double().cpu().numpy()
         loads = np.clip(np.nan_to_num(loads), 0, 2.0**31)
         if not loads.sum():
@@ -125,12 +123,11 @@ class Memory:
 class OwnersPlan(ExchangePlan):
     """See ``OkTopK``.
 
-    Its ``cost`` is that of a step between two exact thresholds in which k sums are kept, if the loads of regions are
-    those of independent draws.
+    Its ``cost`` is that of a step with a reused threshold that keeps k sums, if ranks select independently.
 
     Args:
         sections: side by side.
-        memory: of thresholds, loads and the clock.
+        memory: the state.
         periods: steps between exact thresholds, and between choices of regions.
         world: the ranks.
     """
@@ -185,7 +182,7 @@ class OwnersPlan(ExchangePlan):
         return list(zip(thresholds, self._whole, strict=True))
 
     def _bounds(self, held: SparseVector, clock: int) -> list[int]:
-        """Of the ranks' regions."""
+        """Return the bounds of the ranks' regions."""
         if clock % self._rebalance == 0:
             counts = self._memory.count(held)
             self._collective.all_reduce(counts)
@@ -195,10 +192,10 @@ class OwnersPlan(ExchangePlan):
     def _sums(
         self, held: SparseVector, bounds: Sequence[int], minimum: Sequence[float], flag: Tensor
     ) -> tuple[SparseVector, list[int]]:
-        """What the owners of all regions keep, and the most that a rank selected of each section.
+        """Return the sums that the owners keep, and the largest number that a rank selected of each section.
 
         Raises:
-            ValueError: a rank cannot read what it was sent; on every rank.
+            ValueError: a rank cannot read a message; on every rank.
         """
         size, rank = self._collective.size, self._collective.rank
         cuts, inside = held.cuts(bounds), held.cuts(self._ends.tolist())
@@ -227,34 +224,34 @@ class OwnersPlan(ExchangePlan):
         return self._read(messages, bounds, flag), most
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
-        """The most of any rank.
+        """Return the largest of each number over the ranks.
 
         Raises:
-            ValueError: a rank says what no message takes; on every rank.
+            ValueError: a rank reports an impossible message size; on every rank.
         """
         found = torch.tensor(numbers, dtype=torch.int64, device=self._ends.device)
         self._collective.all_reduce(found, "max")
         width, *counts = found.tolist()
         if not FLAG <= width <= self._most or width % ALIGNMENT:
-            raise ValueError(f"a rank says that its message takes {width} bytes; {self._most} is the most")
+            raise ValueError(f"a rank reports a message of {width} bytes, which must be at most {self._most}")
         return [width, *(max(0, count) for count in counts)]
 
     def _add(self, received: Tensor, numel: int) -> Tensor:
-        """The sums of a region, in the order of the ranks."""
+        """Return the sums of this rank's region, added in the order of the ranks."""
         sums = self._sum[:numel].zero_()
         for row in received:
             SparseVector.read(row[FLAG:], numel).add_to(sums)
         return sums
 
     def _filter(self, sums: Tensor, start: int, minimum: Sequence[float]) -> SparseVector:
-        """Those that reach the thresholds of their sections."""
-        found = SparseVector.of(sums)
-        indices = torch.arange(found.numel, device=sums.device) if found.indices is None else found.indices
+        """Return the sums that reach the threshold of their section."""
+        held = SparseVector.of(sums)
+        indices = torch.arange(held.numel, device=sums.device) if held.indices is None else held.indices
         least = torch.tensor(minimum, device=sums.device)[self._section_of(indices + start)]
-        kept = ~(found.values.abs() < least)  # what is no number is kept, and found
-        if found.indices is None and bool(kept.all()):
-            return found
-        return SparseVector(found.numel, indices[kept], found.values[kept])
+        large = ~(held.values.abs() < least)  # NaN is kept, so that it is noticed
+        if held.indices is None and bool(large.all()):
+            return held
+        return SparseVector(held.numel, indices[large], held.values[large])
 
     def _section_of(self, indices: Tensor) -> Tensor:
         return torch.searchsorted(self._ends[1:], indices, right=True)
@@ -271,7 +268,7 @@ class OwnersPlan(ExchangePlan):
     def _select(
         self, kept: SparseVector, most: Sequence[int], exact: Sequence[bool], thresholds: Sequence[float]
     ) -> tuple[SparseVector, list[float], list[float]]:
-        """What is applied, the threshold of each section in this step, and that of the next."""
+        """Return the sums to apply, the threshold of each section in this step, and in the next step."""
         cuts = kept.cuts(self._ends.tolist())
         chosen = torch.ones(len(kept.values), dtype=torch.bool, device=kept.values.device)
         used, later = [], []
@@ -284,7 +281,7 @@ class OwnersPlan(ExchangePlan):
                 threshold = float(sizes.topk(k).values[-1]) if 0 < k < last - first else 0.0
                 chosen[first:last] = ~(sizes < threshold)
             used.append(threshold)
-            if not exact[number] and last - first > MORE * k > 0:  # those that are left out are smaller
+            if not exact[number] and last - first > MORE * k > 0:  # the dropped ones are smaller
                 threshold = float(kept.values[first:last].abs().topk(k).values[-1])
             elif not exact[number] and last - first < FEWER * k:
                 threshold /= NUDGE
@@ -295,7 +292,7 @@ class OwnersPlan(ExchangePlan):
         return kept, used, later
 
     def _take_back(self, held: SparseVector, result: SparseVector, used: Sequence[float], vector: Tensor) -> None:
-        """What this rank sent and no owner applied is sent again with a later gradient."""
+        """Add the elements that this rank sent but that were not applied back to its vector."""
         if result.indices is None or not any(used):
             return
         self._kept.zero_()[result.indices] = True
@@ -312,34 +309,36 @@ def _row_bytes(count: float, numel: int) -> int:
 
 
 def _most_of(count: float, draws: int) -> float:
-    """The most of so many numbers that are ``count`` on average, if they are counts of independent events."""
+    """Return the expected maximum of ``draws`` independent counts with mean ``count``."""
     return count + math.sqrt(2 * count * math.log(draws)) if draws > 1 else count
 
 
 @dataclass(frozen=True)
 class OkTopK(Exchange):
-    """All-to-all of what was selected to the owners of regions; these send on the sums that reach a threshold.
+    """Ranks send their selected elements all-to-all to owners of regions, which all-gather the largest sums.
 
-    A rank sends about ``4 k (W - 1) / W`` words of four bytes, whatever the number of ranks and however little their
-    selections overlap: k is the most that any rank selected of a section, and about k sums of each section are kept.
-    The threshold is exact in every ``evaluate_every``-th step, in which all sums travel, and is used in the steps
-    between. Where it kept more than 4 k / 3, the next one is the k-th largest of these, which everybody has (the
-    authors' is 0.8 % more, which is late while residuals still grow); where fewer than 2 k / 3, it is 0.8 % less.
+    A rank sends about ``4 k (W - 1) / W`` words of four bytes, for any number of ranks and any overlap of their
+    selections. k is the largest number that any rank selected of a section; about k sums of each section are kept. The
+    threshold is exact in every ``evaluate_every``-th step, in which all sums are sent, and is reused in the steps
+    between. If it kept more than 4 k / 3 sums, the next threshold is the k-th largest of these, which all ranks have
+    (the authors raise it by 0.8 %, which is too slow while residuals still grow). If it kept fewer than 2 k / 3, the
+    next one is 0.8 % lower.
 
-    Regions are cut where ranks selected equally much, as counted every ``rebalance_every`` steps: in 64 parts of each
-    parameter, added up over the ranks. (The authors average the ranks' own boundaries.) What is sent dense stays whole.
+    Regions are chosen every ``rebalance_every`` steps, so that ranks selected equally many elements in each, by counts
+    in 64 parts of each parameter, summed over the ranks. (The authors average the ranks' own bounds.) Sections that are
+    sent dense are kept as a whole.
 
-    A rank that sent an element that was not kept takes it back into its residual, so that the sum over the ranks is
-    exact, and a method with a momentum of its own (``dgc``) forgets it only where it was applied. It is another
-    algorithm than the sum of what was selected; ``auto`` never chooses it. State, the same on all ranks: thresholds,
-    counts and clocks, at most 66 numbers a parameter.
+    A rank adds an element that was not kept back to its residual, so that the sum over the ranks is exact. A method
+    with its own momentum (``dgc``) resets it only where elements were applied. This is another algorithm than the sum
+    of the selected elements; ``auto`` never chooses it. State, the same on all ranks: thresholds, counts and clocks, at
+    most 66 numbers for each parameter.
 
     Args:
-        evaluate_every: steps from one exact threshold to the next, at least 1; the authors' 32.
-        rebalance_every: steps from one choice of regions to the next, at least 1; the authors' 64.
+        evaluate_every: steps from one exact threshold to the next, 1 to 1000; the authors use 32.
+        rebalance_every: steps from one choice of regions to the next, 1 to 1000; the authors use 64.
 
     Raises:
-        ValueError: one of them is no such number.
+        ValueError: a value is out of range.
     """
 
     evaluate_every: int = 32
@@ -358,7 +357,7 @@ class OkTopK(Exchange):
 
     @property
     def keeper(self) -> Keeper:
-        """Of thresholds, counts and clocks."""
+        """See ``Exchange``: of thresholds, counts and clocks."""
         return _Thresholds()
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
@@ -374,13 +373,13 @@ class _Thresholds(Keeper):
         return declared(layout)
 
     def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:
-        """An all-reduce that remembers."""
+        """See ``Keeper``: an all-reduce that carries the state along."""
         dense = [replace(section, method=Dense()) for section in sections]
         return _Remembering(AllReduce().plan(dense, world), Memory(sections, states, world.device))
 
 
 class _Remembering(ExchangePlan):
-    """Another exchange, after which everything is remembered as it was."""
+    """Another exchange that leaves the state unchanged."""
 
     def __init__(self, inner: ExchangePlan, memory: Memory) -> None:
         self._inner, self._memory = inner, memory

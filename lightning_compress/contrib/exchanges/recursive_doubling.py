@@ -1,4 +1,4 @@
-"""Sparse sums in as many rounds as the logarithm of the ranks.
+"""Sparse sums in ``log2`` of the ranks rounds.
 
 ``SSAR_Recursive_Double`` of SparCML (Renggli, Ashkboos, Aghagolzadeh, Alistarh, Hoefler, "SparCML: High-Performance
 Sparse Communication for Machine Learning", SC 2019, arXiv 1802.08021).
@@ -27,7 +27,7 @@ from lightning_compress.exchanges.sparse.split_gather import check_selective, ex
 
 
 class Coding(Protocol):
-    """How sums are written; see ``coding``."""
+    """How sums are written to messages; see ``coding``."""
 
     def most_bytes(self, numel: int, /) -> int: ...  # noqa: D102
 
@@ -39,18 +39,18 @@ class Coding(Protocol):
 
 
 class SparseSum:
-    """A sum under way: ascending indices and values while few are not 0, else all numbers.
+    """A running sum: ascending indices with values while it is sparse, else all numbers. SparCML's streams.
 
-    The streams of SparCML. A sum becomes dense where its two parts have half of all elements together, which bounds
-    their union without counting it, and stays so.
+    A sum becomes dense if its two parts have half of all elements together, and stays dense. This bounds the union of
+    the parts without counting it.
 
     Args:
-        room: float32 ``[numel]``, contiguous: what the sum begins with, and where it is when it is dense.
-        way: how it is written.
+        room: float32 ``[numel]``, contiguous: the first summand, and the memory of a dense sum.
+        way: how the sum is written to messages.
 
     Attributes:
-        indices: int64 ``[count]``, ascending, or None where the sum is dense.
-        values: the numbers there; all of them where the sum is dense.
+        indices: int64 ``[count]``, ascending, or None if the sum is dense.
+        values: float32 ``[count]`` at the indices, or all numbers if the sum is dense.
     """
 
     def __init__(self, room: Tensor, way: Coding = coding) -> None:
@@ -68,7 +68,7 @@ class SparseSum:
             self.values = self._room
 
     def add(self, message: Tensor) -> None:
-        """Add what ``write`` wrote elsewhere.
+        """Add the sum in a message of another rank.
 
         Raises:
             ValueError: the message is damaged.
@@ -82,7 +82,7 @@ class SparseSum:
             self.indices, self.values = merged(self.indices, self.values, indices, values)
 
     def load(self, message: Tensor) -> None:
-        """Take what ``write`` wrote elsewhere in place of what was here.
+        """Replace this sum by the sum in a message of another rank.
 
         Raises:
             ValueError: the message is damaged.
@@ -90,13 +90,13 @@ class SparseSum:
         self._take(*self._entries(message))
 
     def write(self, message: Tensor) -> int:
-        """Write it; returns bytes of the message."""
+        """Write the sum to a message; return its bytes."""
         if self.indices is None:
             return self._way.write(self._room, message)
         return self._way.write_entries(self.indices, self.values, len(self._room), message)
 
     def spread(self) -> None:
-        """Write all numbers to where the sum began, if they are not there."""
+        """Write all numbers to ``room``, if they are not there."""
         if self.indices is not None:
             self._spread(self.indices, self.values)
 
@@ -113,7 +113,7 @@ class SparseSum:
 
 
 def merged(indices: Tensor, values: Tensor, others: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Add two lists: int64 indices, ascending in each, and float32 values; what adds up to 0 stays in the list."""
+    """Return the sum of two sparse vectors (int64 ascending indices, float32 values); zeros stay in the list."""
     at = torch.searchsorted(indices, others)
     known = torch.zeros_like(at, dtype=torch.bool)
     inside = at < len(indices)
@@ -133,12 +133,12 @@ def merged(indices: Tensor, values: Tensor, others: Tensor, theirs: Tensor) -> t
 
 @dataclass(frozen=True)
 class RecursiveDoubling(Exchange):
-    """In round i every rank swaps sums with the one ``2^i`` away; sums grow denser, and dense once that is less.
+    """In round i, every rank swaps sums with the rank ``2^i`` away. Sums become dense once that takes fewer bytes.
 
-    For ``k`` of ``n`` elements a rank sends between ``2 k log2 W`` words of four bytes, where all ranks select the same
-    ones, and ``2 k (W - 1)``, where no two do: for few ranks, small messages and slow starts. Where W is no power of
-    two, the ranks beyond one hand their messages over first, and get the sum in the end. Nothing is lost twice, and
-    all ranks add in the same tree.
+    For ``k`` of ``n`` elements, a rank sends between ``2 k log2 W`` words of four bytes, if all ranks select the same
+    elements, and ``2 k (W - 1)``, if no two do. It suits few ranks, small messages and high latency. If W is not a
+    power of two, the ranks beyond the next lower one send their message to another rank first, and receive the sum at
+    the end. Sums are exact, and all ranks add in the same tree.
     """
 
     def check(self, codec: Codec) -> None:
@@ -157,7 +157,7 @@ class RecursiveDoubling(Exchange):
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does in a round: to whom it sends, and from whom it gets; ``whole``: the sum is finished."""
+    """One rank's part in a round: the ranks that it sends to and receives from. ``whole``: the sum is finished."""
 
     to: int | None = None
     source: int | None = None
@@ -165,7 +165,7 @@ class Hop:
 
 
 def hops(rank: int, size: int) -> list[Hop]:
-    """The rounds of a rank; all ranks have as many."""
+    """Return the rounds of a rank; their number is the same on all ranks."""
     core = 1 << size.bit_length() - 1
     inner = [1 << bit for bit in range(core.bit_length() - 1)]
     extra, partner = size - core, rank - core
@@ -181,10 +181,10 @@ class DoublingPlan(ExchangePlan):
     """The rounds of recursive doubling.
 
     Args:
-        description: which exchange this is, for the log.
-        coding: how sums are written.
-        used: bytes of a sum over so many ranks, as expected.
-        sections: what the vectors consist of.
+        description: name of the exchange, for the log.
+        coding: how sums are written to messages.
+        used: returns the expected bytes of a sum over this many ranks.
+        sections: of the vectors.
         world: the ranks.
     """
 
@@ -217,7 +217,7 @@ class DoublingPlan(ExchangePlan):
         )
 
     def _expected(self, used: Callable[[int], float]) -> int:
-        """If the ranks select independently."""
+        """Return the expected bytes that this rank sends, if the ranks select independently."""
         rank, size = self._collective.rank, self._collective.size
         core, members, total = 1 << size.bit_length() - 1, {rank}, 0
         for hop in self._hops:
@@ -235,7 +235,7 @@ class DoublingPlan(ExchangePlan):
         self._plan.agree(key, rank, size)
         self._plan.encode(vector, self._own[0], mix(key, rank), flag)
         self._plan.decode(self._own, out, 1.0, accumulate=False)
-        room = self._compact.take(out).add_(0.0)  # no -0.0, which lists leave out and whole sums keep
+        room = self._compact.take(out).add_(0.0)  # turns -0.0, which sparse sums drop and dense ones keep, into 0.0
         with self._meter.encode:
             total = SparseSum(room, self._coding)
         self._rounds.begin()

@@ -1,12 +1,11 @@
-"""Rounds of point-to-point messages whose lengths vary, after which all ranks go on or all stop.
+"""Rounds of point-to-point messages of varying length, after which either all ranks continue or all raise.
 
-Before a round every rank tells all others how long its messages are (an all-gather of a few bytes): no rank waits for
-bytes that do not come, whatever a rank said. Every message carries a checksum, since what goes to one rank only cannot
-be compared: a message that was changed on the way, or that cannot be read, is told in the next table, and then all
-ranks raise.
+Before a round, an all-gather of a few bytes tells all ranks the lengths of all messages, so that no rank waits for
+bytes that are never sent. Every message has a checksum, because a message to a single rank cannot be compared between
+ranks. A rank that receives a damaged message reports it in the next table, and then all ranks raise.
 
     message: | checksum, 4 bytes | padding to 16 bytes | body |
-    table:   a row a rank: | a word, int64; below 0: this rank could not read a message | sizes, int64 |
+    table:   a row for each rank: | a word, int64; below 0: this rank could not read a message | sizes, int64 |
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Rounds:
 
     Args:
         world: the ranks.
-        messages: what a rank sends in a round, at most.
+        messages: largest number of messages that a rank sends in a round.
     """
 
     def __init__(self, world: World, messages: int) -> None:
@@ -42,22 +41,22 @@ class Rounds:
         self.table_bytes = (size - 1) * self._table[0].nbytes
 
     def begin(self) -> None:
-        """Forget what was refused in the step before."""
+        """Begin a step: forget the errors of the last one."""
         self._error = DeferredError()
 
     def agree(self, sizes: Sequence[int], most: int, word: int = 0) -> list[list[int]]:
-        """Tell all ranks how long this rank's messages are.
+        """Exchange the lengths of all messages. Collective: every rank must call it.
 
         Args:
             sizes: bytes of this rank's messages.
-            most: bytes that a message of any rank takes at most, equal on all ranks.
-            word: something else that all should know, 0 or more.
+            most: largest number of bytes of any rank's message, equal on all ranks.
+            word: another number for all ranks, 0 or more.
 
         Returns:
-            word and sizes of every rank; this rank's too, which are the ones that count.
+            word and sizes of every rank. Use these for this rank, too.
 
         Raises:
-            ValueError: a rank could not read a message, or says what no message takes; on every rank.
+            ValueError: a rank could not read a message, or reports an impossible size; on every rank.
         """
         row = torch.zeros_like(self._table[0])
         row[: 1 + len(sizes)] = torch.tensor([REFUSED if self._error else word, *sizes], dtype=torch.int64)
@@ -67,18 +66,18 @@ class Rounds:
         for rank, (_, *lengths) in enumerate(rows):
             for length in lengths:
                 if not 0 <= length <= most or length % ALIGNMENT:
-                    raise ValueError(f"rank {rank} says that its message takes {length} bytes; {most} is the most")
+                    raise ValueError(f"rank {rank} reports a message of {length} bytes, which must be at most {most}")
         return rows
 
     def swap(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], read: Callable[[int, Tensor], None]
     ) -> None:
-        """Send sealed messages, and read those of others in the order of their ranks.
+        """Send sealed messages, and read the received ones in the order of their ranks.
 
         Args:
-            sends: uint8, as long as ``agree`` told.
-            receives: buffers, as long as the senders told.
-            read: is given a rank and the body of its message; a ValueError is told in the next ``agree``.
+            sends: uint8 messages by rank, of the lengths that ``agree`` returned.
+            receives: uint8 buffers by rank, of the lengths that ``agree`` returned.
+            read: called with a rank and the body of its message. The next ``agree`` reports its ValueError.
         """
         self._collective.swap(sends, receives)
         with self._meter.decode:
@@ -88,22 +87,18 @@ class Rounds:
                         read(peer, _opened(receives[peer], peer))
 
     def finish(self) -> None:
-        """See that every rank could read what it was sent.
-
-        Raises:
-            ValueError: one could not; on every rank.
-        """
+        """Raise ValueError on every rank if a rank could not read a message. Collective: every rank must call it."""
         self.agree([], 0)
         self._error.raise_own()
 
 
 def new_messages(count: int, size: int, device: torch.device) -> Tensor:
-    """Buffers for ``count`` messages; zero, since encoding writes no padding."""
+    """Return buffers for ``count`` messages, filled with zeros, because encoding writes no padding."""
     return torch.zeros(count, size, dtype=torch.uint8, device=device)
 
 
 def seal(message: Tensor, used: int) -> int:
-    """Write the checksum of a body of ``used`` bytes, behind the header; returns bytes of the message."""
+    """Write the checksum of a body of ``used`` bytes; return the bytes of the message."""
     end = HEADER + aligned(used)
     message[HEADER + used : end] = 0
     message[:4].view(torch.int32)[0] = _checksum(message[HEADER:end])

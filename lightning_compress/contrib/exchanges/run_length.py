@@ -1,4 +1,4 @@
-"""Sums in which runs of zeros are counted, all the way.
+"""Sparse sums with run-length encoding of zeros.
 
 Hofmann, Ruenger, "MPI Reduction Operations for Sparse Floating-point Data", EuroPVM/MPI 2008.
 """
@@ -21,29 +21,29 @@ from lightning_compress.exchanges.sparse.split_gather import expected_count
 
 HEADER = 16
 GAP = 2
-"""Zeros that take as many bytes as a run."""
+"""Number of zeros that takes as many bytes as a run."""
 
 
 def most_bytes(numel: int) -> int:
-    """The most that a message of ``numel`` numbers takes."""
+    """Return the most bytes of a message of ``numel`` numbers."""
     return HEADER + 8 + 4 * numel
 
 
 def expected_bytes(numel: int, share: float) -> float:
-    """Bytes of a message's runs and numbers, if each of ``numel`` numbers is not 0 with this probability."""
+    """Return the expected bytes of runs and numbers, if a number is nonzero with probability ``share``."""
     zero = 1 - share
     between = share * zero + 2 * share * zero**2  # zeros that are written, for each number
     return numel * share * (8 * zero**3 + 4 * (1 + between))
 
 
 def write(values: Tensor, message: Tensor) -> int:
-    """Write float32 ``[numel]`` to uint8 ``[most_bytes(numel)]``; returns bytes of the message."""
+    """Write float32 ``[numel]`` to uint8 ``[most_bytes(numel)]``; return the bytes of the message."""
     indices = coding.indices_of(values)
     return write_entries(indices, values[indices], len(values), message)
 
 
 def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor) -> int:
-    """The same for numbers at ascending indices, int64 ``[count]``, none of them twice."""
+    """Do as ``write`` for values at ascending, distinct indices, int64 ``[count]``."""
     there = values != 0
     indices, values = indices[there], values[there]
     message[:HEADER] = 0
@@ -66,20 +66,20 @@ def write_entries(indices: Tensor, values: Tensor, numel: int, message: Tensor) 
 
 
 def read_entries(message: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
-    """Indices, int64 ``[count]``, and the numbers there; no indices and all ``numel`` numbers where these were written.
+    """Return indices, int64 ``[count]``, and values; or None and all ``numel`` numbers if all were written.
 
     Raises:
         ValueError: the message is damaged.
     """
     runs, count = message[:8].view(torch.int32).tolist()
     if not 0 <= runs <= count <= numel or HEADER + 8 * runs + 4 * count > len(message):
-        raise ValueError(f"a message says that it has {runs} runs of {count} of {numel} numbers; it is damaged")
+        raise ValueError(f"a message is damaged: it reports {runs} runs of {count} of {numel} numbers")
     middle = HEADER + 8 * runs
     zeros, lengths = message[HEADER:middle].view(torch.int32).long().view(runs, 2).unbind(1)
     ends = (zeros + lengths).cumsum(0)
     wrong = bool((zeros < 0).any()) or bool((lengths < 1).any())
     if wrong or int(lengths.sum()) != count or (runs and int(ends[-1]) > numel):
-        raise ValueError(f"the runs of a message are not those of {count} of {numel} numbers; it is damaged")
+        raise ValueError(f"a message is damaged: its runs do not hold {count} of {numel} numbers")
     values = message[middle : middle + 4 * count].view(torch.float32)
     if count == numel:
         return None, values
@@ -89,7 +89,7 @@ def read_entries(message: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
 
 
 class Runs:
-    """These functions as a way to write sums; see ``Coding``."""
+    """These functions as a ``Coding``."""
 
     most_bytes = staticmethod(most_bytes)
     write = staticmethod(write)
@@ -99,11 +99,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class RunLength(Exchange):
-    """The rounds of ``recursive_doubling``, with runs of zeros counted and the numbers between them as they are.
+    """Does as ``recursive_doubling``, but sends the lengths of runs of zeros, and the numbers between them.
 
-    For gradients that are 0 in stretches (rows of an embedding, units that were never active) and whole elsewhere: a
-    number takes 4 bytes, a run 8, and a sum without any zero 8 bytes more than its numbers. So any method may use it,
-    ``none`` too. Sums are exact, and nothing is lost twice.
+    It suits gradients that are 0 in long runs (rows of an embedding, inactive units) and dense elsewhere. A number
+    takes 4 bytes, a run 8, and a sum without zeros 8 bytes more than its numbers. So any method may use it, also
+    ``none``. Sums are exact.
     """
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:

@@ -1,4 +1,4 @@
-"""Who may use exchanges that drop elements, what they leave alone, and sections as one tensor."""
+"""Checks for exchanges that drop elements, and sections as one tensor."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from lightning_compress.exchanges.message import Section
 
 
 def check_fed_back(name: str, codec: Codec) -> None:
-    """Refuse a method without error feedback, for exchanges that drop elements on the way.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raise ValueError if a codec has no error feedback, which exchanges that drop elements need."""
     if not codec.contractive and not isinstance(codec, Dense):
         raise ValueError(
-            f"exchange={name!r} drops the smaller sums, which only error feedback brings back, and {codec} goes "
-            "without: use exchange='auto', or a compressor such as 'topk'"
+            f"exchange={name!r} drops the smaller sums, which only error feedback sends later, and {codec} has none: "
+            "use exchange='auto', or a compressor such as 'topk'"
         )
 
 
 def keeps_all(codec: Codec) -> bool:
-    """Whether everything is meant to arrive."""
+    """Return whether the codec sends all elements."""
     return isinstance(codec, Dense) or getattr(codec, "density", None) == 1
 
 
 class Compact:
-    """The sections of a vector as one tensor: a view where they are neighbours, else a copy."""
+    """The sections of a vector as one tensor: a view if they are adjacent, else a copy."""
 
     def __init__(self, sections: Sequence[Section], device: torch.device) -> None:
         self._spans = [each.span for each in sections if each.layout.numel]
@@ -41,13 +37,13 @@ class Compact:
         self._copy = None if beside else torch.zeros(self.numel, device=device)
 
     def take(self, vector: Tensor) -> Tensor:
-        """What stands there, float32 ``[numel]``."""
+        """Return the sections of the vector, float32 ``[numel]``."""
         if self._copy is None:
             return vector[self._spans[0].start : self._spans[-1].stop] if self._spans else vector[:0]
         gather(vector, self._spans, self._copy)
         return self._copy
 
     def put(self, taken: Tensor, vector: Tensor) -> None:
-        """Make it stand there again, after what ``take`` gave was changed."""
+        """Write back the changed tensor that ``take`` returned."""
         if self._copy is not None:
             scatter(taken, self._spans, vector)

@@ -1,4 +1,4 @@
-"""Algorithms of gossip that stand beside those of the core for comparison, one to a file."""
+"""Gossip algorithms for comparison, one in each file."""
 
 from __future__ import annotations
 

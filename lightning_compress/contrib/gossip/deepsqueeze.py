@@ -1,4 +1,4 @@
-"""DeepSqueeze: compressed models, whose errors are sent with the next ones."""
+"""DeepSqueeze: sends compressed models, with error feedback."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_compress.gossip.noise import fit_step
 class DeepSqueeze(Algorithm):
     """``v_i = x_i + e_i; e_i = v_i - C(v_i); x_i <- x_i + eta * sum_j W_ij (C(v_j) - C(v_i))``.
 
-    Any contractive codec goes. It compresses the model itself, and not a difference, so its noise is a share of the
-    model: at few bits eta must be small. Kept is the error: 4 bytes a parameter.
+    Any contractive codec works. It compresses the model itself, not a difference, so its noise is proportional to the
+    model, and eta must be small at few bits. It keeps the error: 4 bytes for each parameter.
 
     Args:
         eta: how far to move towards the neighbours, in (0, 1]; see ``Choco.gamma``. None: a tenth of the largest step,
-            at which noise is about as large as the distance of the ranks, and at most 0.1.
+            and at most 0.1. At a tenth, noise is about as large as the distance of the ranks.
 
     Raises:
         ValueError: eta is out of range.
@@ -42,24 +42,19 @@ class DeepSqueeze(Algorithm):
         check_share("deepsqueeze: eta", self.eta)
 
     def check_compressor(self, compressor: object) -> None:
-        """Contractive ones."""
+        """See ``Algorithm``; contractive codecs."""
         check_contractive(self.name, compressor)
 
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
-        """See ``Algorithm.begin``."""
-        eta = fit_step("deepsqueeze: eta", self.eta, 0.1, 0.1, start, neighbours, compressor, layout)
-        return _Mixing(start, neighbours, compressor, layout, seed, eta)
+        """See ``Algorithm``."""
+        mixing = _Mixing(neighbours, compressor, layout, start.device, seed)
+        mixing.steps["eta"] = fit_step("deepsqueeze: eta", self.eta, 0.1, 0.1, start, neighbours, compressor, layout)
+        mixing.vectors["error"] = torch.zeros_like(start)
+        return mixing
 
 
 class _Mixing(Coded):
-    def __init__(
-        self, start: Tensor, neighbours: Neighbours, codec: Codec, layout: Layout, seed: int, eta: float
-    ) -> None:
-        super().__init__(neighbours, codec, layout, start.device, seed)
-        self.steps["eta"] = eta
-        self.vectors["error"] = torch.zeros_like(start)
-
     def run(self, vector: Tensor, rate: float) -> None:
         error = self.vectors["error"].add_(vector)
-        for weight, message in self.tell(error, self.steps["eta"]):
+        for weight, message in self.send(error, self.steps["eta"]):
             self.add(message, vector, weight)

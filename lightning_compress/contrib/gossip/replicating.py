@@ -1,4 +1,4 @@
-"""Algorithms whose ranks keep replicas of their neighbours, by unbiased codecs whose noise they can bear."""
+"""Base of algorithms whose ranks keep replicas of their neighbours, with unbiased codecs of little noise."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_compress.gossip.topology import TOLERANCE, Topology
 
 
 class Replicating(Algorithm):
-    """An algorithm whose mixing keeps ``Replicas``, by unbiased codecs.
+    """An algorithm whose mixing keeps ``Replicas``, with unbiased codecs.
 
     Attributes:
-        mixing: class of it.
-        most: variance of messages, relative to their square, that it bears at most on any graph.
+        mixing: class of the mixing.
+        most: exclusive upper limit of the relative variance of messages, on any graph.
     """
 
     codec: ClassVar[Codec | None] = QSGD(8)
@@ -33,11 +33,11 @@ class Replicating(Algorithm):
     most: ClassVar[float] = math.inf
 
     def check_compressor(self, compressor: object) -> None:
-        """Unbiased ones."""
+        """See ``Algorithm``; unbiased codecs."""
         check_unbiased(self.name, compressor)
 
     def check_noise(self, compressor: Codec, layout: Layout, topology: Topology) -> None:
-        """See ``Algorithm.check_noise``."""
+        """See ``Algorithm``."""
         noise, most = noise_of(compressor, layout), min(bearable(topology), self.most)
         if noise >= most:
             raise ValueError(
@@ -48,12 +48,12 @@ class Replicating(Algorithm):
             )
 
     def begin(self, start: Tensor, neighbours: Neighbours, compressor: Codec, layout: Layout, seed: int) -> Mixing:
-        """See ``Algorithm.begin``."""
+        """See ``Algorithm``."""
         return self.mixing(start, neighbours, compressor, layout, seed)
 
 
 def noise_of(codec: Codec, layout: Layout) -> float:
-    """Return the squared error of a message, as a share of what it stands for, on normal numbers."""
+    """Return the squared error of a message relative to the squared vector, for normal numbers."""
     vector = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     plan, before = codec.plan(layout, vector.device), float(squares(vector))
     plan.share(0)
@@ -62,11 +62,11 @@ def noise_of(codec: Codec, layout: Layout) -> float:
 
 
 def bearable(topology: Topology) -> float:
-    """Return the variance of messages, relative to their content squared, at which the noise of replicas feeds itself.
+    """Return the relative variance of messages at which the noise of replicas amplifies itself.
 
-    A replica moves by its distance from the neighbourhood's, and by that message's noise. Noise is of all modes of
-    the graph alike, each of which is ``l`` times itself after a round, and a message of ``1 - l`` of it: of a
-    variance ``w`` there comes back ``w / n`` times the sum of ``(1 - l) / (1 + l)``.
+    A replica moves by its distance from the neighbourhood's mean, plus the noise of that message. Noise is equally
+    strong in all modes of the graph. In a round, a mode is multiplied by its eigenvalue ``l``, and its message has the
+    share ``1 - l`` of it. So of a variance ``w``, ``w / n`` times the sum of ``(1 - l) / (1 + l)`` comes back.
     """
     others = np.linalg.eigvalsh(topology.matrices[0])[:-1]
     left = float(((1 - others) / np.maximum(1 + others, TOLERANCE)).sum()) / topology.size
@@ -74,15 +74,15 @@ def bearable(topology: Topology) -> float:
 
 
 def unbiased(codec: Codec) -> bool:
-    """Whether what is decoded is on average what was encoded."""
+    """Return whether decoded messages equal the vector on average."""
     exact = codec.casts and codec.sum_dtype == torch.float32
     return exact or not (codec.contractive or codec.sum_dtype is not None)
 
 
 def check_unbiased(name: str, compressor: object) -> None:
-    """Refuse what is not unbiased, for algorithms whose errors must average out."""
+    """Raise ValueError if the compressor is not an unbiased codec."""
     if not isinstance(compressor, Codec) or not unbiased(compressor):
         raise ValueError(
-            f"algorithm {name} needs an unbiased codec, and {compressor} is none: its errors would add up. Take qsgd, "
-            "rotated, natural, terngrad or none; or algorithm choco, which takes biased ones"
+            f"algorithm {name} needs an unbiased codec, and the errors of {compressor} would add up. Use qsgd, "
+            "rotated, natural, terngrad or none; or algorithm choco, which takes biased codecs"
         )

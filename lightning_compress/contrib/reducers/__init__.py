@@ -1,4 +1,4 @@
-"""Methods for comparison that issue collectives themselves, one to a file."""
+"""Reducers for comparison, one in each file."""
 
 from __future__ import annotations
 

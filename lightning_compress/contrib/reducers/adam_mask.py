@@ -1,4 +1,4 @@
-"""The elements whose momentum is largest, which all ranks know without a word."""
+"""Sends the elements with the largest momentum, which all ranks know without exchanging indices."""
 
 from __future__ import annotations
 
@@ -23,32 +23,34 @@ Rest = Literal["residual", "moment"]
 
 @dataclass(frozen=True)
 class AdamMask(Reducer):
-    """Average the elements whose average gradient so far is largest: values alone travel, in one all-reduce.
+    """Average the elements with the largest moment of past gradients, in one all-reduce of values without indices.
 
-    With the moment ``m <- beta m + (1 - beta) mean``, which is Adam's first one and the same on all ranks, a step of n
-    elements takes ``k = ceil(density n)`` of them: ``round(explore k)`` at random (one at least, unless explore is 0),
-    each in one of as many equal stretches, and of the others those with the largest ``|m|``. What is drawn by chance is
-    drawn alike by all: an element that is never chosen has a moment that decays and would never come back. As long as m
-    is 0, as in the first step, everything is sent. The optimizer is given the mean of what was chosen, and of the rest:
+    The moment ``m <- beta m + (1 - beta) mean`` is Adam's first moment, the same on all ranks. A step sends
+    ``k = ceil(density n)`` of n elements. ``round(explore k)`` of them are random (at least one, unless explore is 0),
+    one in each of equally long intervals, and the same on all ranks. The others have the largest ``|m|``. Random
+    elements are needed because the moment of an element that is never sent decays, so that it would never be sent.
+    While m is 0, as in the first step, everything is sent. The optimizer gets the mean of the sent elements. For all
+    other elements it gets:
 
-    * ``rest="residual"``: 0, and what was not sent is fed back, as for other sparse methods. Conserved as by these.
-    * ``rest="moment"``: m, so that Adam's moment stays where it is; what was not sent is dropped. Nothing is
-      conserved, and error feedback is refused. For Adam with the same beta.
+    * ``rest="residual"``: 0. What was not sent is sent later by error feedback, as for other sparse methods, and is
+      conserved as with these.
+    * ``rest="moment"``: m, so that Adam's moment does not change. What was not sent is dropped. Nothing is conserved,
+      and error feedback is refused. It is meant for Adam with the same beta.
 
-    Bits per element: ``32 density``, whatever the number of ranks, which is what all-reduce costs float32 times the
-    density. State: ``moment``, float32, the same on all ranks, with its second buffer 8 bytes a parameter.
+    Bits per element: ``32 density`` for any number of ranks; an all-reduce of float32 times the density. State:
+    ``moment``, float32, the same on all ranks; with its second buffer 8 bytes for each parameter.
 
     Args:
-        density: share of the elements that are sent, in (0, 1].
-        explore: share of these that are drawn at random, in [0, 1].
+        density: share of the elements that is sent, in (0, 1].
+        explore: share of these that is random, in [0, 1].
         rest: "residual" or "moment".
-        beta: of the moment, in [0, 1); Adam's first.
+        beta: of the moment, in [0, 1); as Adam's first beta.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
-    Our own, after the idea of "SCAPE", arXiv 2607.01678, of which the abstract was read: that a mask may follow from
-    what the optimizer knows.
+    Our own method, after the idea of "SCAPE" (arXiv 2607.01678, of which only the abstract was read): a mask can follow
+    from what the optimizer knows.
     """
 
     name: ClassVar[str] = "adam_mask"
@@ -69,25 +71,25 @@ class AdamMask(Reducer):
 
     @property
     def contractive(self) -> bool:  # type: ignore[override]
-        """With a residual."""
+        """See ``Reducer``: only with a residual."""
         return self.rest == "residual"
 
     @property
     def conserves(self) -> bool:  # type: ignore[override]
-        """With a residual."""
+        """See ``Reducer``: only with a residual."""
         return self.rest == "residual"
 
     @property
     def safe_with_adam(self) -> bool:
-        """Not known to be."""
+        """See ``Reducer``: not known to be."""
         return False
 
     def state(self, layout: Layout) -> Mapping[str, StateSpec]:
-        """The moment."""
+        """See ``Reducer``: the moment."""
         return {"moment": StateSpec(layout, "shared")}
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
-        """Make ready for vectors of this layout; see the base class."""
+        """See ``Reducer.plan``."""
         return _Plan(self, layout, carried, world, states)
 
 
@@ -112,7 +114,7 @@ class _Plan(ReducerPlan):
 
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         base, beta = self._moment.base(), self._settings.beta
-        # looked at until it is so, no longer: it waits for the device
+        # checked only until the moment is not 0: the check waits for the device
         if self._begun != self._moment.resets and (bool(self._moment.committed.any()) or not len(vector)):
             self._begun = self._moment.resets
         if self._begun == self._moment.resets and self._count < len(vector):
@@ -132,14 +134,14 @@ class _Plan(ReducerPlan):
         torch.mul(base, beta, out=self._moment.pending).add_(out, alpha=1 - beta)
 
     def _add_up(self, values: Tensor, carried: Tensor) -> None:
-        """Average behind what is carried, which is summed."""
+        """All-reduce ``carried`` and ``values`` together: ``carried`` is summed, ``values`` are averaged."""
         values[: self._carried] = carried
         self._collective.all_reduce(values)
         carried.copy_(values[: self._carried])
         values[self._carried :].mul_(1 / self._collective.size)
 
     def _chosen(self, moment: Tensor, key: int) -> None:
-        """Write where the elements stand: those drawn first, then the others from the largest on."""
+        """Write the positions of the elements to send: the random ones first, then those with the largest moment."""
         with self._meter.encode:
             sizes = torch.abs(moment, out=self._sizes)
             if self._drawn:

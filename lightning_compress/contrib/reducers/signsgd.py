@@ -1,4 +1,4 @@
-"""signSGD and Signum: one bit up, and a majority's bit down."""
+"""signSGD and Signum: each rank sends a bit for each element and receives the majority's bit."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ class SignSGD(Reducer):
     """Give the optimizer the sign of the sum of the ranks' signs: every element is ``scale`` or ``-scale``.
 
     A rank votes with the signs of ``m = momentum * m + (1 - momentum) * gradient`` (Signum), or of the gradient itself
-    if momentum is 0 (signSGD); 0 and -0.0 count as positive. Where just half of an even number of ranks vote for either
-    side, a random bit decides, the same for all ranks. With "tally" every element is ``scale`` times the mean of the
-    signs, from -1 to 1, and nothing is tied.
+    if momentum is 0 (signSGD). 0 and -0.0 count as positive. If exactly half of an even number of ranks vote for either
+    sign, a random bit decides, the same for all ranks. With "tally", every element is ``scale`` times the mean of the
+    signs, from -1 to 1, and there are no ties.
 
-    Magnitudes are gone, so that the learning rate is the length of a step in every element: for scale 1 as for
-    Adam, 1e-4 and less, not SGD's 0.1. Use plain SGD, whose momentum stays 0 (it is here), with weight decay if
-    wanted. 1-D and small parameters vote like all others; what stays dense by ``exclude`` is averaged as it is, and
-    takes that small learning rate too. Beware of elements that are exactly 0 on all ranks in many steps: the vote is
-    positive, and they drift; but not rows of an ``nn.Embedding`` and whole parameters that are 0 on all ranks, which
-    stay where they are, whatever their momentum.
+    Magnitudes are lost, so the learning rate is the step length of every element. With scale 1 it must be small as for
+    Adam, 1e-4 or less, not 0.1 as for SGD. Use SGD with momentum 0 (the momentum is here), and weight decay if you
+    like. 1-D and small parameters vote like all others. Parameters that stay dense by ``exclude`` are averaged, with
+    the same small learning rate. Elements that are exactly 0 on all ranks in many steps drift, because their vote is
+    positive. Rows of an ``nn.Embedding`` and whole parameters that are 0 on all ranks do not drift: they stay where
+    they are, whatever their momentum.
 
-    Every rank owns the same number of bytes of the packed signs. An all-to-all brings it the others' bits, it counts
-    them, and an all-gather takes the outcome to all: for n elements a rank sends ``W - 1`` times
-    ``s = ceil(ceil(n / 8) / W)`` bytes up, and as much down: 1 bit per element each. A tally takes as many bits
-    down as W has, ``s`` bytes each: 2 for 2 or 3 ranks, 3 for up to 7. What is carried is summed as float32.
+    Every rank owns the same number of bytes of the packed signs. An all-to-all brings it the bits of the others; it
+    counts them, and an all-gather sends the result to all. For n elements, a rank sends ``W - 1`` times
+    ``s = ceil(ceil(n / 8) / W)`` bytes in each direction: 1 bit per element each. A tally returns as many bits as the
+    number W has, ``s`` bytes each: 2 for 2 or 3 ranks, 3 for up to 7. ``carried`` is summed as float32.
 
-    Nothing is conserved: the vector is left 0, and error feedback is refused. Fewer than half of the ranks cannot turn
-    the vote of the others where these agree. Not convergent in general; made for noise that is symmetric. State:
-    the momentum, float32, each rank's own.
+    Nothing is conserved: the vector is set to 0, and error feedback is refused. Where the other ranks agree, fewer than
+    half of the ranks cannot change the result. The method does not converge in general; it is made for symmetric noise.
+    State: the momentum, float32, per-rank.
 
     Args:
         vote: "majority" or "tally".
-        momentum: 0 to below 1; 0.9 is the papers' Signum.
-        scale: what an element is multiplied by; above 0. It moves the learning rate's scale, no more.
+        momentum: in [0, 1); 0.9 is the papers' Signum.
+        scale: factor of every element, above 0. It only rescales the learning rate.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018,
     arXiv 1802.04434. Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication
@@ -81,19 +81,19 @@ class SignSGD(Reducer):
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"SignSGD(momentum={self.momentum!r}): momentum must be in [0, 1); try 0.9, or 0 for none")
         if not _is_number(self.scale) or not 0 < self.scale < math.inf:
-            raise ValueError(f"SignSGD(scale={self.scale!r}): scale must be a number above 0; 1.0 gives signs as such")
+            raise ValueError(f"SignSGD(scale={self.scale!r}): scale must be a number above 0; 1.0 returns the signs")
 
     @property
     def safe_with_adam(self) -> bool:
-        """Adam would normalise a second time, by the size of signs."""
+        """See ``Reducer``: no, Adam would normalise the signs again."""
         return False
 
     def state(self, layout: Layout) -> Mapping[str, StateSpec]:
-        """The momentum, if there is any."""
+        """See ``Reducer``: the momentum, unless it is 0."""
         return {MOMENTUM: StateSpec(layout)} if self.momentum else {}
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
-        """Make ready for vectors of this layout; see the base class."""
+        """See ``Reducer.plan``."""
         return _SignSGDPlan(layout.numel, carried, world, self, states.get(MOMENTUM))
 
 
@@ -144,7 +144,7 @@ class _SignSGDPlan(ReducerPlan):
             self._write(out)
 
     def _advance(self, vector: Tensor, piece: slice) -> Tensor:
-        """What this rank votes with; the momentum moves on."""
+        """Update the momentum, and return the values whose signs are this rank's votes."""
         part = vector[piece]
         if self._momentum is None:
             return part
@@ -153,14 +153,14 @@ class _SignSGDPlan(ReducerPlan):
 
     def _pack(self, part: Tensor, piece: slice) -> None:
         bits = self._bits[: len(part)]
-        if part.device.type == "cpu":  # three times as fast as torch.ge into booleans
+        if part.device.type == "cpu":  # three times as fast as torch.ge
             np.greater_equal(part.numpy(), 0, out=bits.numpy())
         else:
             torch.ge(part, 0, out=bits)
         pack(bits, self._send.view(-1)[piece.start // 8 : packed_size(piece.stop)])
 
     def _write(self, out: Tensor) -> None:
-        """From the packed outcome to ``scale`` times -1 to 1."""
+        """Unpack the result into values from ``-scale`` to ``scale``."""
         most = 1 if self._method.vote == "majority" else self._collective.size
         planes = self._outcomes.transpose(0, 1).flatten(1)  # [bits of an outcome, all bytes]
         for piece in self._pieces:

@@ -1,4 +1,4 @@
-"""Sketched SGD: sums of small tables, in which the largest elements of the mean are found."""
+"""Sketched SGD: all-reduces count-sketches, and finds the largest elements of the mean in their sum."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from lightning_compress.core.workspace import pieces, scratch
 from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 RUN = 1 << 14
-"""Elements that are handled at a time on a CPU: a row's worth of each row fits its caches."""
+"""Elements that are handled at a time on a CPU, so that the buffers of all rows fit into its cache."""
 
 
 @dataclass(frozen=True)
 class Sketch(Reducer):
-    """Apply the k largest elements of the mean among those that a count-sketch takes for the largest.
+    """Apply the k largest elements of the mean, out of the candidates that a count-sketch finds.
 
-    A sketch is a table of rows; in each, every element is added, with a random sign, to a random bucket. Tables of the
-    ranks add up to the table of the sum. An element's estimate is the median over the rows of its buckets, signs taken
-    off: each row's errs by ``|sum| / sqrt(columns)`` in the root mean square. The exact sums of those with the largest
-    estimates are then fetched, and the k largest of these (the first ones among equals) are applied; they are 0 in the
-    vector afterwards, on every rank, and all else stays there. Biased: it needs error feedback. Unlike a top-k, what is
-    chosen is large in the mean, and traffic does not grow with the ranks.
+    A sketch is a table. In each of its rows, every element is added, with a random sign, to a random bucket. The sum of
+    the ranks' tables is the table of the sum. The estimate of an element is the median over the rows of its bucket
+    times its sign; in each row, the root mean square error is ``|sum| / sqrt(columns)``. The exact sums of the elements
+    with the largest estimates, the candidates, are then fetched, and the k largest of these (the first ones if equal)
+    are applied. They are set to 0 in the vector on every rank; all others stay. The method is biased and needs error
+    feedback. Unlike with top-k, the chosen elements are large in the mean, and traffic does not grow with the ranks.
 
-    Of n elements of a group, ``k = ceil(density n)`` are applied, ``ceil(candidates k)`` fetched, and a row has
-    ``width k`` buckets, rounded up to a multiple of 8. Two all-reduces of float32 a group: of what is
-    dense with the table, and of what is fetched: ``32 density (rows width + candidates)`` bits an element. Where that
-    would be 32 or more, the mean is exact.
+    Of n elements in a group, ``k = ceil(density n)`` are applied and ``ceil(candidates k)`` are fetched. A row has
+    ``width k`` buckets, rounded up to a multiple of 8. Each group needs two all-reduces of float32: of the dense
+    parameters with the table, and of the candidates, ``32 density (rows width + candidates)`` bits per element. If that
+    is 32 or more, the exact mean is computed instead.
 
-    Buckets and signs are drawn anew in each step, the same on all ranks, for runs of elements (see ``CountSketch``), so
-    that memory is read in order and no tables of hashes are kept. No state. Momentum within the sketch (FetchSGD:
-    Rothchild et al., ICML 2020, arXiv 2007.07682) is not here.
+    Buckets and signs are drawn again in each step, the same on all ranks, for runs of elements, so that memory is
+    read in order and no hash tables are kept. No state. Momentum within the sketch (FetchSGD: Rothchild et al., ICML
+    2020, arXiv 2007.07682) is not implemented.
 
     Args:
         density: share of the elements that is applied, in (0, 1].
-        rows: of the table; odd, 1 to 15. More make gross errors rarer.
-        width: buckets of a row for each element that is applied, more than 0.
-        candidates: elements fetched for each that is applied, at least 1.
+        rows: of the table; odd, 1 to 15. More rows make large errors rarer.
+        width: buckets in a row for each applied element, above 0.
+        candidates: fetched elements for each applied element, 1 or more.
 
     Raises:
-        ValueError: a setting is none of these, or (from ``plan``) the vector has 2^31 elements or more.
+        ValueError: a setting is out of range, or (from ``plan``) the vector has 2^31 elements or more.
 
     Ivkin, Rothchild, Ullah, Braverman, Stoica, Arora, "Communication-efficient Distributed SGD with Sketching",
     NeurIPS 2019, arXiv 1903.04488. The sketch: Charikar, Chen, Farach-Colton, "Finding Frequent Items in Data Streams",
@@ -77,47 +77,47 @@ class Sketch(Reducer):
             raise ValueError(f"Sketch(candidates={self.candidates!r}): candidates must be a number, at least 1; try 4")
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
-        """Make ready for vectors of this layout."""
+        """See ``Reducer.plan``."""
         return _SketchPlan(layout.numel, carried, world, self)
 
 
 class CountSketch:
-    """Tables ``[rows, columns]`` of vectors ``[numel]``, and back.
+    """Computes tables ``[rows, columns]`` from vectors ``[numel]``, and estimates from tables.
 
-    A vector is cut into stretches of as many elements as a row has columns. Each row is the sum of all stretches, every
-    one turned around by a random number of places and with a random sign: so two elements of one stretch share no
-    bucket, and two of different ones do in one of ``columns`` cases, and then with independent signs. Hence a row's
-    error has the mean 0 and at most the variance ``|vector|^2 / columns``, as with hashes of single elements.
+    A vector is cut into stretches of ``columns`` elements. Each row is the sum of all stretches, each rotated by a
+    random number of places and multiplied by a random sign. So two elements of the same stretch never share a bucket.
+    Two elements of different stretches share one with probability ``1 / columns``, and then have independent signs.
+    The error of a row has mean 0 and a variance of at most ``|vector|^2 / columns``, as with hashes of single elements.
 
     Args:
         numel: elements of a vector.
         rows: odd.
-        columns: buckets of a row.
-        device: where.
+        columns: buckets in a row.
+        device: of vectors and tables.
     """
 
     def __init__(self, numel: int, rows: int, columns: int, device: torch.device) -> None:
         self._rows, self._columns = rows, columns
         stretches = [slice(start, min(start + columns, numel)) for start in range(0, numel, columns)]
         self._words = torch.empty(rows * len(stretches), dtype=torch.int64)
-        self._parts = [  # stretch, place in the stretch, place in the vector
+        self._parts = [  # index of the stretch, start in the stretch, slice of the vector
             (number, part.start, slice(stretch.start + part.start, stretch.start + part.stop))
             for number, stretch in enumerate(stretches)
             for part in pieces(stretch.stop - stretch.start, RUN if device.type == "cpu" else columns)
         ]
-        self._twice = torch.zeros(rows, 2 * columns, device=device)  # so that no stretch wraps around
+        self._twice = torch.zeros(rows, 2 * columns, device=device)  # so that no rotated stretch wraps around
         size = max(part.stop - part.start for *_, part in self._parts)
         self._buffers = [scratch(f"sketch {number}", size, torch.float32, device) for number in range(rows + 1)]
-        # The two have the same names for what is done here; a call of NumPy's costs a quarter.
+        # Both modules have the functions that are used here, with the same names; NumPy's calls cost a quarter.
         self._module: Any = np if device.type == "cpu" else torch
 
     def fill(self, vector: Tensor, table: Tensor, key: int) -> None:
-        """Write the table of a vector: linear in it, but for rounding.
+        """Write the table of a vector. It is linear in the vector, except for rounding.
 
         Args:
             vector: float32 ``[numel]``.
             table: float32 ``[rows, columns]``.
-            key: of the turns and signs.
+            key: of the rotations and signs.
         """
         rows, source = [self._native(row) for row in self._twice.zero_()], self._native(vector)
         add, subtract = self._module.add, self._module.subtract
@@ -130,12 +130,12 @@ class CountSketch:
         torch.add(*self._twice.split(self._columns, dim=1), out=table)
 
     def estimate(self, table: Tensor, out: Tensor, key: int) -> None:
-        """Write every element's estimate: the median over the rows.
+        """Write the estimate of every element: the median over the rows.
 
         Args:
             table: float32 ``[rows, columns]``, finite.
             out: float32 ``[numel]``.
-            key: of the turns and signs.
+            key: of the rotations and signs.
         """
         for half in self._twice.split(self._columns, dim=1):
             half.copy_(table)
@@ -144,15 +144,15 @@ class CountSketch:
         for turns, first, part in self._turned(key):
             values = [buffer[: part.stop - part.start] for buffer in buffers]
             for row, value, (turn, negative) in zip(rows, values, turns, strict=False):
-                found = row[turn + first : turn + first + len(value)]
+                buckets = row[turn + first : turn + first + len(value)]
                 if negative:
-                    self._module.negative(found, out=value)
+                    self._module.negative(buckets, out=value)
                 else:
-                    value[:] = found
+                    value[:] = buckets
             target[part] = self._median(values)
 
     def _turned(self, key: int) -> Iterator[tuple[list[tuple[int, bool]], int, slice]]:
-        """Each part's stretch's turn and sign in every row, its place in the stretch, and that in the vector."""
+        """Yield for each part: rotation and sign of its stretch by row, start in the stretch, slice of the vector."""
         hash_torch(self._words, mix(key))
         words = self._words.view(-1, self._rows)
         turns = ((words & (2**62 - 1)) % self._columns).tolist()
@@ -160,10 +160,10 @@ class CountSketch:
         return ((both[number], first, part) for number, first, part in self._parts)
 
     def _median(self, values: list[Any]) -> Any:
-        """The median of all but the last, which is spare; the memory of all is used up."""
+        """Return the median of all arrays but the last. All of them, the spare last one too, are overwritten."""
         *values, spare = values
         minimum, maximum = self._module.minimum, self._module.maximum
-        for last in range(len(values) - 1, len(values) // 2, -1):  # the larger half goes to the end one by one
+        for last in range(len(values) - 1, len(values) // 2, -1):  # moves the larger half to the end, one by one
             for upper in range(1, last + 1):
                 minimum(values[upper - 1], values[upper], out=spare)
                 if upper < last:
@@ -172,7 +172,7 @@ class CountSketch:
         return functools.reduce(lambda a, b: maximum(a, b, out=a), values[: len(values) // 2 + 1])
 
     def _native(self, tensor: Tensor) -> Any:
-        """The same memory as an array of the module."""
+        """Return the tensor as an array of the module, in the same memory."""
         return tensor.numpy() if self._module is np else tensor
 
 
@@ -194,7 +194,7 @@ class _SketchPlan(ReducerPlan):
         else:
             applied, fetched = numel, 0
         size = reducer.rows * columns if self._sketch else numel
-        self._first = torch.zeros(carried + size, device=device)  # what the first all-reduce sums
+        self._first = torch.zeros(carried + size, device=device)  # the first all-reduce sums it
         self._carried, self._table = self._first[:carried], self._first[carried:]
         if self._sketch:
             self._table = self._table.view(reducer.rows, columns)
@@ -223,7 +223,7 @@ class _SketchPlan(ReducerPlan):
 
     def _fetch(self, sketch: CountSketch, vector: Tensor, out: Tensor, key: int) -> None:
         with self._meter.encode:
-            sketch.estimate(self._table.nan_to_num_(), out, key)  # sums beyond float32 are no reason to fail
+            sketch.estimate(self._table.nan_to_num_(), out, key)  # overflowing sums must not stop the step
             self._selector.select(out, range(len(out)), key, self._places, self._sums)
             torch.index_select(vector, 0, self._places, out=self._sums)
         self._collective.all_reduce(self._sums)

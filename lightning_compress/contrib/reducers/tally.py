@@ -1,4 +1,4 @@
-"""Counting votes that are packed eight to a byte, by additions of whole bytes bit by bit."""
+"""Counts votes that are packed eight to a byte, with bitwise operations on whole bytes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 class Tally:
-    """Counts, for every bit of a row, in how many rows it is 1.
+    """Counts, for every bit position, in how many rows the bit is 1.
 
-    Plane p of the counts holds bit p of every count, packed as the rows are: adding a row is a half-adder a plane.
+    Plane p holds bit p of every count, packed like the rows. Adding a row takes one half-adder for each plane.
 
     Args:
-        rows: the most that will be counted.
+        rows: largest number of rows.
         width: bytes of a row.
-        device: where.
+        device: of the rows.
 
     Attributes:
-        planes: uint8 ``[bits of rows, width]``; the counts.
+        planes: uint8 ``[bit length of rows, width]``: the counts.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class Tally:
         self._carry, self._above, self._equal = torch.zeros(3, width, dtype=torch.uint8, device=device)
 
     def count(self, rows: Tensor) -> None:
-        """Count the rows, uint8 ``[n, width]``, anew."""
+        """Replace the counts by those of these rows, uint8 ``[n, width]``."""
         self.planes.zero_()
         for number, row in enumerate(rows, start=1):
             self._carry.copy_(row)
@@ -35,11 +35,11 @@ class Tally:
                 self._carry, self._above = self._above, self._carry
 
     def majority(self, votes: int, ties: Tensor | None, out: Tensor) -> None:
-        """1 where more than half of so many votes are 1.
+        """Write 1 for every bit of which more than half of the votes are 1, else 0.
 
         Args:
-            votes: how many were counted.
-            ties: uint8 ``[at least width]``; whose bits decide where just half of them are; None: there it is 0.
+            votes: number of rows that were counted.
+            ties: uint8, at least ``[width]``: its bits decide if exactly half of the votes are 1. None: 0 in this case.
             out: uint8 ``[width]``, overwritten.
         """
         half = votes // 2

@@ -1,4 +1,4 @@
-"""TernGrad with scales that all ranks share: the transport adds whole numbers up."""
+"""TernGrad with scales that all ranks share, so that an all-reduce can add integers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from lightning_compress.core.state import States
 from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 WORD = 2**31
-"""Words are int32, of which the positive numbers are used."""
+"""Words are int32; only non-negative numbers are used."""
 
 
 @dataclass(frozen=True)
 class TernGradShared(Reducer):
     """Average ``s * sign(v) * b`` with random bits b that are 1 with probability ``min(|v|, c * sigma) / s``.
 
-    The scale s of a parameter is the largest magnitude on any rank, after each clipped its own gradient at c of its own
-    standard deviations (as TernGrad does: not where it is 0, nor below 64 elements). So the sum over W ranks is s times
-    a whole number from -W to W, and the mean is right on average for the clipped gradients, to 2^-17 of s. Rounding
-    noise is private to a rank. What clipping and rounding did stays in the vector, where error feedback, off by
-    default, would find it. A parameter whose scale is below 2^-100 sends 0 and stays. No state.
+    The scale s of a parameter is the largest magnitude on any rank, after each rank has clipped its gradient at c of
+    its own standard deviations (as in TernGrad, there is no clipping at a deviation of 0 or below 64 elements). So the
+    sum over W ranks is s times an integer from -W to W, and the mean is unbiased for the clipped gradients, to 2^-17 of
+    s. Rounding noise is independent between ranks. The errors of clipping and rounding stay in the vector; error
+    feedback, off by default, would send them later. A parameter whose scale is below 2^-100 sends 0 and stays in the
+    vector. No state.
 
-    Scales are agreed on by an all-reduce (maximum) of a float32 a parameter. ``sign * b + 1`` are digits of int32
-    words to the base of ``2 W + 1``, so that an all-reduce of words never carries from one digit to the next: as
-    many as fit, 13 for 2 ranks, 9 for 4, 7 for 8, 6 for 16. That is ``32 / digits`` bits per element, close to
-    the paper's ``log2(2 W + 1)``: 2.46, 3.56, 4.57, 5.33. They stand in runs of 163,840 elements: in a run of n, word j
-    of ``m = ceil(n / digits)`` has elements j, ``m + j``, ``2 m + j`` and so on, the first one lowest. What is
-    carried is summed as float32 in an all-reduce of its own. A rank sends ``2 (W - 1) / W`` times all that.
+    The ranks agree on scales by an all-reduce (maximum) of one float32 for each parameter. ``sign * b + 1`` are digits
+    in base ``2 W + 1`` of int32 words, so an all-reduce of words never carries from one digit to the next. A word holds
+    as many digits as fit: 13 for 2 ranks, 9 for 4, 7 for 8, 6 for 16. That is ``32 / digits`` bits per element, close
+    to the paper's ``log2(2 W + 1)``: 2.46, 3.56, 4.57, 5.33. Digits are packed in runs of 163,840 elements: in a run of
+    n, word j of ``m = ceil(n / digits)`` has elements j, ``m + j``, ``2 m + j`` and so on, the first one lowest.
+    ``carried`` is summed as float32 in a separate all-reduce. A rank sends ``2 (W - 1) / W`` times all that.
 
     Args:
-        clip: c; standard deviations, above 0; 2.5 is the paper's, None does not clip.
+        clip: c, in standard deviations, above 0. The paper uses 2.5; None switches clipping off.
 
     Raises:
-        ValueError: clip is no such number, or (from ``plan``) there are more than 23,169 ranks, where a word would hold
-            one sum alone and save nothing.
+        ValueError: clip is out of range, or (from ``plan``) there are more than 23,169 ranks: a word would then hold
+            only one sum, which saves nothing.
 
     Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
     Learning", NIPS 2017, arXiv 1705.07878 (scaler sharing, gradient clipping, layer-wise ternarizing).
@@ -59,27 +60,27 @@ class TernGradShared(Reducer):
 
     @property
     def safe_with_adam(self) -> bool:
-        """Not known to be: rounding is coarse, and Adam divides by the size of what it sees."""
+        """See ``Reducer``: not known to be. Rounding is coarse, and Adam divides by the gradient's size."""
         return False
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
-        """Make ready for vectors of this layout; see the base class."""
+        """See ``Reducer.plan``."""
         return _TernGradSharedPlan(layout, carried, world, self.clip)
 
 
 def digits_of(ranks: int) -> int:
-    """How many sums over so many ranks a word holds: the largest d with ``(2 ranks + 1)^d <= 2^31``.
+    """Return the number of sums in a word: the largest d with ``(2 ranks + 1)^d <= 2^31``.
 
     Raises:
-        ValueError: fewer than two.
+        ValueError: d is less than 2.
     """
     digits = 0
     while (2 * ranks + 1) ** (digits + 1) <= WORD:
         digits += 1
     if digits < 2:
         raise ValueError(
-            f"terngrad_shared: {ranks} ranks are too many: the sums of more than 23,169 do not fit twice into 31 bits, "
-            "and one to a word saves nothing; use compressor='terngrad'"
+            f"terngrad_shared: {ranks} ranks are too many: with more than 23,169, a word holds only one sum, which "
+            "saves nothing; use compressor='terngrad'"
         )
     return digits
 
@@ -91,7 +92,7 @@ class _TernGradSharedPlan(ReducerPlan):
         self._clips = clip is not None
         self._digits = digits_of(collective.size)
         self._ternary = Ternary(layout, device, clip)
-        self._places: list[slice] = []  # of the pieces' words
+        self._places: list[slice] = []  # words of each piece
         count = 0
         for piece in self._ternary.pieces:
             words = -(-(piece.stop - piece.start) // self._digits)
