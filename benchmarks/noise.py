@@ -45,7 +45,7 @@ UNBIASED |= {  # those that have no settings above, with their defaults
     name: codec
     for name, codec in ((name, kind()) for name, kind in CODECS.complete().items())
     if type(codec) not in map(type, UNBIASED.values())
-    if codec.repeatable and not (codec.contractive or codec.sum_dtype)
+    if codec.reencodable and not (codec.contractive or codec.sum_dtype)
 }
 SPECTRAL: dict[str, Codec] = {"fft": FFT(), "dct": DCT()}
 

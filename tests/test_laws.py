@@ -66,7 +66,7 @@ def can_travel(case, exchange, size=2):
             case.codec.contractive and (case.codec.sparse or isinstance(case.codec, RandomK))
         ) or case.name == "none"
     if exchange == "two_shot":
-        return case.codec.repeatable
+        return case.codec.reencodable
     return exchange != "all_reduce" or case.codec.sum_dtype is not None
 
 

@@ -82,7 +82,7 @@ def skips_bytes(self, vector, message, key):
 
 
 def skips_bytes_unkept(self, vector, message, key, keep=True, summands=None):
-    self.take(vector, message, summands)
+    self.load_sum(vector, message, summands)
     (BytesPlan.encode if keep else skips_bytes)(self, vector, message, key)
 
 

@@ -1,7 +1,7 @@
-"""Methods that turn a vector into a message and back, one to a file.
+"""Methods that encode a vector into a message and decode it, one per file.
 
-A line here makes a codec known by its ``name``; errors and tables list them in this order. Others, of ``contrib`` and
-of packages from outside, follow as they are named.
+An import here registers a codec under its ``name``. Errors and tables list codecs in this order; those of ``contrib``
+and of other packages follow.
 """
 # ruff: noqa: I001
 
@@ -23,6 +23,6 @@ from lightning_compress.codecs.sparse.sparseloco import SparseLoCo as SparseLoCo
 from lightning_compress.core.registry import Registry, named
 
 CODECS: Registry[Codec] = Registry(named(globals(), Codec), (Codec,))  # type: ignore[type-abstract]
-"""What ``compressor=`` takes by name."""
+"""Registry that ``compressor=`` accepts."""
 
 __all__ = ["CODECS", "Codec", "Method", "Plan", "RandomBits", "Stream", *(each.__name__ for each in CODECS.values())]

@@ -1,4 +1,4 @@
-"""Casts to 16 bits."""
+"""Casts to 16-bit floats."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class StochasticRounding:
-    """Rounds up or down at random, in proportion to how near the two are, so that sums of many are right on average.
+    """Rounds float32 to bfloat16, up or down at random, such that the mean is exact.
 
-    To the nearest, 256 + 1 would be 256 for ever: what is small beside the sum that it is added to would never arrive.
-    A number that bfloat16 has stays as it is; a larger one than its largest, 3.39e38, becomes that.
+    Rounding to nearest would lose small addends: 256 + 1 would stay 256 for ever. A number that bfloat16 can represent
+    is not changed. A magnitude above the largest bfloat16, 3.39e38, becomes that.
 
     Args:
-        numel: how many numbers.
-        device: where.
+        numel: length of the vectors.
+        device: device of the vectors.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class StochasticRounding:
         self._noise = scratch("rounding noise", self._chunk, torch.int32, device)
 
     def round(self, values: Tensor, out: Tensor, key: int) -> None:
-        """Round float32 ``values [numel]`` into bfloat16 ``out [numel]``; equal keys round alike."""
+        """Round ``values``, float32 ``[numel]``, to ``out``, bfloat16 ``[numel]``. Equal keys round alike."""
         if self._fused:
             self._fused.round_at_random(values, out, word_state(key, 0))
             return
@@ -55,31 +55,31 @@ class StochasticRounding:
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Send every element rounded to nearest, ties to even, in a 16-bit format; what rounding lost stays.
+    """Send every element in a 16-bit format, rounded to nearest, ties to even. Rounding errors stay in the vector.
 
     Attributes:
-        sum_dtype: the format.
-        digits: its significant binary digits.
+        sum_dtype: the 16-bit format.
+        digits: number of its significant binary digits.
     """
 
     sum_dtype: ClassVar[torch.dtype]
     digits: ClassVar[int]
     elementwise: ClassVar[bool] = True
-    casts: ClassVar[bool] = True
+    is_cast: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout, whose messages may be summed ``summands`` at a time."""
+        """See ``Codec.plan``; up to ``summands`` messages may be summed."""
         fused = kernels.backend(__name__, device)
         if fused:
             return KernelPlan(layout, 2 * layout.numel, fused.Halves(self.sum_dtype, self.limit(summands)))
         return _CastPlan(layout, device, self.sum_dtype, self.limit(summands))
 
     def limit(self, summands: int) -> float:
-        """The largest magnitude sent: about ``finfo(dtype).max / summands``.
+        """Return the largest magnitude that is sent: about ``finfo(dtype).max / summands``.
 
-        It is rounded down such that every multiple up to ``summands`` is a number of the format: then no rounding on
-        the way can carry a sum of so many past the largest one, in whatever order it is taken.
+        It is rounded down so that all its multiples up to ``summands`` can be represented. Then no sum of ``summands``
+        messages overflows, in whatever order they are added and rounded.
         """
         largest = torch.finfo(self.sum_dtype).max
         top = 2**self.digits - 1
@@ -90,9 +90,9 @@ class Cast(Codec):
 class FP16(Cast):
     """IEEE half precision: 16 bits per element, 11 significant digits, magnitudes from 6e-8 to 65504.
 
-    The relative error is at most 2^-11 down to 6.1e-5, below which it grows; magnitudes above ``65504 / summands``
-    saturate, and the rest stays in the vector. Gradients that underflow here (below 3e-8) want BF16 or a loss scale.
-    No settings, no state. Messages may be summed as float16.
+    The relative error is at most 2^-11 for magnitudes from 6.1e-5 on, and larger below. Magnitudes above
+    ``65504 / summands`` saturate, and the rest stays in the vector. If your gradients underflow (below 3e-8), use BF16
+    or a loss scale. No settings, no state. Messages may be summed as float16.
 
     Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
@@ -118,12 +118,12 @@ class BF16(Cast):
 
 @dataclass(frozen=True)
 class Narrow(Dense):
-    """What stays dense of a model of 16 bits: its gradients in their own dtype, which loses nothing.
+    """Send the dense parameters of a 16-bit model in the dtype of their gradients, which is lossless.
 
-    But where the transport adds up float16, of magnitudes above ``65504 / summands``.
+    An exception are float16 magnitudes above ``65504 / summands`` that the transport sums: they saturate.
 
     Args:
-        cast: the format of the gradients.
+        cast: cast to the dtype of the gradients.
     """
 
     cast: Cast
@@ -138,7 +138,7 @@ class Narrow(Dense):
         return self.cast.limit(summands)
 
     def refined(self, ranks: int) -> Codec:
-        """See ``Codec.refined``: a sum of float16 may pass the largest."""
+        """Return ``Dense`` for float16, because a sum may overflow; otherwise itself."""
         return Dense() if ranks > 1 and isinstance(self.cast, FP16) else self
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
@@ -147,8 +147,8 @@ class Narrow(Dense):
 
 
 def dense_of(dtype: torch.dtype) -> Dense:
-    """What sends gradients of a dtype as they are, as far as float32 holds them."""
-    cast = next((each for each in (BF16(), FP16()) if each.sum_dtype == dtype), None)
+    """Return the codec that sends gradients of this dtype without loss, up to float32."""
+    cast = next((cast for cast in (BF16(), FP16()) if cast.sum_dtype == dtype), None)
     return Narrow(cast) if cast else Dense()
 
 
@@ -176,8 +176,8 @@ class _CastPlan(Plan):
             part, floats = out[piece], self._scratch[: piece.stop - piece.start]
             if not accumulate and not rows:
                 part.zero_()
-            for number, row in enumerate(rows):
-                if accumulate or number:
-                    part.add_(floats.copy_(row[piece]).mul_(weight))  # rounded twice, whatever the processor has
+            for index, row in enumerate(rows):
+                if accumulate or index:
+                    part.add_(floats.copy_(row[piece]).mul_(weight))  # rounded twice, also where a fused one exists
                 else:
                     part.copy_(row[piece]).mul_(weight)

@@ -1,6 +1,6 @@
-"""Numbers of 16 bits; see ``cast.py``, whose bits these are.
+"""GPU kernels of ``cast.py``. Bit-identical to its tensor operations.
 
-bfloat16 travels as int16, the upper half of a float32: its rounding is two additions of integers everywhere.
+bfloat16 is handled as int16, the upper half of a float32: rounding is then two integer additions on all GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, 
 from lightning_compress.kernels.triton.random_bits import random16, signed
 
 _ROWS = tl.constexpr(512)
-"""Of four elements, which a program handles."""
+"""Rows of four elements that a program handles."""
 _TILE = tl.constexpr(4 * _ROWS.value)
 _LARGEST = tl.constexpr(3.3895313892515355e38)
 """The largest bfloat16."""
@@ -25,7 +25,7 @@ _LARGEST = tl.constexpr(3.3895313892515355e38)
 
 @dataclass(frozen=True)
 class Halves:
-    """Rounds to the nearest number of a 16-bit format, and back; see ``Kernel``.
+    """Casts to a 16-bit format, rounded to nearest, and back; see ``Kernel``.
 
     Args:
         dtype: float16 or bfloat16.
@@ -38,8 +38,8 @@ class Halves:
     def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
         """See ``Kernel``."""
         first, second, both = sources(vector, summands)
-        given = first, second, vector, self._halves(message), self.limit, len(vector)
-        _encode[_grid(vector)](*given, both, keep, **OPTIONS)
+        inputs = first, second, vector, self._halves(message), self.limit, len(vector)
+        _encode[_grid(vector)](*inputs, both, keep, **OPTIONS)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
@@ -51,7 +51,7 @@ class Halves:
 
 
 def round_at_random(values: Tensor, out: Tensor, state: int) -> None:
-    """Round float32 ``values [n]`` into bfloat16 ``out [n]``, by the random words that follow a state."""
+    """Round float32 ``values [n]`` to bfloat16 ``out [n]``, by the random words that follow ``state``."""
     if len(values):
         _round[_grid(values)](values, out.view(torch.int16), signed(state), len(values), **OPTIONS)
 
@@ -121,7 +121,7 @@ def _round_tile(values, out, state, numel, WHOLE: tl.constexpr):
 
 @triton.jit
 def _indices(numel):
-    """Where a program starts, its elements from there, four of a random word side by side, and whether they are any."""
+    """Return a program's first element, its elements relative to that, ``[_ROWS, 4]``, and which of them exist."""
     start = tl.program_id(0).to(tl.int64) * _TILE
     index = tl.arange(0, _ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     return start, index, index < tl.minimum(numel - start, _TILE).to(tl.int32)

@@ -1,24 +1,26 @@
-"""The specification that every codec keeps.
+"""The contract of every codec.
 
-A codec turns a vector into a message and back. It is pure and rank-local: it knows no process group.
+A codec encodes a vector into a message and decodes messages again. It is pure and rank-local: it knows no process
+group. Its plans keep these rules:
 
-* ``encode`` *moves* content: what is in the message is no longer in the vector, so that
-  ``vector_after + decode(message) == vector_before`` (to float32 rounding relative to the block's largest value;
-  exactly, for a sparsifier). Error feedback is then only "keep the vector".
-* Values too large for the message's format saturate, and the rest stays in the vector.
-* ``message_size`` follows from the layout and the settings alone; every byte of the message is written. A method of
-  variable length says so: then ``message_size`` is the capacity, ``used`` what the last ``encode`` wrote, what does not
-  fit stays in the vector, and ``decode`` is given rows that may end anywhere from there to the capacity.
-* A ``FusedPlan`` is told where a sum is to be encoded, or what stays is of no use; for others sums are added up before.
-* Randomness comes from ``key`` and from nothing else: equal vectors and keys give equal bytes.
-* ``encode`` may be given any finite vector; ``decode`` may be given any bytes. It never reads or writes outside of its
-  buffers, ends, and either makes some numbers of them (not finite ones, perhaps) or refuses with ``ValueError``; then
-  ``out`` is undefined, and the plan goes on working. On an accelerator, which is not waited for, indices are clamped.
-* What all ranks must draw alike (the elements of a random-k) is drawn in ``share``, which is given the same key
-  on all ranks before a step's first ``encode`` or ``decode``.
-* Codecs that are ``correlated`` round by random bits that ranks have in common, each at another offset, where the
-  exchange has said so by ``correlate``; by those of ``key`` elsewhere. Either way a message is right on average.
-* Steady state allocates nothing of the vector's size: scratch belongs to the plan.
+* ``encode`` *moves* content from the vector into the message: ``vector_after + decode(message) == vector_before``, to
+  float32 rounding relative to the block's largest value (exactly, for a sparsifier). So error feedback only has to keep
+  the vector.
+* A value too large for the message's format saturates. The rest stays in the vector.
+* ``message_size`` depends only on the layout and the settings, and ``encode`` writes every byte of the message. A plan
+  whose messages vary in length sets ``variable``. Then ``message_size`` is the capacity, and ``used`` is the number of
+  bytes that the last ``encode`` wrote. What does not fit stays in the vector. ``decode`` gets rows that may end
+  anywhere between ``used`` and the capacity.
+* All randomness comes from ``key``: equal vectors and equal keys give equal bytes.
+* ``encode`` accepts any finite vector. ``decode`` accepts any bytes: it never reads or writes outside its buffers, it
+  returns, and it either writes some numbers (perhaps not finite) or raises ValueError. After an error, ``out`` is
+  undefined and the plan still works. On an accelerator, indices are clamped instead of checked, because a check would
+  wait for the device.
+* What all ranks must draw alike is drawn in ``share``. It gets the same key on all ranks, before the first ``encode``
+  or ``decode`` of a step.
+* A ``correlated`` codec rounds by random bits that the ranks share, each rank at its own offset, after the exchange
+  called ``correlate``. Without that call it uses the bits of ``key``. Each message is unbiased either way.
+* After the first steps, no call allocates memory of the vector's size: scratch memory belongs to the plan.
 """
 
 from __future__ import annotations
@@ -39,25 +41,27 @@ ALIGNMENT = 16
 
 
 def aligned(size: int) -> int:
-    """``size`` in bytes, rounded up to the alignment of a section."""
+    """Return ``size``, in bytes, rounded up to a multiple of ``ALIGNMENT``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Plan(ABC):
-    """A codec made ready for one layout on one device; holds the scratch memory.
+    """A codec prepared for one layout on one device. It owns the scratch memory.
 
     Args:
-        layout: what the vector is made of.
+        layout: layout of the vectors.
 
     Attributes:
-        message_size: bytes of a message, or the most that one may take.
+        message_size: bytes of a message; if ``variable``, the capacity.
         variable: messages differ in length.
-        in_pieces: ``decode`` takes a list of tensors, too.
+        in_pieces: ``decode`` also accepts a list of tensors as ``out``.
     """
 
     message_size: int
     in_pieces: bool = False
     variable: bool = False
+    _used: int | None = None
+    _expected: int | None = None
     _shared: Stream | None = None
 
     def __init__(self, layout: Layout) -> None:
@@ -65,32 +69,36 @@ class Plan(ABC):
 
     @property
     def used(self) -> int:
-        """Bytes of the message that ``encode`` wrote last."""
-        return self.message_size
+        """Number of bytes that the last ``encode`` wrote."""
+        return self.message_size if self._used is None else self._used
 
     @property
     def expected_size(self) -> int:
-        """Bytes that a message usually takes, from which exchanges are chosen."""
-        return self.message_size
+        """Typical number of bytes of a message. Exchanges are chosen by it."""
+        return self.message_size if self._expected is None else self._expected
 
-    def share(self, key: int) -> None:  # noqa: B027  # most draw nothing in common
-        """Draw what the ranks must have in common; ``key`` is the same on all of them, and another one each step."""
-
-    def correlate(self, key: int, place: int, places: int) -> None:
-        """Draw the random bits of a ``correlated`` codec, until this is called again, from a stream of several ranks.
-
-        Their offsets divide [0, 1) evenly: so errors of equal numbers cancel, but for ``1 / places`` of a step, while
-        each rank's own bits are as uniform as before.
+    def share(self, key: int) -> None:  # noqa: B027  # most codecs draw nothing in common
+        """Draw what all ranks must have in common in this step.
 
         Args:
-            key: the same on all of them, and another one each step.
-            place: of this rank, another one on each: 0 to ``places - 1``.
-            places: how many there are.
+            key: the same on all ranks, another one in each step.
+        """
+
+    def correlate(self, key: int, place: int, places: int) -> None:
+        """Take the random bits of a ``correlated`` codec from a stream that several ranks share, until the next call.
+
+        The ranks' offsets divide [0, 1) evenly. So the errors of equal numbers cancel up to ``1 / places`` of a step,
+        while the bits of each single rank stay uniform.
+
+        Args:
+            key: the same on all ranks, another one in each step.
+            place: this rank's offset, a different one on each rank: 0 to ``places - 1``.
+            places: number of offsets.
         """
         self._shared = Stream.shared(key, place, places)
 
     def stream(self, key: int) -> Stream:
-        """Where ``encode``, given this key, draws the random bits by which it rounds."""
+        """Return the stream of random bits by which ``encode`` rounds when it gets this key."""
         return self._shared or Stream(key)
 
     @abstractmethod
@@ -98,31 +106,35 @@ class Plan(ABC):
         """Move content from the vector into the message.
 
         Args:
-            vector: float32 ``[numel]``; holds afterwards what the message does not.
-            message: uint8 ``[message_size]``, wholly overwritten.
-            key: unsigned 64-bit number from which all randomness is drawn.
+            vector: float32 ``[numel]``. Afterwards it holds what the message does not.
+            message: uint8 ``[message_size]``. Every byte is overwritten.
+            key: unsigned 64-bit number, the seed of all random bits.
         """
 
     @abstractmethod
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """Write ``weight`` times the sum of the decoded messages, summed in the order of the rows.
+        """Write ``weight`` times the sum of the decoded messages. Rows are summed in order.
 
         Args:
-            messages: uint8 ``[M, message_size]``, M >= 0; rows may be strided.
-            out: float32 ``[numel]``; where ``in_pieces`` it may be a list of a tensor for each segment that is not
-                empty, in order, in which nothing accumulates.
+            messages: uint8 ``[M, message_size]``, M >= 0. Rows may be strided.
+            out: float32 ``[numel]``. If ``in_pieces``, a list of one tensor per non-empty segment, in order, is allowed
+                too, with ``accumulate=False``.
             weight: factor of the sum.
             accumulate: add to ``out`` instead of overwriting it.
 
         Raises:
-            ValueError: a message is none that ``encode`` makes, and that was seen.
+            ValueError: a message is damaged, and the damage was found.
         """
 
     def check(self, vector: Tensor | None, messages: Tensor) -> None:
-        """Refuse a vector or messages that are not of this plan; what is inside of messages is checked as it is read.
+        """Raise ValueError if a vector or messages do not fit this plan. The messages' content is not checked.
+
+        Args:
+            vector: what ``encode`` or ``decode`` was given; None is not checked.
+            messages: uint8 ``[message_size]`` or ``[M, message_size]``; rows of a ``variable`` plan may be shorter.
 
         Raises:
-            ValueError: a length or a dtype is not the plan's, as for a truncated message.
+            ValueError: a length or a dtype differs from the plan's, as in a truncated message.
         """
         if vector is not None and (vector.shape != (self.layout.numel,) or vector.dtype != torch.float32):
             raise ValueError(
@@ -139,7 +151,7 @@ class Plan(ABC):
 
 
 class FusedPlan(Plan):
-    """A plan that saves passes over memory where a sum is to be encoded, or what stays is of no use."""
+    """A plan whose ``encode`` can add two vectors and can skip the residual, to save passes over memory."""
 
     @abstractmethod
     def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
@@ -147,14 +159,15 @@ class FusedPlan(Plan):
 
         Args:
             vector: see ``Plan.encode``.
-            message: likewise.
-            key: likewise.
-            keep: what stays is used; if not, the vector may hold anything afterwards.
-            summands: two vectors whose sum is to be encoded, whatever ``vector`` holds before.
+            message: see ``Plan.encode``.
+            key: see ``Plan.encode``.
+            keep: write to ``vector`` what was not sent. If False, its content is undefined afterwards.
+            summands: two float32 ``[numel]``. If given, their sum is encoded, and the old content of ``vector`` is
+                ignored.
         """
 
-    def take(self, vector: Tensor, message: Tensor, summands: Summands) -> None:
-        """``check``, and add the summands up, for a plan that has no pass that does.
+    def load_sum(self, vector: Tensor, message: Tensor, summands: Summands) -> None:
+        """Check sizes, and write the sum of ``summands`` to ``vector``. For plans without a fused pass.
 
         Raises:
             ValueError: see ``check``.
@@ -165,22 +178,22 @@ class FusedPlan(Plan):
 
 
 class Kernel(Protocol):
-    """What encodes and decodes in one pass on an accelerator; see ``FusedPlan``. Vectors are not empty."""
+    """One-pass encoder and decoder for an accelerator; see ``FusedPlan``. Vectors are not empty."""
 
     def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
-        """Write all of a message; random bits come from the stream."""
+        """Write the whole message. Random bits come from ``stream``."""
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """Write, or add, the weighted sum of messages ``[M, message_size]``, whose rows may be strided."""
+        """Write or add the weighted sum of messages ``[M, message_size]``. Rows may be strided."""
 
 
 class KernelPlan(FusedPlan):
-    """A plan all of whose work a kernel does.
+    """A plan that leaves all work to a kernel.
 
     Args:
-        layout: what the vector is made of.
+        layout: layout of the vectors.
         size: bytes of a message.
-        kernel: made for such messages.
+        kernel: encodes and decodes messages of this size.
     """
 
     def __init__(self, layout: Layout, size: int, kernel: Kernel) -> None:
@@ -188,7 +201,7 @@ class KernelPlan(FusedPlan):
         self.message_size, self._kernel = size, kernel
 
     def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``Plan.encode``."""
+        """See ``FusedPlan.encode``."""
         self.check(vector, message)
         if self.layout.numel:
             self._kernel.encode(vector, summands, message, self.stream(key), keep)
@@ -201,14 +214,14 @@ class KernelPlan(FusedPlan):
 
 
 class Method:
-    """A codec or a reducer; a frozen dataclass of its settings.
+    """Base of codecs and reducers. A subclass is a frozen dataclass of its settings.
 
     Attributes:
-        contractive: the method is biased and only sound with error feedback (which is then on by default).
-        elementwise: every element is treated alone, so that small parameters need no special care.
-        keeps_zeros: what is zero in the vector (on all ranks, for a reducer) is zero in what is decoded, or in the
-            mean, exactly, whatever stands beside it.
-        conserves: what is not sent stays in the vector; else the output is no mean.
+        contractive: the method is biased and needs error feedback, which is then on by default.
+        elementwise: every element is encoded independently, so small parameters need no special treatment.
+        keeps_zeros: an element that is 0 in the vector (on all ranks, for a reducer) is exactly 0 in the decoded vector
+            or the mean, whatever its neighbours are.
+        conserves: what is not sent stays in the vector. Otherwise the output is not a mean.
     """
 
     contractive: ClassVar[bool] = False
@@ -218,50 +231,50 @@ class Method:
 
     @property
     def safe_with_adam(self) -> bool:
-        """Whether the method does no harm beside an optimizer with adaptive learning rates."""
+        """True if the method works well with optimizers that have adaptive learning rates."""
         return not self.contractive
 
 
 class Codec(Method, ABC):
-    """A compression method that is pure and rank-local.
+    """Base of compression methods that are pure and rank-local.
 
     Attributes:
-        sparse: messages hold few elements; encoding a sum again would lose some (a lossy second stage).
-        repeatable: what was decoded may be encoded again, as an owner does with the sum of others' messages.
-        sum_dtype: the dtype in which messages may be summed element by element (``decode`` of the sum is the sum of
-            the decodes), or None where they may not.
-        casts: a message is the elements in ``sum_dtype``, no more, as far as they are within the limit.
+        sparse: a message holds few elements. Encoding a sum of messages would lose some of them.
+        reencodable: a decoded vector may be encoded again, as the owner of a shard does with the ranks' sum.
+        sum_dtype: the dtype in which messages may be summed element by element; then ``decode`` of the sum is the sum
+            of the decoded messages. None: messages cannot be summed.
+        is_cast: a message is the elements cast to ``sum_dtype`` and nothing else; magnitudes above ``limit`` saturate.
         block: shards are cut at multiples of this many elements.
-        correlated: errors of the ranks' messages cancel in part; see ``Plan.correlate``.
+        correlated: errors of the ranks' messages partly cancel; see ``Plan.correlate``.
     """
 
     sparse: ClassVar[bool] = False
-    repeatable: ClassVar[bool] = True
+    reencodable: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = None
-    casts: ClassVar[bool] = False
+    is_cast: ClassVar[bool] = False
     block: int = 1
     correlated: bool = False
 
     @property
     def rounds(self) -> bool:
-        """Whether a sparse method sends its elements rounded, so that something of each stays in the vector."""
+        """True if a sparse method rounds the elements it sends, so that part of each stays in the vector."""
         return False
 
     @property
     def sent_share(self) -> float:
-        """Of the elements, what a message holds, as far as the settings tell; 1 where it holds all, or they do not."""
+        """Share of the elements that a message holds, if the settings determine it; otherwise 1."""
         return 1.0
 
     def limit(self, summands: int) -> float:
-        """The largest magnitude that a message holds if ``summands`` of them are added up in its own dtype."""
+        """Return the largest magnitude that a message may hold if ``summands`` messages are summed in its dtype."""
         return math.inf
 
     def refined(self, ranks: int) -> Codec:
-        """The codec by which an exchange encodes the sum of what so many ranks sent; itself for one.
+        """Return the codec that encodes the sum of ``ranks`` messages; the codec itself for one rank.
 
-        Private noise averages out over the ranks, but that of encoding their sum does not: so an unbiased method's
-        codec of sums has no more variance than is left of the messages' own, a share of ``1 / ranks``. A method with
-        error feedback, which brings back what it leaves of a sum too, may be its own.
+        The ranks' own noise averages out over the ranks, but the noise of encoding their sum does not. So the codec of
+        an unbiased method has at most ``1 / ranks`` of the messages' variance. A method with error feedback may return
+        itself, because its residual also brings back what encoding the sum left out.
 
         Args:
             ranks: 1 or more.
@@ -270,10 +283,10 @@ class Codec(Method, ABC):
 
     @abstractmethod
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout.
+        """Return a plan for vectors of this layout.
 
         Args:
-            layout: what the vectors are made of.
-            device: where they are.
-            summands: how many messages are summed in the message's own dtype; their sum must not overflow.
+            layout: layout of the vectors.
+            device: device of the vectors.
+            summands: number of messages that are summed in the messages' dtype; their sum must not overflow.
         """

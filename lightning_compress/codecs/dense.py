@@ -1,4 +1,4 @@
-"""No compression: the vector as it is."""
+"""No compression."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from lightning_compress.core.layout import Layout
 
 @dataclass(frozen=True)
 class Dense(Codec):
-    """Send every element as float32: 32 bits per element, nothing lost, nothing left in the vector, no state.
+    """Send every element as float32: 32 bits per element, lossless, no residual, no state.
 
-    It carries what is too small or too delicate to compress, and shows what the machinery itself costs.
+    It sends parameters that are too small or too sensitive to compress. As a baseline it shows the overhead of this
+    package.
     """
 
     name: ClassVar[str] = "none"
     elementwise: ClassVar[bool] = True
-    casts: ClassVar[bool] = True
+    is_cast: ClassVar[bool] = True
     sum_dtype: ClassVar[torch.dtype | None] = torch.float32
     keeps_zeros: ClassVar[bool] = True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; ``summands`` has no effect."""
+        """See ``Codec.plan``; ``summands`` is ignored."""
         return _DensePlan(layout)
 
 
@@ -44,8 +45,8 @@ class _DensePlan(Plan):
         self.check(out, messages)
         if not accumulate and not len(messages):
             out.zero_()
-        for number, message in enumerate(messages):
-            if accumulate or number:
+        for index, message in enumerate(messages):
+            if accumulate or index:
                 out.add_(message.view(torch.float32), alpha=weight)
             else:
                 torch.mul(message.view(torch.float32), weight, out=out)

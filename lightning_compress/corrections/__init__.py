@@ -1,4 +1,4 @@
-"""Methods that take over a part of the optimizer's work, one to a file."""
+"""Methods that do part of the optimizer's work, one per file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_compress.corrections.loco import LoCo
 from lightning_compress.corrections.onebit_adam import OneBitAdam
 
 CORRECTED: Registry[Corrected] = Registry({"dgc": DGC, "onebit_adam": OneBitAdam}, (Corrected,))
-"""What ``compressor=`` takes by name, beside the codecs and reducers."""
+"""Registry that ``compressor=`` accepts, besides those of codecs and reducers."""
 
 __all__ = [
     "CORRECTED",

@@ -1,7 +1,7 @@
-"""The specification of what turns a gradient into something else before it is averaged, and the mean after.
+"""The contract of corrections: methods that average something else than the gradient.
 
-Momentum correction averages a velocity, 1-bit Adam averages a momentum: such a method wraps a codec, keeps state, and
-takes over a part of the optimizer's work, so that it has a say on the optimizer.
+Momentum correction averages a velocity, 1-bit Adam averages a momentum. Such a method wraps a codec, keeps state, and
+does part of the optimizer's work, so it also restricts which optimizer is allowed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ from lightning_compress.core.workspace import scratch
 
 
 def dense_segments(layout: Layout, compressed: Sequence[slice]) -> list[Segment]:
-    """Segments that no codec takes care of."""
-    return [each for each in layout.segments if not any(part.start <= each.offset < part.stop for part in compressed)]
+    """Return the segments that no codec compresses."""
+    return [s for s in layout.segments if not any(part.start <= s.offset < part.stop for part in compressed)]
 
 
 def zero_where_zero(target: Tensor, source: Tensor) -> None:
-    """``target`` becomes 0 where ``source`` is; both float32, of one length, no longer than a piece of a vector."""
+    """Set ``target`` to 0 where ``source`` is 0.
+
+    Args:
+        target: float32 ``[n]``, contiguous, at most ``chunk_size`` elements.
+        source: float32 ``[n]``, contiguous.
+    """
     if fast := kernels.backend(__name__, source.device, "numba"):
         fast.zero_where_zero(target.numpy(), source.numpy())
         return
@@ -46,107 +51,109 @@ def zero_where_zero(target: Tensor, source: Tensor) -> None:
 
 
 class CorrectionPlan(Stage):
-    """A correction made ready for the vectors of one group.
+    """A correction prepared for the vectors of one group.
 
-    ``before`` turns gradients into what is averaged, to which the residual is added afterwards, unless it does that in
-    the same pass and says so by ``Vector.sent``; ``after`` turns the means into what the optimizer is given, the same
-    on all ranks. Both work in place.
+    ``before`` turns gradients into what is averaged. The residual is added to that afterwards, unless ``before`` adds
+    it in the same pass and sets ``Vector.sent``. ``after`` turns the means into what the optimizer gets, the same on
+    all ranks. Both work in place.
 
-    State is read from ``committed`` and written to ``pending``; the caller marks it as touched. A second backward of
-    one step begins from ``committed`` again, with the gradients of both.
+    State is read from ``committed`` and written to ``pending``; the caller marks it as touched. A second backward pass
+    in one step starts from ``committed`` again, with the gradients of both passes.
 
     Attributes:
-        idle: gradients and means stay as they are, so that it need not be called.
+        idle: gradients and means are left unchanged, so the plan need not be called.
     """
 
     idle: bool = False
 
 
 class Correction(ABC):
-    """What a corrected method does beside compressing; a frozen dataclass of its settings."""
+    """Base of corrections. A subclass is a frozen dataclass of its settings.
 
-    optimizes: ClassVar[bool] = True
+    Attributes:
+        replaces_optimizer: it does part of the optimizer's work, and the optimizer gets no mean of gradients.
+        counts_steps: it depends on the number of steps of all optimizers together, so only one optimizer is allowed.
+        replaces_residual: it keeps what encoding left out itself, so the group keeps no residual.
+    """
+
+    replaces_optimizer: ClassVar[bool] = True
+    counts_steps: ClassVar[bool] = False
+    replaces_residual: ClassVar[bool] = False
 
     @abstractmethod
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
-        """What is kept from step to step, by a name of it.
+        """Declare the state that is kept from step to step, by name.
 
         Args:
-            layout: of the vectors. State that differs from rank to rank is laid out alike.
-            compressed: the stretches that a codec takes care of, but for dense steps.
+            layout: layout of the vectors. Per-rank state has the same layout on all ranks.
+            compressed: slices of the vector that a codec compresses, except in dense steps.
         """
 
     @abstractmethod
     def plan(
         self, layout: Layout, compressed: Sequence[slice], world: World, states: States, residual: State | None
     ) -> CorrectionPlan:
-        """Make ready for vectors of this layout.
+        """Return a plan for vectors of this layout.
 
         Args:
-            layout: of the vectors.
+            layout: layout of the vectors.
             compressed: as in ``state``.
             world: the ranks.
-            states: what ``state`` declared.
-            residual: what encoding left behind, where it is added as it is, as float32; else None.
+            states: the states that ``state`` declared.
+            residual: the residual, if it is float32 and added unchanged; otherwise None.
         """
-
-    counts_steps: ClassVar[bool] = False
-    """It goes by the number of steps, which is that of all optimizers together: there may be one only."""
-
-    replaces_residual: ClassVar[bool] = False
-    """It looks itself after what encoding left, of which no residual is kept."""
 
     @property
     def masks(self) -> bool:
-        """It takes what has left a rank's residual for applied, which no exchange may leave in that of another rank."""
+        """True if it treats what left a rank's residual as applied. Then no exchange may move it to another rank's."""
         return False
 
-    def begun(self, dense_steps: int) -> Correction:
-        """The same where so many steps at the beginning are dense.
+    def with_dense_steps(self, dense_steps: int) -> Correction:
+        """Return the correction for a run whose first ``dense_steps`` steps are not compressed.
 
         Raises:
-            ValueError: it cannot begin so.
+            ValueError: the method does not work with this number.
         """
         return self
 
-    def give_back(self, state: dict[str, Any]) -> None:  # noqa: B027  # most take nothing away
-        """Put into an optimizer's ``state_dict`` what ``take_over`` took: another method may go on from it."""
+    def restore_optimizer(self, state: dict[str, Any]) -> None:  # noqa: B027  # most change nothing
+        """Undo ``take_over`` in an optimizer's ``state_dict``, so that another method can continue from it."""
 
     @abstractmethod
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
-        """See that the optimizer does not do the same work again; called before training and before every step.
+        """Stop the optimizer from doing the same work again. Called before training and before every step.
 
         Args:
             optimizer: owns compressed parameters.
-            names: of these parameters.
+            names: names of these parameters.
 
         Returns:
-            what was changed about the optimizer, for the log.
+            A sentence for the log about what was changed in the optimizer; None if nothing was.
 
         Raises:
-            ValueError: it does something that the correction cannot go with; the message says what to use.
+            ValueError: the optimizer does not fit the correction. The message says what to use.
         """
 
 
 class Corrected(ABC):
-    """A compressor that is a codec and a correction; a frozen dataclass of its settings."""
+    """Base of compressors that join a codec and a correction. A subclass is a frozen dataclass of its settings."""
 
     @property
     @abstractmethod
     def codec(self) -> Codec:
-        """What compresses."""
+        """The codec that compresses."""
 
     @property
     @abstractmethod
     def correction(self) -> Correction:
-        """What is done before and after."""
+        """The correction around the codec."""
 
     @property
     def schedule(self) -> str | None:
-        """The preset by which its settings change while training, where the user gives no ``schedule``."""
+        """Name of the schedule that is used if the user gives none; None for no schedule."""
         return None
 
     @property
     def dense_steps(self) -> int:
-        """Steps at the beginning that are dense, where the user gives no ``warmup_steps``."""
+        """Default number of dense steps at the beginning, used if the user gives no ``warmup_steps``."""
         return 0

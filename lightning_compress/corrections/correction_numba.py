@@ -1,4 +1,4 @@
-"""Zeroes elements where another vector is 0; see ``base.py``."""
+"""CPU kernel of ``correction.py``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from lightning_compress.kernels.numba import kernel
 
 @kernel
 def zero_where_zero(target, source):
-    """``target`` becomes 0 where ``source`` is; both float32 ``[n]``."""
+    """Set ``target`` to 0 where ``source`` is 0; both float32 ``[n]``."""
     for index in range(len(source)):
         target[index] = target[index] if source[index] != 0 else np.float32(0)

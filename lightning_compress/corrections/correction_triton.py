@@ -1,4 +1,4 @@
-"""Zeroes elements where another vector is 0; see ``base.py``."""
+"""GPU kernel of ``correction.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TILE = 2048
 
 
 def zero_where_zero(target: Tensor, source: Tensor) -> None:
-    """``target`` becomes 0 where ``source`` is; both float32 ``[n]``."""
+    """Set ``target`` to 0 where ``source`` is 0; both float32 ``[n]``."""
     if len(source):
         _zero_where_zero[(triton.cdiv(len(source), _TILE),)](target, source, len(source), _TILE, **OPTIONS)
 

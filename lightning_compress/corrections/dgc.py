@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: the velocity is what is sparsified, not the gradient."""
+"""Deep Gradient Compression: sparsifies the velocity of momentum SGD, not the gradient."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from lightning_compress.corrections.correction import (
 )
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
-"""The paper's densities of the first epochs, one for each: 75, 93.75, 98.4375, 99.6 and 99.9 % stay behind."""
+"""The paper's densities, one for each of the first epochs: 75, 93.75, 98.4375, 99.6 and 99.9 % are not sent."""
 
 
 @dataclass(frozen=True)
 class MomentumCorrection(Correction):
-    """``u = momentum u + g`` on every rank, before the residual is added; see ``DGC``, which checks the settings."""
+    """Momentum on each rank, before the residual is added; see ``DGC``, which checks the settings."""
 
     momentum: float
     nesterov: bool
     masking: bool
 
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
-        """``velocity`` of each rank, and the one ``momentum`` of what stays dense."""
+        """Declare ``velocity``, one per rank, and ``momentum`` of the dense parameters, the same on all ranks."""
         dense = Layout.of((each.name, each.shape) for each in dense_segments(layout, compressed))
         return {"velocity": StateSpec(layout), "momentum": StateSpec(dense, "shared")}
 
@@ -55,92 +55,90 @@ class MomentumCorrection(Correction):
         """See ``Correction.masks``."""
         return self.masking
 
-    def give_back(self, state: dict[str, Any]) -> None:
-        """See ``Correction.give_back``."""
+    def restore_optimizer(self, state: dict[str, Any]) -> None:
+        """See ``Correction.restore_optimizer``."""
         for group in state["param_groups"]:
             group.update(momentum=self.momentum, nesterov=self.nesterov)
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
-        """Take SGD's momentum away from it.
+        """Set SGD's momentum to 0, because the correction applies it.
 
         Raises:
-            ValueError: it is not SGD, or its momentum is another one.
+            ValueError: the optimizer is not SGD, or its momentum settings differ from the correction's.
         """
         kind = type(optimizer).__name__
         if not isinstance(optimizer, SGD):
             raise ValueError(
-                f"dgc cannot be combined with {kind} (which has {', '.join(names[:3])}): it is SGD with momentum, "
-                f"and averages velocities, not gradients; use torch.optim.SGD(lr=..., momentum={self.momentum}), or "
-                "another compressor, such as 'rotated'"
+                f"dgc cannot be combined with {kind} (of {', '.join(names[:3])}): it averages SGD's velocities, not "
+                f"gradients; use torch.optim.SGD(lr=..., momentum={self.momentum}), or another compressor, such as "
+                "'rotated'"
             )
         for group in optimizer.param_groups:
             if group["dampening"]:
-                raise ValueError(
-                    f"{kind}(dampening={group['dampening']}): dgc's momentum has no dampening; set dampening=0"
-                )
+                raise ValueError(f"{kind}(dampening={group['dampening']}): dgc has no dampening; set dampening=0")
             if group["momentum"] not in (0, self.momentum):
                 raise ValueError(
-                    f"{kind}(momentum={group['momentum']}): dgc does the momentum itself, with {self.momentum}; set "
+                    f"{kind}(momentum={group['momentum']}): dgc applies momentum itself, with {self.momentum}; set "
                     f"both to the same value, as in compressor={{'name': 'dgc', 'momentum': {group['momentum']}}}, and "
                     "cycle_momentum=False for a scheduler that changes it"
                 )
             if group["momentum"] and group["nesterov"] is not self.nesterov:
                 raise ValueError(
-                    f"{kind}(nesterov={group['nesterov']}), but dgc, which does the momentum, has "
+                    f"{kind}(nesterov={group['nesterov']}): dgc applies momentum itself, with "
                     f"nesterov={self.nesterov}; set both to the same value"
                 )
         changed = [group for group in optimizer.param_groups if group["momentum"]]
         for group in changed:
             group.update(momentum=0, nesterov=False)
-        said = f"{kind}'s momentum was set to 0: dgc does it, before it compresses"
+        message = f"{kind}'s momentum was set to 0, because dgc applies it before it compresses"
         if any(group["weight_decay"] for group in changed):
-            said += (
-                f"; its weight_decay has none now, and is as strong as before if it is {1 / (1 - self.momentum):g} x"
-            )
-        return said if changed else None
+            factor = 1 / (1 - self.momentum)
+            message += f"; multiply weight_decay by {factor:g} to keep its strength, which momentum no longer amplifies"
+        return message if changed else None
 
 
 @dataclass(frozen=True)
 class DGC(Corrected):
-    """Accumulate the velocity ``u`` instead of the gradient, send its largest elements, and zero ``u`` of these.
+    """Accumulate velocities instead of gradients, send the largest elements, and reset the velocity of these.
 
-    On every rank, for the parameters that are compressed::
+    On every rank, with the gradient g, the velocity u and the residual v of a compressed parameter::
 
         u <- momentum u + g                        Nesterov: u <- momentum (u + g)
-        v <- v + u                                 Nesterov: v <- v + u + g;  v is the residual
+        v <- v + u                                 Nesterov: v <- v + u + g
         send the k = max(1, ceil(density * numel)) largest elements of each parameter's v;  v and u <- 0 there
 
-    and the mean over the ranks of what was sent is what SGD without momentum is given: its own momentum is set to 0
-    when training begins, and any optimizer but SGD is refused, as is ``gradient_clip_val``, which would clip
-    velocities; ``local_clip_norm`` clips g, as the paper does. The other parameters (small, 1-D) are averaged as they
-    are and then get the same momentum. In dense steps (warm-up, one rank, where ``auto`` finds dense cheaper)
-    all of v is sent and no u is forgotten: that is SGD with momentum, exactly. ``64 * density`` bits per element:
-    0.064, a five-hundredth, at the default. At a density of 1 all is sent and nothing forgotten either; near 0 one
-    element of each parameter is sent. At the default density it begins with the paper's others, an epoch each
-    (``schedule="dgc"``, as for any density; ``schedule="none"`` does without); with ``attach``, who trains sets the
-    handle's ``epoch``.
+    SGD without momentum gets the mean of the sent elements over the ranks. Its own momentum is set to 0 when training
+    starts. Other optimizers are refused, and so is ``gradient_clip_val``, which would clip velocities; clip g with
+    ``local_clip_norm``, as the paper does. The other parameters (small, 1-D) are averaged dense and get the same
+    momentum afterwards.
 
-    State: ``velocity`` (float32, per rank) and ``momentum`` (float32, of what stays dense, the same on all ranks),
-    beside the residual: with their second buffers 16 bytes per compressed parameter. A parameter without a gradient on
-    any rank keeps velocity and residual.
+    In dense steps (warm-up, one rank, or where ``auto`` finds dense cheaper) all of v is sent and u is not reset: that
+    is exactly SGD with momentum. The same holds at density 1. Near 0, one element of each parameter is sent. Bits per
+    element: ``64 * density``, so 0.064 at the default, a five-hundredth of float32. The default density comes after a
+    warm-up with the paper's larger densities, one epoch each (``schedule="dgc"``, which works for any density;
+    ``schedule="none"`` disables it). With ``attach``, your training loop sets the handle's ``epoch``.
 
-    Weight decay stays with the optimizer: SGD adds ``weight_decay * w`` to what it is given, outside of the momentum.
-    The authors' code gives the decay a momentum of its own, and in SGD with momentum it goes through the same one; in
-    the long run that makes it ``1 / (1 - momentum)`` times as strong: multiply weight_decay by that (10 for 0.9).
+    State: ``velocity`` (float32, per rank) and ``momentum`` (float32, of dense parameters, the same on all ranks).
+    Together with the residual and all second buffers, 16 bytes per compressed parameter. A parameter that has no
+    gradient on any rank keeps its velocity and residual.
+
+    Weight decay stays with the optimizer: SGD adds ``weight_decay * w`` to the mean, without momentum. In plain SGD
+    with momentum, and in the authors' code, momentum also acts on the decay and makes it ``1 / (1 - momentum)`` times
+    as strong in the long run. Multiply weight_decay by this factor (10 for momentum 0.9) to get the same strength.
 
     Args:
-        density: share that is sent, in (0, 1].
-        momentum: of SGD, in [0, 1).
-        nesterov: Nesterov's momentum.
-        masking: forget u where v was sent ("momentum factor masking"), so that stale momentum is not sent again. It
-            is refused with exchanges that drop elements of sums (``two_shot``, ``binomial``), by which what
-            left v is not always applied.
-        selection: how the k largest are found, see ``TopK``: "sampled" takes a threshold from a sample and selects
-            again among what passed, as the paper does; "exact" selects among all.
-        sparsifier: another codec that sends few elements, exactly, in place of top-k, by name, mapping or object.
+        density: share of the elements that is sent, in (0, 1].
+        momentum: momentum of SGD, in [0, 1).
+        nesterov: use Nesterov's momentum.
+        masking: reset u where v was sent ("momentum factor masking"), so that stale momentum is not sent again.
+            Refused with exchanges that drop elements of sums (``two_shot``, ``binomial``), because what left v is not
+            always applied there.
+        selection: how the k largest are found; see ``TopK``. "sampled", as in the paper, takes a threshold from a
+            sample and then selects among the elements that reach it. "exact" selects among all elements.
+        sparsifier: another codec that sends few elements, exactly, instead of top-k: a name, a mapping or an object.
 
     Raises:
-        ValueError: a setting is out of range, or the sparsifier is none.
+        ValueError: a setting is out of range, or the sparsifier does not fit.
 
     Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
     Training", ICLR 2018, arXiv 1712.01887.
@@ -172,36 +170,35 @@ class DGC(Corrected):
         if not isinstance(codec, Codec) or not (codec.sparse and codec.contractive):
             fit = [name for name, each in CODECS.complete().items() if each.sparse and each.contractive]
             raise ValueError(
-                f"DGC(sparsifier={self.sparsifier!r}): what is sent has to be 0 in the vector and the rest has to "
-                f"stay there, as for {', '.join(fit)}; use one of these"
+                f"DGC(sparsifier={self.sparsifier!r}): a sparsifier must send few elements and leave the others in the "
+                f"vector; use one of {', '.join(fit)}"
             )
         if self.masking and codec.rounds:
             raise ValueError(
-                f"DGC(masking=True, sparsifier={codec}): it sends elements rounded, so that something of them stays, "
-                "but masking takes for sent what is 0 then; set masking=False, or take a sparsifier that sends them as "
-                "they are, such as 'topk' with values='fp32'"
+                f"DGC(masking=True, sparsifier={self.sparsifier!r}): masking needs a sparsifier that sends elements "
+                "exactly, and this one rounds them; set masking=False, or use 'topk' with values='fp32'"
             )
         if (self.density, self.selection) != (DGC.density, DGC.selection):
             raise ValueError(
                 f"DGC(density={self.density}, selection={self.selection!r}, sparsifier={self.sparsifier!r}): density "
-                "and selection are those of the top-k that a sparsifier stands in for; give them to the sparsifier"
+                "and selection are ignored with a sparsifier; give them to the sparsifier"
             )
         object.__setattr__(self, "sparsifier", codec)  # frozen; equal settings are equal, however they were given
 
     @property
     def codec(self) -> Codec:
-        """What selects."""
+        """The codec that selects what is sent."""
         return cast(Codec | None, self.sparsifier) or TopK(self.density, selection=self.selection)
 
     @property
     def schedule(self) -> str | None:
-        """The paper's warm-up, at the paper's density."""
+        """The paper's warm-up, if the density is the paper's."""
         return "dgc" if self.density == WARMUP_DENSITIES[-1] and self.sparsifier is None else None
 
     @property
     def correction(self) -> MomentumCorrection:
-        """The momentum."""
-        everything = getattr(self.codec, "density", None) == 1  # nothing is late then, so nothing is stale
+        """The momentum around the codec."""
+        everything = getattr(self.codec, "density", None) == 1  # nothing is sent late, so nothing is stale
         return MomentumCorrection(self.momentum, self.nesterov, self.masking and not everything)
 
 
@@ -221,33 +218,33 @@ class _Plan(CorrectionPlan):
         self._chunk = min(chunk_size(world.device), layout.numel)
         self._compressed, self._pieces = compressed, [_cut(part, self._chunk) for part in compressed]
         dense = zip(dense_segments(layout, compressed), self._momentum.layout.segments, strict=True)
-        self._dense = {segment.offset: own.span for segment, own in dense if own.numel}
+        self._dense = {segment.offset: target.span for segment, target in dense if target.numel}
         self._places = [segment.span for segment in layout.segments if segment.numel]
         self._fast = kernels.backend(__name__, world.device, "numba")
 
     def before(self, vector: Vector) -> None:
-        if vector.gradient is None and self._fed(vector):
+        if vector.gradient is None and self._accumulate_in_one_pass(vector):
             return
         gradient, old, new = vector.whole(), self._velocity.base(), self._velocity.pending
         for part in self._pieces:
             for piece in part:
                 self._accumulate(gradient[piece], old[piece], new[piece])
 
-    def _fed(self, vector: Vector) -> bool:
-        """Do all of it, and add the residual, in one pass; not of gradients that are all zeros, nor in a second one."""
+    def _accumulate_in_one_pass(self, vector: Vector) -> bool:
+        """Update velocity and residual in one pass; return False if that is not possible for these gradients."""
         rest, pieces = self._residual, vector.pieces
         if not self._fast or rest is None or rest.touched or pieces[0].dtype != torch.float32:
             return False
         factors = vector.factors(pieces).tolist() if vector.factors else [1.0] * len(pieces)
         rule = np.float32(self._settings.momentum), self._settings.nesterov
-        buffers = [each.numpy() for state in (rest, self._velocity) for each in (state.committed, state.pending)]
-        for place, each, factor in zip(self._places, pieces, factors, strict=True):
-            before, after, *velocity = (numbers[place] for numbers in buffers)
-            given = each.numpy(), each.numpy().view(np.int32), np.float32(factor)
+        buffers = [b.numpy() for state in (rest, self._velocity) for b in (state.committed, state.pending)]
+        for place, piece, factor in zip(self._places, pieces, factors, strict=True):
+            before, after, *velocity = (buffer[place] for buffer in buffers)
+            gradient = piece.numpy(), piece.numpy().view(np.int32), np.float32(factor)
             if place.start in self._dense:
-                largest = self._fast.add(*given, before, after)
+                largest = self._fast.add(*gradient, before, after)
             else:
-                largest = self._fast.accumulate(*given, *rule, tuple(velocity), (before, after))
+                largest = self._fast.accumulate(*gradient, *rule, tuple(velocity), (before, after))
             if not kernels.sound(largest):
                 return False
         vector.sent, vector.sound = rest.pending, True
@@ -261,11 +258,11 @@ class _Plan(CorrectionPlan):
         old, new = self._momentum.base(), self._momentum.pending
         for place, mean in zip(self._places, vector.means, strict=True):
             if place.start in self._dense:
-                own = self._dense[place.start]
-                self._accumulate(mean, old[own], new[own])
+                target = self._dense[place.start]
+                self._accumulate(mean, old[target], new[target])
 
     def _accumulate(self, gradient: Tensor, old: Tensor, new: Tensor) -> None:
-        """Write the next velocity, and over the gradient what a step along it adds; in SGD's order of rounding."""
+        """Write the next velocity to ``new`` and SGD's step to ``gradient``, rounded as ``torch.optim.SGD`` does."""
         momentum, fused = self._settings.momentum, kernels.backend(__name__, gradient.device, "triton")
         if fused:
             fused.accumulate(gradient, old, new, momentum, self._settings.nesterov)
@@ -278,4 +275,4 @@ class _Plan(CorrectionPlan):
 
 
 def _cut(part: slice, size: int) -> list[slice]:
-    return [slice(part.start + each.start, part.start + each.stop) for each in pieces(part.stop - part.start, size)]
+    return [slice(part.start + p.start, part.start + p.stop) for p in pieces(part.stop - part.start, size)]

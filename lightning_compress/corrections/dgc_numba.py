@@ -1,4 +1,4 @@
-"""A step of a velocity and of what it adds up to, in one pass; see ``dgc.py``, whose bits these are."""
+"""CPU kernels of ``dgc.py``: velocity and residual in one pass. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from lightning_compress.kernels.numba import kernel
 
 _TILE = 1024
-"""Elements that stay in the nearest cache from one loop to the next: a loop over all five arrays is not vectorised."""
+"""Elements per loop, which stay in the nearest cache. One loop over all five arrays would not be vectorised."""
 
 
 @kernel
@@ -42,7 +42,7 @@ def _sum_of_three(gradient, factor, second, third, out):
 
 @kernel
 def add(gradient, bits, factor, residual, out):
-    """``out = factor * gradient + residual``, of what has no velocity; otherwise as ``accumulate``."""
+    """Write ``out = factor * gradient + residual``, for parameters without a velocity; see ``accumulate``."""
     largest = np.int32(0)
     for index in range(len(gradient)):
         out[index] = gradient[index] * factor + residual[index]
@@ -52,30 +52,32 @@ def add(gradient, bits, factor, residual, out):
 
 @kernel
 def accumulate(gradient, bits, factor, momentum, nesterov, velocity, residual):
-    """``u <- momentum u + factor g`` and ``v <- v + u``; Nesterov: ``u <- momentum (u + factor g)``, ``v += u + g``.
+    """Update velocity u and residual v: ``u <- momentum u + factor g``, ``v <- v + u``.
+
+    Nesterov: ``u <- momentum (u + factor g)``, ``v <- v + u + factor g``.
 
     Args:
         gradient: float32 ``[n]``.
         bits: the same memory as int32.
-        factor: float32.
+        factor: float32, multiplies the gradient.
         momentum: float32.
-        nesterov: which of the two.
-        velocity: two of float32 ``[n]``: from which u is read, and to which it is written.
-        residual: likewise for v.
+        nesterov: use Nesterov's rule.
+        velocity: a pair of float32 ``[n]``: u is read from the first and written to the second.
+        residual: the same pair for v.
 
     Returns:
-        the largest of the gradient's magnitudes, as the bits of a float32.
+        The largest magnitude of the gradient, as the bits of a float32.
     """
     (old, new), (before, after) = velocity, residual
     largest = np.int32(0)
     for first in range(0, len(gradient), _TILE):
         last = min(first + _TILE, len(gradient))
-        given, those = gradient[first:last], bits[first:last]
+        tile, tile_bits = gradient[first:last], bits[first:last]
         if nesterov:
-            found = _nesterov(given, those, factor, momentum, old[first:last], new[first:last])
-            _sum_of_three(given, factor, new[first:last], before[first:last], after[first:last])
+            tile_largest = _nesterov(tile, tile_bits, factor, momentum, old[first:last], new[first:last])
+            _sum_of_three(tile, factor, new[first:last], before[first:last], after[first:last])
         else:
-            found = _heavy(given, those, factor, momentum, old[first:last], new[first:last])
+            tile_largest = _heavy(tile, tile_bits, factor, momentum, old[first:last], new[first:last])
             _sum(new[first:last], before[first:last], after[first:last])
-        largest = max(largest, found)
+        largest = max(largest, tile_largest)
     return largest

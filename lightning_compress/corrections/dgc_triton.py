@@ -1,4 +1,4 @@
-"""A step of a velocity in one pass; see ``dgc.py``, whose bits these are."""
+"""GPU kernel of ``dgc.py``: a velocity in one pass. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _TILE = 2048
 
 
 def accumulate(gradient: Tensor, old: Tensor, new: Tensor, momentum: float, nesterov: bool) -> None:
-    """``new <- momentum old + gradient``, and over the gradient what a step along it adds: the same.
+    """Write the next velocity to ``new``, and the step of SGD to ``gradient``.
+
+    Both become ``momentum old + gradient``. Nesterov: ``new <- momentum (old + gradient)``, ``gradient += new``.
 
     Args:
         gradient: float32 ``[n]``.
         old: float32 ``[n]``.
         new: float32 ``[n]``; may be ``old``.
-        momentum: rounded to float32.
-        nesterov: ``new <- momentum (old + gradient)``, and ``gradient + new`` over the gradient.
+        momentum: is rounded to float32.
+        nesterov: use Nesterov's rule.
     """
     if len(gradient):
         grid = (triton.cdiv(len(gradient), _TILE),)
@@ -43,11 +45,11 @@ def _accumulate_tile(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = index < numel
-    given, before = read(gradient, index, inside, WHOLE), read(old, index, inside, WHOLE)
+    value, before = read(gradient, index, inside, WHOLE), read(old, index, inside, WHOLE)
     if NESTEROV:
-        after = (before + given) * momentum
-        write(gradient, index, given + after, inside, WHOLE)
+        after = (before + value) * momentum
+        write(gradient, index, value + after, inside, WHOLE)
     else:
-        after = before * momentum + given
+        after = before * momentum + value
         write(gradient, index, after, inside, WHOLE)
     write(new, index, after, inside, WHOLE)

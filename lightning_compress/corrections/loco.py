@@ -1,4 +1,4 @@
-"""LoCo: error feedback by a slow average of the errors, in 8 bits."""
+"""LoCo: error feedback by a moving average of the errors, kept in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from lightning_compress.core.vector import Stage, Vector
 
 @dataclass(frozen=True)
 class LoCo:
-    """Add an average of the errors so far to the gradient, not the last error itself.
+    """Error feedback that adds a moving average of the errors to the gradient, not the last error.
 
-    On every rank, with the error e, which is 0 at first and after every ``reset_every`` steps::
+    On every rank, with the gradient g and the error e, which is 0 at first and again every ``reset_every`` steps::
 
         h = g + e;   send q = C(h);   e <- (1 - beta) e + beta (h - q)
 
-    Classical error feedback (``e <- h - q``) sends an error in full in the next step, where Adam takes it for variance
-    of the gradient. This one sends, of a single error, ``beta`` in the next step and less in each one after, so that
-    what arrives late arrives smoothly. Conserved is what each step does, not their sum: with all ranks'
-    ``r = (e_after - (1 - beta) e) / beta``, ``W * mean + sum(r) == sum(g + e)`` to the rounding of e.
+    Classical error feedback (``e <- h - q``) sends the whole error in the next step, and Adam takes that for variance
+    of the gradient. LoCo sends the share ``beta`` of an error in the next step and less in each later step, so the late
+    part arrives smoothly. Each step is conserved, but not the sum of steps: with each rank's
+    ``r = (e_after - (1 - beta) e) / beta``, ``W * mean + sum(r) == sum(g + e)``, up to the rounding of e.
 
-    The error is kept in 8 bits: codes with a power of two for 64 of them (``core/blocks.py``), rounded to the nearest.
-    State: ``loco``, with its second buffer 2.03 bytes a parameter. Sums at owners travel in 4 bits or more, whatever
-    the codec, since this feedback would not bring back what their encoding leaves (``Section.precise``), unless the
-    exchange is told ``sums="same"``.
+    The error is kept as 8-bit codes with a power of two per block of 64 (``core/blocks.py``), rounded to nearest.
+    State: ``loco``, with its second buffer 2.03 bytes per parameter. Sums at owners travel with at least 4 bits,
+    whatever the codec is, because this feedback does not bring back what encoding a sum loses (``Section.precise``).
+    ``sums="same"`` in the exchange disables that.
 
     Args:
-        beta: share of the last error in the average, in (0, 1]; smaller is smoother and forgets later.
-        reset_every: steps of the run after which all errors begin at 0 again, whichever optimizer took them; or None
-            for never.
+        beta: weight of the last error in the average, in (0, 1]. A smaller beta is smoother and forgets later.
+        reset_every: number of steps after which all errors are set to 0, counted over all optimizers; None for never.
 
     Raises:
         ValueError: a setting is out of range.
 
     Xie, Lin, Toh, Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", arXiv 2407.04480. The
-    8-bit format here is not theirs, and neither is ``reset_every``'s default.
+    8-bit format and the default of ``reset_every`` are ours.
     """
 
     name: ClassVar[str] = "loco"
@@ -55,48 +54,50 @@ class LoCo:
             raise ValueError(f"LoCo(beta={self.beta!r}): beta must be in (0, 1]; try 0.05")
         every = self.reset_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"LoCo(reset_every={every!r}): it must be a number of steps, 1 or more, or null for never")
+            raise ValueError(
+                f"LoCo(reset_every={every!r}): reset_every must be an integer, at least 1, or null for never"
+            )
 
     @staticmethod
     def state(segments: Sequence[Segment]) -> StateSpec:
-        """The errors of these parameters, coded."""
-        layout = Layout.of((each.name, (blocks.coded_bytes(each.numel),)) for each in segments)
+        """Declare the state: the coded errors of these parameters."""
+        layout = Layout.of((segment.name, (blocks.coded_bytes(segment.numel),)) for segment in segments)
         return StateSpec(layout, dtype=torch.uint8)
 
     def fresh(self, step: int) -> bool:
-        """Whether the error begins at 0 in this step."""
+        """Return True if the errors are reset to 0 in this step."""
         return self.reset_every is not None and step % self.reset_every == 0
 
 
 class LoCoPlan(Stage):
-    """The errors of one group.
+    """LoCo for one group.
 
     Args:
-        settings: of the method.
-        layout: of the group's vectors.
-        state: what ``LoCo.state`` declared.
-        alone: no residual is added afterwards, nor kept.
+        settings: settings of the method.
+        layout: layout of the group's vectors.
+        state: the state that ``LoCo.state`` declared.
+        alone: the group has no other residual.
     """
 
     def __init__(self, settings: LoCo, layout: Layout, state: State, alone: bool) -> None:
         self._settings, self._state, self._alone = settings, state, alone
         coded = {segment.name: segment.span for segment in state.layout.segments}
-        self._segments = [each for each in layout.segments if each.numel]
-        self._coded = [coded.get(each.name) for each in self._segments]
+        self._segments = [segment for segment in layout.segments if segment.numel]
+        self._coded = [coded.get(segment.name) for segment in self._segments]
         device = state.committed.device
-        self._feeds = alone and device.type == "cpu" and kernels.compiler(device) != "triton"
+        self._fuses = alone and device.type == "cpu" and kernels.compiler(device) != "triton"
 
     def before(self, vector: Vector) -> None:
-        """Add the errors, but those of what is sent as it is."""
-        if vector.raw and self._feeds and self._fed(vector):
+        """Add the errors to the gradients, except for parameters that are sent dense."""
+        if vector.raw and self._fuses and self._add_in_one_pass(vector):
             return
         gradient, base = vector.whole(), self._state.base()
         for segment, place in zip(self._segments, self._coded, strict=True):
             if place is not None and self._has_errors(segment, vector):
                 blocks.add(base[place], gradient[segment.span])
 
-    def _fed(self, vector: Vector) -> bool:
-        """Write gradients and errors to what is sent in one pass; not of gradients that are all zeros."""
+    def _add_in_one_pass(self, vector: Vector) -> bool:
+        """Write gradients plus errors to ``vector.sent``; return False if a gradient is all zeros or not finite."""
         if vector.pieces[0].dtype != torch.float32:
             return False
         base, sent = self._state.base(), vector.take("mean")
@@ -112,30 +113,30 @@ class LoCoPlan(Stage):
         return True
 
     def after(self, vector: Vector) -> None:
-        """Take what was not sent into the errors."""
+        """Update the errors by what was not sent."""
         sent = vector.made()
         old, new, beta = self._state.base(), self._state.pending, self._settings.beta
         for segment, place in zip(self._segments, self._coded, strict=True):
             if place is None:
                 continue
             if not vector.sends_all(segment.span):
-                kept = 0.0 if self._begins(segment, vector.step) else 1.0 - beta
-                blocks.blend(old[place], kept, sent[segment.span], beta, new[place])
+                decay = 0.0 if self._resets(segment, vector.step) else 1.0 - beta
+                blocks.blend(old[place], decay, sent[segment.span], beta, new[place])
             elif new is not old:
                 new[place] = old[place]
             if not self._alone:
                 sent[segment.span] = 0.0
 
     def norm(self) -> Tensor:
-        """Of the committed errors: a scalar."""
+        """Return the norm of the committed errors, a scalar."""
         coded = self._state.committed
         places = [place for place in self._coded if place is not None]
         norms = [blocks.decode(coded[place]).norm(dtype=torch.float64) for place in places]
         return torch.stack(norms).norm() if norms else torch.zeros((), device=coded.device)
 
     def _has_errors(self, segment: Segment, vector: Vector) -> bool:
-        return not vector.sends_all(segment.span) and not self._begins(segment, vector.step)
+        return not vector.sends_all(segment.span) and not self._resets(segment, vector.step)
 
-    def _begins(self, segment: Segment, step: int) -> bool:
-        """Whether the errors of a parameter begin at 0, and there is no pass of this step before."""
+    def _resets(self, segment: Segment, step: int) -> bool:
+        """Return True if a parameter's errors are reset in this step, and this is the step's first backward pass."""
         return self._settings.fresh(step) and segment.name not in self._state.touched

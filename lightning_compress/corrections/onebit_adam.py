@@ -1,4 +1,4 @@
-"""1-bit Adam: once the variance has settled, the momentum is what is averaged, compressed."""
+"""1-bit Adam: after a dense warm-up, Adam's variance is frozen and its momentum is averaged, compressed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_compress.corrections.correction import Corrected, Correction, Cor
 
 @dataclass(frozen=True)
 class AdamCorrection(Correction):
-    """Adam around an average; see ``OneBitAdam``, which checks the settings."""
+    """Adam's moments and its step; see ``OneBitAdam``, which checks the settings."""
 
     counts_steps: ClassVar[bool] = True
     beta1: float
@@ -30,17 +30,17 @@ class AdamCorrection(Correction):
     eps: float
     freeze_steps: int
 
-    def begun(self, dense_steps: int) -> AdamCorrection:
-        """See ``Correction.begun``."""
+    def with_dense_steps(self, dense_steps: int) -> AdamCorrection:
+        """See ``Correction.with_dense_steps``."""
         if dense_steps < 1:
             raise ValueError(
-                f"warmup_steps={dense_steps}: onebit_adam needs dense steps, from which its variance comes, 1 or more; "
-                "15 to 25 % of all steps are usual"
+                f"warmup_steps={dense_steps}: onebit_adam needs 1 or more dense steps, to estimate its variance; "
+                "give 15 to 25 % of all steps"
             )
         return replace(self, freeze_steps=dense_steps)
 
     def state(self, layout: Layout, compressed: Sequence[slice]) -> Mapping[str, StateSpec]:
-        """Adam's two moments, the same on all ranks."""
+        """Declare Adam's two moments, the same on all ranks."""
         return {"momentum": StateSpec(layout, "shared"), "variance": StateSpec(layout, "shared")}
 
     def plan(
@@ -50,57 +50,59 @@ class AdamCorrection(Correction):
         return _Plan(self, layout, world.device, states)
 
     def take_over(self, optimizer: Optimizer, names: Sequence[str]) -> str | None:
-        """Refuse anything but SGD without momentum.
+        """Check that the optimizer is SGD without momentum.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is another optimizer, or has a momentum.
         """
         kind = type(optimizer).__name__
         momentum = next((group["momentum"] for group in optimizer.param_groups if group.get("momentum")), 0)
         if not isinstance(optimizer, SGD) or momentum:
             what = f"{kind}(momentum={momentum})" if momentum else kind
             raise ValueError(
-                f"{what} (which has {', '.join(names[:3])}) does the work a second time: onebit_adam is Adam itself: "
-                "give it torch.optim.SGD(lr=..., weight_decay=...), with AdamW's lr and weight_decay and no momentum"
+                f"{what} (of {', '.join(names[:3])}) would apply momentum twice, because onebit_adam is Adam itself; "
+                "use torch.optim.SGD(lr=..., weight_decay=...) with AdamW's lr and weight_decay, and no momentum"
             )
         return None
 
 
 @dataclass(frozen=True)
 class OneBitAdam(Corrected):
-    """Adam whose variance stands still after a while, so that its momentum can be averaged in one bit an element.
+    """Adam with a variance that is frozen after f steps, so that its momentum can be averaged with 1 bit per element.
 
-    In step t = 1, 2, ... up to f, the strategy's ``warmup_steps``, the gradient g_i of each rank is averaged as it is::
+    f is the strategy's ``warmup_steps``. In the steps t = 1, 2, ... f, each rank's gradient g_i is averaged dense::
 
         m <- beta1 m + (1 - beta1) mean(g_i)
         v <- beta2 v + (1 - beta2) mean(g_i)^2
 
-    and afterwards v stays, and what is averaged, compressed and with error feedback, is every rank's momentum::
+    After step f, v is frozen. Each rank's momentum is averaged instead, compressed and with error feedback::
 
         m <- mean(compressed(beta1 m + (1 - beta1) g_i + residual_i))
 
-    The optimizer is given ``m / (1 - beta1^t) / (sqrt(v / (1 - beta2^s)) + eps)`` with ``s = min(t, f)`` as
-    the gradient, 0 where a frozen v is 0 (an element that was not used before v froze does not train afterwards). It
-    has to be ``torch.optim.SGD`` without momentum, which with its lr and weight_decay then is AdamW; any other one is
-    refused. (DeepSpeed's implementation corrects neither m nor v for their beginning at 0.) Small, 1-D and excluded
-    parameters go the same way, but travel as float32. ``error_feedback`` and ``exchange`` are those of the codec: with
-    two_shot, as ``auto`` takes from 4 ranks on, both directions are compressed, as in the paper, with one residual.
+    As the gradient, the optimizer gets ``m / (1 - beta1^t) / (sqrt(v / (1 - beta2^s)) + eps)`` with ``s = min(t, f)``,
+    and 0 where a frozen v is 0. So an element that had no gradient before step f does not train afterwards. The
+    optimizer must be ``torch.optim.SGD`` without momentum; with its lr and weight_decay, the result is AdamW. Any other
+    optimizer is refused. (DeepSpeed's implementation has no bias correction of m and v.)
 
-    The optimizer is given steps of Adam, not gradients, so that a Trainer's ``gradient_clip_val`` is refused: clip on
-    each rank with ``local_clip_norm``. A parameter without a gradient on any rank keeps momentum and variance; without
-    one on some ranks it has one of 0 there.
+    Small, 1-D and excluded parameters are treated the same, but travel as float32. ``error_feedback`` and ``exchange``
+    apply to the codec. With ``two_shot``, which ``auto`` takes from 4 ranks on, both directions are compressed as in
+    the paper, with one residual.
 
-    Bits per element: 32 up to step f, then those of the codec, by default ``1 + 32 / block``. State:
-    ``momentum`` and ``variance``, float32, the same on all ranks, beside the residual: with their second buffers 24
-    bytes per parameter.
+    The optimizer gets Adam's steps and not gradients, so the Trainer's ``gradient_clip_val`` is refused; clip on each
+    rank with ``local_clip_norm``. A parameter that has no gradient on any rank keeps its momentum and variance. If only
+    some ranks have a gradient, it counts as 0 on the others.
+
+    Bits per element: 32 up to step f, then those of the codec, by default ``1 + 32 / block``. State: ``momentum`` and
+    ``variance``, float32, the same on all ranks. Together with the residual and all second buffers, 24 bytes per
+    parameter.
 
     Args:
         beta1: decay of m, in [0, 1).
         beta2: decay of v, in [0, 1).
         eps: added to the root of v, above 0.
-        block: elements that share a magnitude, see ``EFSign``, which scales signs by the mean magnitude
-            ``|x|_1 / block``, the closest of all scales, where the authors' code takes ``|x|_2 / sqrt(d)``.
-        quantiser: another codec for the momentum, by name, mapping or object.
+        block: elements that share a magnitude; see ``EFSign``. It scales signs by the mean magnitude ``|x|_1 / block``,
+            the scale with the least error. The authors' code takes ``|x|_2 / sqrt(d)``.
+        quantiser: another codec for the momentum: a name, a mapping or an object.
 
     Raises:
         ValueError: a setting is out of range.
@@ -128,25 +130,25 @@ class OneBitAdam(Corrected):
             return
         if self.block != OneBitAdam.block:
             raise ValueError(
-                f"OneBitAdam(block={self.block}, quantiser={self.quantiser!r}): block is that of the signs which a "
-                "quantiser stands in for; give it to the quantiser"
+                f"OneBitAdam(block={self.block}, quantiser={self.quantiser!r}): block is ignored with a quantiser; "
+                "give it to the quantiser"
             )
         codec = build("quantiser", self.quantiser, CODECS, (Codec,))
         object.__setattr__(self, "quantiser", codec)  # frozen; equal settings are equal, however they were given
 
     @property
     def codec(self) -> Codec:
-        """What the momentum is compressed by."""
+        """The codec of the momentum."""
         return cast(Codec | None, self.quantiser) or EFSign(self.block)
 
     @property
     def correction(self) -> AdamCorrection:
-        """The optimizer."""
+        """Adam around the average."""
         return AdamCorrection(self.beta1, self.beta2, self.eps, self.dense_steps)
 
     @property
     def dense_steps(self) -> int:
-        """Until the variance freezes."""
+        """Default of f, the step after which the variance is frozen."""
         return 1000
 
 
@@ -163,7 +165,7 @@ class _Plan(CorrectionPlan):
 
     def after(self, vector: Vector) -> None:
         frozen = vector.step >= self._settings.freeze_steps
-        # not base(): a step has one momentum, however many backwards it takes to come to it
+        # not base(): a step has one momentum, even with several backward passes
         old_momentum, old_variance = self._momentum.committed, self._variance.committed
         for piece, out in vector.stretches(self._chunk):
             momentum, variance = self._momentum.pending[piece], self._variance.pending[piece]
@@ -179,7 +181,7 @@ class _Plan(CorrectionPlan):
                 zero_where_zero(out, variance)
 
     def _direction(self, momentum: Tensor, variance: Tensor, out: Tensor, step: int) -> None:
-        """What Adam steps along, in the order of rounding of torch's."""
+        """Write Adam's step to ``out``, rounded in the order of ``torch.optim.Adam``."""
         settings = self._settings
         root = torch.sqrt(variance, out=self._root[: len(variance)])
         root.div_((1 - settings.beta2 ** min(step + 1, settings.freeze_steps)) ** 0.5).add_(settings.eps)

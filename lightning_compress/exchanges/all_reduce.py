@@ -34,7 +34,7 @@ Piece = tuple[int, int, int]
 class AllReduce(Exchange):
     """One all-reduce per dtype in the message; a rank sends ``2 (W - 1) / W`` messages.
 
-    Only for methods whose messages may be summed: none, fp16, bf16, randomk. The transport's additions round too, and
+    Only for methods whose messages may be summed (``Codec.sum_dtype``). The transport's additions round too, and
     no residual gets that error. So for a cast, only the local half of the conservation law holds.
     """
 
@@ -138,7 +138,7 @@ class _InPlace:
         """Return None unless all sections are casts to one dtype, lose nothing to a residual, and cover the vector."""
         sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
         adjacent = all(before.stop == after.start for before, after in pairwise(sections))
-        only_cast = all(each.codec.casts and not (each.fed_back and _loses(each.codec)) for each in sections)
+        only_cast = all(each.codec.is_cast and not (each.fed_back and _loses(each.codec)) for each in sections)
         one_dtype = len({each.codec.sum_dtype for each in sections}) == 1
         whole = adjacent and bool(sections) and sections[0].start == 0
         return cls(parts, messages, world) if whole and only_cast and one_dtype else None

@@ -53,7 +53,7 @@ def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec
         )
     codec = build(f"{exchange}(sums=...)", sums, CODECS, (Codec,))
     assert isinstance(codec, Codec)
-    if codec.sparse or codec.sent_share < 1 or not codec.repeatable:
+    if codec.sparse or codec.sent_share < 1 or not codec.reencodable:
         raise ValueError(f"{exchange}(sums={codec}): this codec cannot encode whole sums; use rotated or qsgd")
     if codec.correlated:
         raise ValueError(

@@ -88,7 +88,7 @@ class TwoShot(Exchange):
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
-        if not codec.repeatable:
+        if not codec.reencodable:
             raise ValueError(
                 f"exchange='two_shot' encodes decoded sums again, and {codec} would rescale them twice; "
                 "use exchange='auto', 'all_reduce' or 'all_gather'"

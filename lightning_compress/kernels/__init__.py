@@ -1,11 +1,13 @@
-"""Twins of the hot loops, each a single pass; what they write equals what the codecs' own tensor operations write.
+"""Compiled kernels that replace tensor operations by a single pass, and write the same bits.
 
-A module's kernels stand beside it: those of ``signs.py`` are ``signs_numba.py``, compiled by numba for a CPU where it
-is installed (``pip install lightning_compress[cpu]``), which take contiguous NumPy arrays, and ``signs_triton.py``,
-compiled by Triton, which comes with PyTorch on an accelerator, which take tensors.
+A module's kernels are in files beside it. For ``signs.py``:
 
-``LIGHTNING_COMPRESS_KERNELS`` chooses: "auto", "torch" for tensor operations everywhere, or "triton" also on the CPU,
-in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+* ``signs_numba.py`` is compiled by numba for a CPU, if numba is installed (``pip install lightning_compress[cpu]``).
+  Its functions take contiguous NumPy arrays.
+* ``signs_triton.py`` is compiled by Triton for a GPU. Triton comes with PyTorch. Its functions take tensors.
+
+The environment variable ``LIGHTNING_COMPRESS_KERNELS`` selects them: "auto" (the default), "torch" for tensor
+operations everywhere, or "triton" for Triton on the CPU too, in its interpreter (``TRITON_INTERPRET=1``), for tests.
 """
 
 from __future__ import annotations
@@ -23,23 +25,22 @@ import torch
 from torch import Tensor
 
 Summands = tuple[Tensor, Tensor] | None
-"""A gradient and a residual, float32, whose sum a vector is to be first; None where it holds what is meant."""
+"""Gradient and residual, float32, whose sum is to be encoded; None if the vector already holds the sum."""
 
 TILE = 16
-"""Neighbours that are handled as one; lengths that are multiples of it are fast."""
-
+"""Elements that CPU kernels handle together. Lengths that are multiples of it are fast."""
 
 LARGEST = 2.0**100
-"""The largest magnitude of a gradient, 1.3e30: sums of larger ones with what was kept would overflow some day."""
+"""Largest magnitude of a gradient, 1.3e30. Adding larger ones to a residual could overflow after some steps."""
 LARGEST_BITS = 0x71800000
-"""The same as the bits of a float32; infinity and NaNs have more."""
+"""The bits of ``LARGEST`` as a float32. Infinity and NaN have larger bits."""
 
 VARIABLE = "LIGHTNING_COMPRESS_KERNELS"
 CHOICES = ("auto", "torch", "triton")
 
 
 def sound(largest: int) -> bool:
-    """Whether the largest of some magnitudes, as the bits of a float32, is not 0, nor above ``LARGEST``."""
+    """Return True if the largest magnitude, given as the bits of a float32, is above 0 and at most ``LARGEST``."""
     return 0 < largest <= LARGEST_BITS
 
 
@@ -48,7 +49,7 @@ _asked = os.environ.get(VARIABLE, "auto")
 
 @contextmanager
 def using(choice: str) -> Iterator[None]:
-    """Have plans made with kernels of another choice than the environment's; those that are made keep theirs."""
+    """Override the environment's choice within a block. Existing plans keep their kernels."""
     global _asked
     before, _asked = _asked, choice
     try:
@@ -58,11 +59,11 @@ def using(choice: str) -> Iterator[None]:
 
 
 def compiler(device: torch.device) -> str | None:
-    """What compiles the kernels of a device: "numba", "triton", or None, where tensor operations do the work.
+    """Return what compiles the kernels of a device: "numba", "triton", or None for tensor operations.
 
     Raises:
-        ValueError: the environment asks for something else, or for Triton on a CPU, where only an
-            interpreter runs it, or it is not there.
+        ValueError: the environment variable has another value, or it is "triton" and Triton is not installed, or runs
+            on a CPU without its interpreter.
     """
     if _asked not in CHOICES:
         raise ValueError(f"{VARIABLE}={_asked!r} must be one of {', '.join(CHOICES)}; unset it for 'auto'")
@@ -72,22 +73,21 @@ def compiler(device: torch.device) -> str | None:
     if _asked == "torch" or device.type not in ("cpu", "cuda"):
         return None
     if not _installed("triton"):
-        raise ValueError(f"{VARIABLE}=triton, but there is no Triton here; pip install triton, or unset {VARIABLE}")
+        raise ValueError(f"{VARIABLE}=triton, but Triton is not installed; pip install triton, or unset {VARIABLE}")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"{VARIABLE}=triton on a CPU runs in Triton's interpreter only; set TRITON_INTERPRET=1, or unset {VARIABLE}"
+            f"{VARIABLE}=triton needs Triton's interpreter on a CPU; set TRITON_INTERPRET=1, or unset {VARIABLE}"
         )
     return "triton"
 
 
 def backend(module: str, device: torch.device, by: str | None = None) -> ModuleType | None:
-    """The kernels beside a module, or None: then tensor operations do the work.
+    """Return the kernels of a module for a device, or None for tensor operations.
 
     Args:
-        module: its ``__name__``.
-        device: where the numbers are.
-        by: a compiler, for a module that has kernels of both and treats them differently; None where another one
-            compiles those of the device.
+        module: the module's ``__name__``.
+        device: device of the tensors.
+        by: return kernels of this compiler only. For a module whose numba and Triton kernels differ in signature.
     """
     used = compiler(device)
     return _beside(module, used) if used and by in (None, used) else None
@@ -95,7 +95,7 @@ def backend(module: str, device: torch.device, by: str | None = None) -> ModuleT
 
 @cache
 def _installed(name: str) -> bool:
-    """Whether a compiler is there, and numba works: it refuses a NumPy that is newer than it knows."""
+    """Return True if a compiler is installed. Numba must also import: it refuses a NumPy newer than it supports."""
     if find_spec(name) is None:
         return False
     try:
@@ -103,8 +103,8 @@ def _installed(name: str) -> bool:
             import_module(name)
     except ImportError as error:
         warnings.warn(
-            f"numba is installed, but cannot be imported ({error}): tensor operations do its work, which takes longer; "
-            "install a numba that knows this NumPy (pip install -U numba)",
+            f"numba cannot be imported ({error}), so slower tensor operations are used; install a numba that supports "
+            "this NumPy (pip install -U numba)",
             stacklevel=2,
         )
         return False
@@ -114,4 +114,4 @@ def _installed(name: str) -> bool:
 @cache
 def _beside(module: str, compiled_by: str) -> ModuleType | None:
     name = f"{module}_{compiled_by}"
-    return import_module(name) if find_spec(name) else None  # a second, which only those pay who need it
+    return import_module(name) if find_spec(name) else None  # imported when needed: it takes a second

@@ -328,7 +328,7 @@ def _ways(codecs: Sequence[Codec], ranks: int) -> tuple[Exchange, ...]:
     if ranks < TWO_SHOT_RANKS:
         return (AllGather(),)
     if not any(codec.sparse for codec in codecs):
-        return (AllGather(), TwoShot()) if all(codec.repeatable for codec in codecs) else (AllGather(),)
+        return (AllGather(), TwoShot()) if all(codec.reencodable for codec in codecs) else (AllGather(),)
     selective = all(codec.sparse or isinstance(codec, Dense) for codec in codecs)
     return SPARSE if selective else (AllGather(),)
 

@@ -1,6 +1,6 @@
-"""Methods that issue collectives themselves, one to a file.
+"""Methods that issue collectives themselves, one per file.
 
-A line here makes a reducer known by its ``name``; errors and tables list them in this order.
+An import here registers a reducer under its ``name``. Errors and tables list reducers in this order.
 """
 # ruff: noqa: I001
 
@@ -14,7 +14,7 @@ from lightning_compress.reducers.powersgd import PowerSGD as PowerSGD
 from lightning_compress.core.registry import Registry, named
 
 REDUCERS: Registry[Reducer] = Registry(named(globals(), Reducer), (Reducer,))  # type: ignore[type-abstract]
-"""What ``compressor=`` takes by name, beside the codecs."""
+"""Registry that ``compressor=`` accepts, besides those of codecs."""
 
 __all__ = [
     "REDUCERS",

@@ -1,4 +1,4 @@
-"""PowerSGD: each gradient matrix as the product of two thin ones, found by one step of a power iteration."""
+"""PowerSGD: low-rank approximation of gradient matrices, by one step of a power iteration."""
 
 from __future__ import annotations
 
@@ -22,31 +22,38 @@ from lightning_compress.reducers.reducer import Reducer, ReducerPlan
 
 @dataclass(frozen=True)
 class PowerSGD(Reducer):
-    """Average a gradient ``M [n, m]`` as ``P Q^T``, with ``P [n, r]`` orthonormal and ``Q [m, r]``.
+    """Approximate the mean gradient ``M [n, m]`` by ``P Q^T``, with orthonormal ``P [n, r]`` and ``Q [m, r]``.
 
-    With ``Q`` from the step before: ``P = orthonormal(sum over ranks of M Q)``, then ``Q = mean over ranks of M^T P``;
-    the mean of the gradients is taken to be ``P Q^T``, which is exact once the iteration has settled on a mean of rank
-    ``r``. What a rank keeps is ``M - P (M^T P)^T``, by its own ``M^T P``: ``P Q^T`` in its place adds up to the same
-    over the ranks and leads to the same means, but grows as long as the ranks' gradients differ. The paper leaves open
-    which. Biased: it needs error feedback.
+    Q is that of the last step. Then ``P = orthonormal(sum over ranks of M Q)`` and ``Q = mean over ranks of M^T P``.
+    The mean of the gradients is approximated by ``P Q^T``. That is exact once the iteration has converged to a mean of
+    rank r. The method is biased and needs error feedback.
 
-    A parameter of shape ``(n, ...)`` is a matrix of n rows; where ``r (n + m) min_compression_rate`` is more than
-    ``n m``, and for parts of a parameter, it is averaged as float32. Two all-reduces of float32 a group: of what
-    is dense with every P, and of every Q; ``32 r (n + m) / (n m)`` bits an element. Every rank makes P orthonormal by
-    itself (by Householder's QR, for which zeros are nothing special) and multiplies, so that only ranks on machines of
-    a kind, with as many threads, have equal bits. A column of Q that becomes 0, as after a gradient of zeros, stays as
-    it was: the QR of 0 is made of unit vectors, and of rows that have no gradient it would make 0 again, for ever.
+    A rank keeps the residual ``M - P (M^T P)^T``, with its own ``M^T P``. The residual ``M - P Q^T`` would have the
+    same sum over the ranks and give the same means, but grow as long as the ranks' gradients differ. The paper does not
+    say which of the two it uses.
 
-    State: every Q, ``4 r m`` bytes, equal on all ranks. It starts from N(0, 1) that follows from the name.
+    A parameter of shape ``(n, ...)`` is a matrix of n rows. It is averaged as float32 if
+    ``r (n + m) min_compression_rate`` is more than ``n m``, or if the vector has only a part of it. A group needs
+    two float32 all-reduces: of the dense parameters and every P, and of every Q. That is ``32 r (n + m) / (n m)`` bits
+    per element.
+
+    Every rank computes the QR decomposition (Householder, which works for zeros) and the products itself, so ranks have
+    equal bits only on equal hardware with an equal number of threads. A column of Q that becomes 0, as after a gradient
+    of zeros, keeps its last value. Otherwise it could stay 0 for ever: the QR of 0 gives unit vectors, whose product
+    with rows without a gradient is 0 again.
+
+    State: every Q, ``4 r m`` bytes, equal on all ranks. The first Q is drawn from N(0, 1) with the parameter's name as
+    seed.
 
     Args:
-        rank: r, at least 1; the paper has 1 to 4. One that no matrix is large enough for averages everything exactly.
-        warm_start: go on from the last Q; without it, every step draws a new one.
-        min_compression_rate: by how much the factors must be smaller than the matrix, at least 1. The authors'
-            implementation has 2.
+        rank: r, at least 1. The paper uses 1 to 4. With a rank that is too large for every matrix, all parameters are
+            averaged exactly.
+        warm_start: start from the last Q. Without it, every step draws a new Q.
+        min_compression_rate: least ratio of the matrix's size to the factors' size, at least 1. The authors'
+            implementation uses 2.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
     NeurIPS 2019, arXiv 1905.13727.
@@ -72,13 +79,13 @@ class PowerSGD(Reducer):
             )
 
     def factors(self, segment: Segment) -> bool:
-        """Whether a parameter is worth factors: whole, and large enough both ways."""
+        """Return True if a parameter is sent as factors: the vector has all of it, and the factors are small enough."""
         rows, columns = _matrix(segment)
         whole = segment.numel == rows * columns
         return whole and self.rank * (rows + columns) * self.min_compression_rate <= segment.numel
 
     def state(self, layout: Layout) -> Mapping[str, StateSpec]:
-        """Every Q, transposed, those of equal matrices side by side."""
+        """Declare every Q, transposed. Those of matrices of equal shape are adjacent."""
         stacks = _stacks(layout, self)
         if not stacks or not self.warm_start:
             return {}
@@ -89,13 +96,13 @@ class PowerSGD(Reducer):
         return normal(mix(0, name_key((segment.name,))), segment.numel, torch.device("cpu"))
 
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
-        """Make ready for vectors of this layout."""
+        """See ``Reducer.plan``."""
         return _PowerSGDPlan(layout, carried, world, states.get("q"), self)
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """Matrices of equal shape at equal distances in a vector: one batch.
+    """A batch of matrices of equal shape, at equal distances in the vector.
 
     Args:
         segments: the parameters.
@@ -113,14 +120,14 @@ class _Stack:
         return len(self.segments)
 
     def view(self, vector: Tensor) -> Tensor:
-        """``[count, n, m]`` in the vector."""
+        """Return a view of the matrices in the vector, ``[count, n, m]``."""
         first = self.segments[0].offset
         distance = self.segments[1].offset - first if self.count > 1 else 0
         return vector[first:].as_strided((self.count, self.rows, self.columns), (distance, self.columns, 1))
 
 
 class _PowerSGDPlan(ReducerPlan):
-    """Factors are kept transposed, ``[count, r, n]`` and ``[count, r, m]``: products along rows are twice as fast."""
+    """Keeps factors transposed, ``[count, r, n]`` and ``[count, r, m]``: products along rows are twice as fast."""
 
     def __init__(self, layout: Layout, carried: int, world: World, state: State | None, reducer: PowerSGD) -> None:
         collective, device, meter = world
@@ -135,7 +142,7 @@ class _PowerSGDPlan(ReducerPlan):
         self._carried, rest = self._first[:carried], self._first[carried:]
         self._sums = rest[: sum(lengths)].split(lengths)
         self._left = _views(rest[sum(lengths) :], lefts)
-        self._bases = _views(rest[sum(lengths) :], bases)  # the same, those of equal length together
+        self._bases = _views(rest[sum(lengths) :], bases)  # the same memory, with equal shapes in one batch
         second = sum(map(math.prod, self._rights))
         self._start = torch.empty(second, device=device)
         self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), second))
@@ -175,15 +182,15 @@ class _PowerSGDPlan(ReducerPlan):
                     _add_product(mean.zero_(), left, right, 1.0)
                 else:
                     torch.bmm(left.mT, right, out=mean)
-            if self._state:  # a direction in which nothing was found is looked in again; 0 would stay 0
+            if self._state:  # a column of zeros keeps its last value; 0 would stay 0
                 for right, before in zip(rights, _views(self._state.committed, self._rights), strict=True):
-                    found = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True)
-                    right.addcmul_(before, (found == 0).float())
+                    largest = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True)
+                    right.addcmul_(before, (largest == 0).float())
 
     def _directions(self, key: int) -> list[Tensor]:
-        """Every Q to multiply with, brought to about 1 where it is of the last step's products.
+        """Return every Q to multiply with. That of the last step is scaled to about 1.
 
-        Left as it is, P would be of the size of the gradient squared. Powers of two change no other bit.
+        Unscaled, P would have the magnitude of the squared gradient. Scaling by powers of two is exact.
         """
         rights = _views(self._start, self._rights)
         if self._state is None:
@@ -195,22 +202,22 @@ class _PowerSGDPlan(ReducerPlan):
 
 
 def _about_one(rows: Tensor, out: Tensor) -> Tensor:
-    """Rows times powers of two of their own, such that the largest element of each is about 1."""
+    """Write to ``out`` each row times a power of two, such that its largest magnitude is about 1."""
     exponent = torch.linalg.vector_norm(rows, math.inf, -1, keepdim=True).frexp().exponent
     return torch.ldexp(rows, exponent.neg_().clamp_(-126, 126), out=out)
 
 
 def _rounds_products(device: torch.device) -> bool:
-    """Whether products of matrices are rounded to less than float32 before they are added up: TensorFloat-32."""
+    """Return True if matrix products use TensorFloat-32, which rounds the factors to less than float32."""
     if device.type != "cuda":
         return False
     matmul = torch.backends.cuda.matmul
-    precision: str | None = getattr(matmul, "fp32_precision", None)  # from torch 2.9 on, where the other may refuse
+    precision: str | None = getattr(matmul, "fp32_precision", None)  # from torch 2.9 on, where allow_tf32 may raise
     return precision not in ("ieee", "none") if precision else bool(matmul.allow_tf32)
 
 
 def _add_product(matrix: Tensor, left: Tensor, right: Tensor, sign: float) -> None:
-    """``matrix += sign * left^T right``, in float32: of what is sent, everything must be gone from what stays."""
+    """Compute ``matrix += sign * left^T right`` in full float32, so that exactly what is sent leaves the vector."""
     if not _rounds_products(matrix.device):
         matrix.baddbmm_(left.mT, right, alpha=sign)
         return
@@ -219,13 +226,13 @@ def _add_product(matrix: Tensor, left: Tensor, right: Tensor, sign: float) -> No
 
 
 def _matrix(segment: Segment) -> tuple[int, int]:
-    """Rows and columns of a parameter."""
+    """Return rows and columns of a parameter."""
     rows, *rest = segment.shape or (1,)
     return rows, math.prod(rest)
 
 
 def _stacks(layout: Layout, reducer: PowerSGD) -> list[_Stack]:
-    """What is worth factors, by rows and columns."""
+    """Return the batches of the parameters that are sent as factors, ordered by rows and columns."""
     stacks = []
     segments = sorted(filter(reducer.factors, layout.segments), key=_matrix)
     for (rows, columns), same in groupby(segments, _matrix):
@@ -240,12 +247,12 @@ def _stacks(layout: Layout, reducer: PowerSGD) -> list[_Stack]:
 
 
 def _views(buffer: Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-    """One after the other in a buffer, which they fill."""
+    """Return views of these shapes, which fill the buffer in order."""
     return [part.view(shape) for part, shape in zip(buffer.split([*map(math.prod, shapes)]), shapes, strict=True)]
 
 
 def normal(key: int, numel: int, device: torch.device) -> Tensor:
-    """Numbers from N(0, 1) that follow from the key alone, by the transform of Box and Muller."""
+    """Return numbers from N(0, 1) that depend on the key only, by the Box-Muller transform: float32 ``[numel]``."""
     bits = RandomBits(2 * numel, device).draw(key, 0, 2 * numel).view(2, numel)
     radius, angle = (bits.float() + 32768.5) / 65536
     return torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)

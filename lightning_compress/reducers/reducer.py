@@ -1,12 +1,12 @@
-"""The specification of methods that must talk in the middle of their work.
+"""The contract of reducers: methods that need collectives between their stages.
 
-A codec is given a vector and makes a message; a reducer is given a vector and leaves the mean over the ranks, like an
-exchange, and issues the collectives itself. It keeps the exchange's law: ``out`` is bit-identical on all ranks, and
-``vector`` holds afterwards what did not get through, such that
-``W * mean + sum over ranks of vector_after == sum over ranks of vector_before`` (unless it declares otherwise).
+A codec turns a vector into a message. A reducer turns a vector into the mean over the ranks, like an exchange, and
+issues the collectives itself. It keeps the law of exchanges: ``out`` is bit-identical on all ranks, and ``vector``
+holds afterwards what was not sent. With W ranks,
+``W * mean + sum over ranks of vector_after == sum over ranks of vector_before``, unless ``conserves`` is False.
 
-What stays dense, and the flag, are carried: floats that the reducer adds up over the ranks along with its own first
-float32 all-reduce, so that small parameters cost no collective of their own.
+Dense parameters and the flag are *carried*: the reducer sums these floats over the ranks in its own first float32
+all-reduce. So small parameters need no collective of their own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_compress.core.state import States, StateSpec
 
 
 class ReducerPlan(ABC):
-    """A reducer made ready for one layout; holds its buffers.
+    """A reducer prepared for one layout. It owns its buffers.
 
     Attributes:
-        bytes_sent: what ``mean`` hands to the transport on this rank, what is carried included, by the formula.
-        rounds: messages that wait for one another; see ``ExchangePlan``.
+        bytes_sent: bytes that ``mean`` sends from this rank, by formula, including the carried floats.
+        rounds: number of messages that wait for one another; see ``Cost``.
     """
 
     bytes_sent: int
@@ -35,36 +35,36 @@ class ReducerPlan(ABC):
 
     @abstractmethod
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
-        """Average over the ranks.
+        """Write the mean over the ranks to ``out``. Collective: every rank must call it.
 
-        State is read from ``base()`` (which may be ``pending`` itself, in a second backward of one step) and written to
-        ``pending``; the caller marks it as touched.
+        State is read from ``base()`` and written to ``pending``; the caller marks it as touched. In a second backward
+        pass of one step, ``base()`` is ``pending`` itself.
 
         Args:
-            vector: float32 ``[numel]``, finite; holds afterwards what was not sent.
-            out: float32 ``[numel]``; gets the mean. Never ``vector`` itself.
-            carried: float32 ``[carried]``, possibly with NaN; gets its sum over the ranks.
-            key: the step's and the group's key, equal on all ranks.
+            vector: float32 ``[numel]``, finite. Afterwards it holds what was not sent.
+            out: float32 ``[numel]``, never ``vector`` itself.
+            carried: float32 ``[carried]``, may contain NaN. Replaced by its sum over the ranks.
+            key: key of the step and the group, equal on all ranks.
         """
 
 
 class Reducer(Method, ABC):
-    """A whole method, which issues collectives itself; it keeps the law above if it ``conserves``."""
+    """Base of reducers. A subclass is a frozen dataclass of its settings."""
 
     def state(self, layout: Layout) -> Mapping[str, StateSpec]:
-        """What is kept from step to step, by a name of it."""
+        """Declare the state that is kept from step to step, by name."""
         return {}
 
     @abstractmethod
     def plan(self, layout: Layout, carried: int, world: World, states: States) -> ReducerPlan:
-        """Make ready for vectors of this layout.
+        """Return a plan for vectors of this layout.
 
         Args:
-            layout: what the vectors are made of.
-            carried: float32 numbers to be added up along the way.
-            world: the ranks; encoding and decoding are timed: ``with world.meter.encode``.
-            states: what ``state`` declared, by the same names.
+            layout: layout of the vectors.
+            carried: number of float32 values that are summed along the way.
+            world: the ranks. Encoding and decoding are timed, by ``with world.meter.encode`` and ``.decode``.
+            states: the states that ``state`` declared, by the same names.
 
         Raises:
-            ValueError: the world is too large for the method.
+            ValueError: there are too many ranks for the method.
         """

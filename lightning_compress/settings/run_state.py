@@ -326,7 +326,7 @@ def _dense_steps(options: Options, compressor: Compressor | Automatic) -> int:
 
 def _correction(options: Options, compressor: Compressor | Automatic) -> Correction | None:
     correction = _parts(compressor)[1]
-    return correction and correction.begun(_dense_steps(options, compressor))
+    return correction and correction.with_dense_steps(_dense_steps(options, compressor))
 
 
 def _parts(compressor: Compressor | Automatic) -> tuple[Method, Correction | None]:

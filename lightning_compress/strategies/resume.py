@@ -153,7 +153,7 @@ def save_compression(
         return
     if correction := compression.settings.correction:
         for optimizer in content["optimizer_states"]:
-            correction.give_back(optimizer)
+            correction.restore_optimizer(optimizer)
     if resume.state == "none":
         return
     state, ranks = compression.state_dict(), resume.ranks

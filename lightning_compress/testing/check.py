@@ -110,7 +110,7 @@ def _allowed(method: Method) -> dict[str, Pattern]:
     allowed: dict[str, Pattern] = {"all_gather": AllGather()}
     if method.sum_dtype is not None:
         allowed["all_reduce"] = AllReduce()
-    if method.repeatable:
+    if method.reencodable:
         allowed["two_shot"] = TwoShot()
     if method.sparse:
         allowed["split_gather"] = SplitGather()

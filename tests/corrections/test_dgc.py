@@ -228,12 +228,12 @@ def test_what_stays_dense_has_the_momentum_of_the_mean():
         ({"momentum": 1.0}, "DGC(momentum=1.0): momentum must be in [0, 1)"),
         ({"momentum": "0.9"}, "momentum='0.9'"),
         ({"masking": 1}, "DGC(masking=1)"),
-        ({"sparsifier": "onebit"}, "DGC(sparsifier='onebit'): what is sent has to be 0 in the vector"),
+        ({"sparsifier": "onebit"}, "DGC(sparsifier='onebit'): a sparsifier must send few elements"),
         (
             {"sparsifier": {"name": "topk", "values": "fp16"}},
-            "it sends elements rounded, so that something of them stays",
+            "masking needs a sparsifier that sends elements exactly, and this one rounds them",
         ),
-        ({"sparsifier": "adaptive"}, "masking takes for sent what is 0 then; set masking=False"),
+        ({"sparsifier": "adaptive"}, "and this one rounds them; set masking=False"),
         ({"sparsifier": "nosuch"}, "unknown sparsifier 'nosuch'; there are: none"),
         ({"sparsifier": {"name": "topk", "ratio": 1}}, "sparsifier 'topk' has no setting 'ratio'"),
         ({"sparsifier": "topk", "density": 0.1}, "give them to the sparsifier"),
@@ -266,7 +266,7 @@ def optimizers():
 
 def test_sgds_momentum_is_taken_over_once():
     optimizer, correction = optimizers()["same"], DGC().correction
-    assert "weight_decay has none now" in correction.take_over(optimizer, ["a"])
+    assert "multiply weight_decay by 10 to keep its strength" in correction.take_over(optimizer, ["a"])
     assert optimizer.param_groups[0]["momentum"] == 0
     assert correction.take_over(optimizer, ["a"]) is None
     assert correction.take_over(optimizers()["none"], ["a"]) is None
@@ -278,7 +278,7 @@ def test_sgds_momentum_is_taken_over_once():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("other", "SGD(momentum=0.5): dgc does the momentum itself, with 0.9"),
+        ("other", "SGD(momentum=0.5): dgc applies momentum itself, with 0.9"),
         ("nesterov", "SGD(nesterov=True)"),
         ("dampening", "SGD(dampening=0.1)"),
         ("adam", "dgc cannot be combined with AdamW"),

@@ -212,8 +212,6 @@ def test_dense_steps_are_a_setting_of_the_method():
 )
 def test_other_optimizers_are_refused(make):
     weight = [torch.nn.Parameter(torch.zeros(3))]
-    with pytest.raises(
-        ValueError, match=re.escape("onebit_adam is Adam itself: give it torch.optim.SGD(lr=..., weight")
-    ):
+    with pytest.raises(ValueError, match=re.escape("onebit_adam is Adam itself; use torch.optim.SGD(lr=..., weight")):
         OneBitAdam().correction.take_over(make(weight), ["weight"])
     assert OneBitAdam().correction.take_over(torch.optim.SGD(weight, 1e-3, weight_decay=0.1), ["weight"]) is None

@@ -140,7 +140,7 @@ class Halved(Corrected):
     def correction(self):
         return self
 
-    def begun(self, dense_steps):
+    def with_dense_steps(self, dense_steps):
         return self
 
 

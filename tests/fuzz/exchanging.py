@@ -80,7 +80,7 @@ def ways():
             allowed = exchange == "auto"
             if exchange != "auto" and all(isinstance(each, Codec) for each in methods):
                 fits = {
-                    "two_shot": lambda each: each.repeatable,
+                    "two_shot": lambda each: each.reencodable,
                     "all_reduce": lambda each: each.sum_dtype,
                     "split_gather": lambda each: each.sparse,
                     **dict.fromkeys(SUMS, selects),

@@ -63,7 +63,7 @@ from tests.helpers.training import Net, fit
         ({"compressor": {"name": "dgc", "clip_by": "bucket"}}, "any more: give local_clip_norm={'norm': 1.0, 'by': 'b"),
         (
             {"compressor": {"name": "rotated", "seed": 1}},
-            "no setting 'seed' any more: the rotation is one",
+            "no setting 'seed' any more: all runs have the same rotation",
         ),
         (
             {"compressor": {"name": "dgc", "warmup": False}},
@@ -71,7 +71,7 @@ from tests.helpers.training import Net, fit
         ),
         ({"compressor": {"name": "dgc", "sparsifier": "topk"}, "schedule": "dgc"}, "those of the top-k"),
         ({"compressor": {"name": "onebit_adam", "freeze_steps": 9}}, "any more: give warmup_steps=1000 beside"),
-        ({"compressor": "onebit_adam", "warmup_steps": 0}, "warmup_steps=0: onebit_adam needs dense steps"),
+        ({"compressor": "onebit_adam", "warmup_steps": 0}, "warmup_steps=0: onebit_adam needs 1 or more dense steps"),
         ({"warmup_rounds": 5}, "warmup_rounds= is gone: write warmup_steps=5, which are rounds there"),
         ({"compressor": {"name": "powersgd", "seed": 1}}, "no setting 'seed' any more: the first Q follows from names"),
         ({"compressor": "topk", "exchange": "all_reduce"}, "those of TopK"),

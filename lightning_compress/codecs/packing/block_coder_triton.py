@@ -1,6 +1,7 @@
-"""The frame of codecs that send one or two numbers of each block, and a code of a few bits for each element.
+"""GPU template of codecs that send one or two numbers per block and a code of a few bits per element.
 
-A codec gives what it does with blocks in registers; reading, writing and packing are here. Rows of a tile are blocks.
+A codec supplies what is done with blocks in registers. Reading, writing and packing are done here. A row of a tile is a
+block.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ from lightning_compress.kernels.triton.launch import (
 from lightning_compress.kernels.triton.random_bits import signed
 
 LONGEST = 8192
-"""Elements of a block, at most: one program holds it in registers."""
+"""Largest number of elements of a block, because one program holds it in registers."""
 
 
 @dataclass(frozen=True)
 class BlockCoder:
     """Encodes and decodes; see ``Kernel``.
 
-    A message is ``head`` bytes of the codec's own, each of the values of all blocks as float32, zeros, the codes in
-    planes, and zeros.
+    A message is ``head`` bytes of the codec, the first value of every block, the second value of every block, as
+    float32, zeros, the codes in planes, and zeros.
 
     Args:
-        encode_tile: takes numbers ``[ROWS, WIDTH]`` and whether there are any, the rows' blocks, how many elements
-            there are, the state and the shift of random bits, what the message begins with, ``extra``, and ``BLOCK``,
-            ``BITS`` and ``SETTING``. Returns both values of each row, the codes, int32, and what these stand for.
-        decode_tile: takes both values of each row, the codes, the weight, what the message begins with, ``BITS`` and
-            ``SETTING``. Returns what the codes stand for, times the weight.
+        encode_tile: gets numbers ``[ROWS, WIDTH]``, which of them exist, the rows' block indices, the number of
+            elements, the state and the offset of the random bits, pointers to the message and to ``extra``, ``BLOCK``,
+            ``BITS`` and ``SETTING``. Returns both values of each row, the codes (int32), and the decoded numbers.
+        decode_tile: gets both values of each row, the codes, the weight, a pointer to the message, ``BITS`` and
+            ``SETTING``. Returns the decoded numbers times the weight.
         block: elements that share values, at most ``LONGEST``; a multiple of 8.
-        bits: of a code.
-        values: of a block: 1 (the first one) or 2.
-        body: where the codes begin in the message.
-        setting: constants of the codec, or one.
-        tile: elements that a program handles, at least: several blocks where they are shorter.
+        bits: bits of a code.
+        values: values per block that are sent, 1 (only the first) or 2.
+        body: first byte of the codes in the message.
+        setting: constants of the codec, passed on as ``SETTING``.
+        tile: least number of elements of a program. A program handles several blocks if they are shorter.
         each: elements that a thread holds.
-        warps: that a program has, at least.
-        head: bytes, a multiple of 4.
-        extra: another tensor that ``encode_tile`` reads.
+        warps: least number of warps of a program.
+        head: bytes before the values, a multiple of 4.
+        extra: another tensor for ``encode_tile``.
     """
 
     encode_tile: Any
@@ -81,19 +82,19 @@ class BlockCoder:
         gaps = message[header:], self.body - header, message[used:], len(message) - used
         numbers = *later_planes(len(vector), self.bits), len(vector), count
         random = signed(word_state(stream.key, 0)), stream.offset or None
-        given = first, second, vector, *parts, *gaps, *numbers, *random, self.extra
-        _encode[grid](*given, self.encode_tile, *shape, both, keep, **options)
+        inputs = first, second, vector, *parts, *gaps, *numbers, *random, self.extra
+        _encode[grid](*inputs, self.encode_tile, *shape, both, keep, **options)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
         grid, count, shape, options = self._launch(len(out))
         header, codes = float_view(messages, 0, self.head // 4 + self.values * count), messages[:, self.body :]
         parts = header, header.stride(0), codes, codes.stride(0), *later_planes(len(out), self.bits)
-        given = *parts, out, weight, len(out), count
-        _decode[grid](*given, self.decode_tile, *shape, self.head // 4, accumulate, len(messages), **options)
+        inputs = *parts, out, weight, len(out), count
+        _decode[grid](*inputs, self.decode_tile, *shape, self.head // 4, accumulate, len(messages), **options)
 
     def _launch(self, numel: int) -> tuple[tuple[int], int, tuple[Any, ...], dict[str, Any]]:
-        """The grid, how many blocks there are, what tiles look like, and options."""
+        """Return the grid, the number of blocks, the constants of a tile, and launch options."""
         count, width = -(-numel // self.block), width_of(self.block)
         rows = max(1, self.tile // width)
         options = OPTIONS | {"num_warps": max(self.warps, rows * width // (32 * self.each))}
@@ -109,11 +110,11 @@ def _encode(
     VALUES: tl.constexpr, SETTING: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    given = first, second, vector, message, header, body, middle, last, numel, count, state, move, extra
+    inputs = first, second, vector, message, header, body, middle, last, numel, count, state, move, extra
     if BLOCK == WIDTH and (number + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
-        _encode_tile(*given, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, True)
+        _encode_tile(*inputs, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, True)
     else:
-        _encode_tile(*given, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, False)
+        _encode_tile(*inputs, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, False)
     if number == 0:
         clear(gap, padding)
         clear(end, rest)
@@ -145,11 +146,11 @@ def _decode(
     DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
 ):  # fmt: skip
-    given = header, step, body, stride, middle, last, out, weight, numel, count
+    inputs = header, step, body, stride, middle, last, out, weight, numel, count
     if BLOCK == WIDTH and (tl.program_id(0) + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
-        _decode_tile(*given, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, True)
+        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, True)
     else:
-        _decode_tile(*given, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, False)
+        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, False)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Sparse messages: positions, then values, in any coding of either; and the plans that send them."""
+"""Sparse messages: positions, then values, each in one of several codings; and the plans that send them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_compress.codecs.codec import Plan
+from lightning_compress.codecs.packing.bits import Bytes
 from lightning_compress.codecs.packing.positions import Ints, Positions
 from lightning_compress.codecs.packing.values import Floats, Values
-from lightning_compress.codecs.variable import Bytes, VariablePlan
 from lightning_compress.core.layout import Layout
 
 Found = tuple[Ints, Floats]
-"""Ascending positions, and the values there."""
+"""Ascending positions, and the values at these positions."""
 
 
 class Entries:
-    """Positions and values, one after the other.
+    """A coding of positions followed by a coding of values.
 
     Args:
-        positions: how positions are written.
-        values: how values are.
-        ends: one past the last position of each part.
+        positions: coding of the positions.
+        values: coding of the values.
+        ends: end of each part (parameter), one past its last position.
 
     Attributes:
-        size: bytes that they take at most.
+        size: largest number of bytes.
     """
 
     def __init__(self, positions: Positions, values: Values, ends: Sequence[int]) -> None:
@@ -36,17 +37,17 @@ class Entries:
         self.size = positions.size + values.size(positions.most)
 
     def write(self, found: Found, body: Bytes) -> tuple[Floats, int]:
-        """Write to the beginning of ``body``; returns the values that ``read`` will find, and the bytes used."""
+        """Write to the beginning of ``body``; return the values that ``read`` will return, and the number of bytes."""
         positions, values = found
         used = self._positions.write(positions, body)
         sent = self._values.write(values, self._counts(positions), body[used:])
         return sent, used + self._values.size(len(positions))
 
     def read(self, body: Bytes) -> tuple[Found, int]:
-        """Read what ``write`` wrote, and how many bytes that was.
+        """Return what ``write`` wrote, and the number of bytes.
 
         Raises:
-            ValueError: the bytes are none that ``write`` makes.
+            ValueError: ``write`` does not write such bytes.
         """
         positions, used = self._positions.read(body)
         values = self._values.read(body[used:], self._counts(positions))
@@ -56,27 +57,27 @@ class Entries:
         return np.diff(np.searchsorted(positions, self._ends), prepend=0)
 
 
-class EntriesPlan(VariablePlan):
-    """Finds elements, sends them as entries, and takes what was sent out of the vector.
+class EntriesPlan(Plan):
+    """Base of plans that choose elements, send them as entries, and subtract from the vector what was sent.
 
-    The entries are written and read on the host, also for vectors on an accelerator.
+    Entries are written and read on the host, also for vectors on an accelerator.
 
     Args:
-        layout: what the vector is made of.
-        entries: codings of what ``_find`` finds, one after the other in a message.
-        usual: bytes that a message usually takes, where messages vary in length; None: they do not.
+        layout: layout of the vectors.
+        entries: codings of the lists of elements that ``_find`` returns. They follow each other in a message.
+        usual: typical number of bytes of a message, if messages vary in length; otherwise None.
     """
 
     def __init__(self, layout: Layout, entries: Sequence[Entries], usual: int | None = None) -> None:
         super().__init__(layout)
         self._entries = entries if layout.numel else []
-        self.message_size = self._used = sum(each.size for each in self._entries)
+        self.message_size = self._used = sum(coding.size for coding in self._entries)
         self.variable = usual is not None
         self._expected = self.message_size if usual is None else min(usual, self.message_size)
 
     @abstractmethod
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
-        """What to send of a vector, for each of the codings; no position twice."""
+        """Return the elements to send, one list per coding. No position may occur twice."""
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See ``Plan.encode``."""
@@ -99,21 +100,21 @@ class EntriesPlan(VariablePlan):
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
         self.check(out, messages)
-        found = []
+        decoded = []
         for message in messages:
             body, used = _host(message), 0
             for entries in self._entries:
-                each, size = entries.read(body[used:])
+                found, size = entries.read(body[used:])
                 used += size
-                found.append(each)
+                decoded.append(found)
         if not accumulate:
             out.zero_()
-        for each in found:
-            out.index_add_(0, *_to(out.device, each), alpha=weight)
+        for found in decoded:
+            out.index_add_(0, *_to(out.device, found), alpha=weight)
 
 
 def _host(message: Tensor) -> Bytes:
-    """The message's own bytes on a CPU, else a copy of them."""
+    """Return the message's own memory on a CPU, else a copy."""
     array: Bytes = message.cpu().numpy()
     return array
 

@@ -1,4 +1,4 @@
-"""Codes of a few bits, packed into planes so that their bytes are made by whole vectors."""
+"""Packing of codes of a few bits into planes."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from lightning_compress.core.workspace import scratch
 
 
 def planes(bits: int) -> list[tuple[int, int]]:
-    """The planes that codes of ``bits`` bits are stored in: ``(position of the lowest bit, bits of a code)``.
+    """Return the planes of codes of ``bits`` bits: pairs (position of the plane's lowest bit in a code, its width).
 
-    A plane holds 32, 16, 8, 4, 2 or 1 bits of every code, so that its bytes can be made by whole vectors of them: 5
-    bits are a plane of 4 and a plane of 1, 10 bits one of 8 and one of 2.
+    A plane holds 32, 16, 8, 4, 2 or 1 bits of every code, so whole vectors of codes are packed at a time. 5 bits are a
+    plane of 4 bits and one of 1 bit; 10 bits are a plane of 8 and one of 2.
     """
     widths = [width for width in (32, 16, 8, 4, 2, 1) if bits & width]
-    return [(sum(widths[:number]), width) for number, width in enumerate(widths)]
+    return [(sum(widths[:index]), width) for index, width in enumerate(widths)]
 
 
 def code_bytes(count: int, bits: int) -> int:
-    """Bytes that ``count`` codes of ``bits`` bits take: ``ceil(count * width / 8)`` for each plane."""
+    """Return the bytes of ``count`` codes of ``bits`` bits: ``ceil(count * width / 8)`` for each plane."""
     return sum(-(-count * width // 8) for _, width in planes(bits))
 
 
 def code_dtype(bits: int) -> torch.dtype:
-    """The dtype of unpacked codes: uint8 up to 8 bits, int32 up to 16, int64 for 32."""
+    """Return the dtype of unpacked codes: uint8 up to 8 bits, int32 up to 16, int64 for 32."""
     return torch.uint8 if bits <= 8 else torch.int32 if bits <= 16 else torch.int64
 
 
 class Planes:
-    """The place of codes in a message, plane by plane, the lowest bits first and the first code lowest in each byte.
+    """Writes and reads a message's codes plane by plane, the lowest bits first, the first code lowest in each byte.
 
     Args:
-        bits: of a code, 1 to 16, or 32.
-        count: codes in the message.
+        bits: bits of a code, 1 to 16, or 32.
+        count: number of codes in the message.
 
     Attributes:
-        size: bytes that they take, ``code_bytes(count, bits)``.
+        size: bytes of the codes, ``code_bytes(count, bits)``.
     """
 
     def __init__(self, bits: int, count: int) -> None:
@@ -57,10 +57,10 @@ class Planes:
         """Pack codes.
 
         Args:
-            codes: ``code_dtype`` ``[count, rounded up to a multiple of 8]``, contiguous, below ``2^bits``; those added
-                are 0.
-            elements: which codes of the message these are; starts at a multiple of 8.
-            body: uint8 ``[size]``, contiguous, in which the bytes of these codes are overwritten.
+            codes: ``code_dtype`` ``[number of elements, rounded up to a multiple of 8]``, contiguous, below ``2^bits``.
+                The codes added by rounding up are 0.
+            elements: slice of the message's codes; starts at a multiple of 8.
+            body: uint8 ``[size]``, contiguous. The bytes of these codes are overwritten.
         """
         for low, width, offset in self._low:
             pack_plane(codes, low, width, body[_place(elements, width, offset)])
@@ -72,7 +72,7 @@ class Planes:
                 pack_plane(high, low, width, body[_place(elements, width, offset)])
 
     def read(self, codes: Tensor, elements: slice, body: Tensor) -> None:
-        """Read codes back; those added are undefined. See ``write``."""
+        """Read codes; those added by rounding up are undefined. See ``write``."""
         for low, width, offset in self._low:
             unpack_plane(body[_place(elements, width, offset)], low, width, codes)
         if self._high:
@@ -84,7 +84,7 @@ class Planes:
 
 
 def pack_codes(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """Bytes ``[code_bytes(len(codes), bits)]`` of codes below ``2^bits``, 0 to 16 bits."""
+    """Return the bytes, uint8 ``[code_bytes(n, bits)]``, of n codes below ``2^bits``; ``bits`` is 0 to 16."""
     planes, rounded = Planes(bits, len(codes)), -(-len(codes) // 8) * 8
     packed, padded = torch.empty(planes.size, dtype=torch.uint8), torch.zeros(rounded, dtype=code_dtype(bits))
     padded[: len(codes)] = torch.from_numpy(codes)
@@ -93,7 +93,7 @@ def pack_codes(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
 
 
 def unpack_codes(packed: npt.NDArray[np.uint8], count: int, bits: int) -> npt.NDArray[Any]:
-    """``count`` codes of as many bytes as ``pack_codes`` makes of them."""
+    """Return the ``count`` codes that ``pack_codes`` packed."""
     codes = torch.zeros(-(-count // 8) * 8, dtype=code_dtype(bits))
     if count:
         Planes(bits, count).read(codes, slice(0, count), torch.from_numpy(packed.copy()))
@@ -101,20 +101,20 @@ def unpack_codes(packed: npt.NDArray[np.uint8], count: int, bits: int) -> npt.ND
 
 
 def pack_plane(codes: Tensor, low: int, width: int, packed: Tensor) -> None:
-    """Pack bits ``low`` to ``low + width - 1`` of every code, the first code lowest.
+    """Pack the bits ``low`` to ``low + width - 1`` of every code, the first code lowest.
 
     Args:
         codes: ``[n]``, contiguous, n a multiple of 8; uint8 if the width is below 8.
-        low: the lowest bit to take.
-        width: 1, 2, 4, or a whole word of 8, 16 or 32 (then ``low`` is 0).
-        packed: uint8 ``[at most code_bytes(n, width)]``, wholly overwritten, at a multiple of the word's bytes.
+        low: the lowest bit of the plane; 0 for a width of 8, 16 or 32.
+        width: 1, 2, 4, 8, 16 or 32.
+        packed: uint8 ``[at most code_bytes(n, width)]``, overwritten; aligned to the width's bytes.
     """
     if width in _WORDS:
         words = packed if width == 8 else packed.view(_WORDS[width])
         if len(words) < len(codes):
             codes = codes[: len(words)]
         words.copy_(codes)
-    elif codes.device.type == "cpu":  # lanes of as many codes as a byte will hold, folded in halves
+    elif codes.device.type == "cpu":  # a lane holds the codes of one byte; it is folded in halves
         kind, folds = _lanes(width)
         source = codes.numpy().view(kind)
         lanes, shifted = (
@@ -130,12 +130,12 @@ def pack_plane(codes: Tensor, low: int, width: int, packed: Tensor) -> None:
 
 
 def unpack_plane(packed: Tensor, low: int, width: int, codes: Tensor) -> None:
-    """Put a plane back into the codes; the plane at 0 overwrites all of a code, others add to it.
+    """Write a plane's bits into the codes. The plane with ``low`` 0 overwrites the codes; the others add to them.
 
     Args:
-        packed: uint8 ``[at most code_bytes(n, width)]``; the codes beyond it become 0, or stay.
-        low: where the plane's bits stand in a code.
-        width: bits of a code that are in the plane.
+        packed: uint8 ``[at most code_bytes(n, width)]``. Codes beyond it become 0, or keep the bits of other planes.
+        low: position of the plane's lowest bit in a code.
+        width: 1, 2, 4, 8, 16 or 32.
         codes: ``[n]``, contiguous, n a multiple of 8; uint8 if the width is below 8.
     """
     if width in _WORDS:
@@ -163,13 +163,13 @@ def unpack_plane(packed: Tensor, low: int, width: int, codes: Tensor) -> None:
 
 
 def pack_plane_torch(codes: Tensor, low: int, width: int, packed: Tensor) -> None:
-    """``pack_plane`` of less than a byte by torch alone, for accelerators."""
+    """Do ``pack_plane`` of widths below 8 in torch, for accelerators."""
     rows = ((codes >> low) & (2**width - 1)).view(-1, 8 // width)
     packed.copy_((rows << _positions(width, codes.device)).sum(dim=1, dtype=torch.uint8)[: len(packed)])
 
 
 def unpack_plane_torch(packed: Tensor, low: int, width: int, codes: Tensor) -> None:
-    """``unpack_plane`` of less than a byte by torch alone, for accelerators."""
+    """Do ``unpack_plane`` of widths below 8 in torch, for accelerators."""
     rows = torch.nn.functional.pad(packed, (0, code_bytes(len(codes), width) - len(packed)))
     bits = ((rows.view(-1, 1) >> _positions(width, codes.device)) & (2**width - 1)) << low
     codes.copy_(bits.view(-1) if low == 0 else codes | bits.view(-1))
@@ -184,7 +184,7 @@ def _place(elements: slice, width: int, offset: int) -> slice:
 
 @cache
 def _lanes(width: int) -> tuple[np.dtype[Any], list[tuple[Any, Any]]]:
-    """The lane type whose codes make one byte, and ``(shift, mask before it)`` of each fold, smallest first."""
+    """Return the type of a lane (the codes of one byte), and ``(shift, mask before it)`` of each fold in order."""
     kind = np.dtype(f"u{8 // width}")
     bits = 8 * kind.itemsize
     folds, group = [], 1

@@ -1,6 +1,6 @@
-"""Codes of 2 to 16 bits, or 32, in a message, in planes of 32 to 1 bits of all of them; see ``planes.py``.
+"""GPU kernels of ``planes.py``: codes of 1 to 16 bits, or 32, in planes.
 
-Tiles are rows of consecutive codes, each of which begins at a multiple of 8 codes.
+A tile consists of rows of consecutive codes. Each row starts at a multiple of 8 codes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lightning_compress.kernels.triton.launch import pack, read, unpack, write
 
 
 def later_planes(count: int, bits: int) -> tuple[int, int]:
-    """Where, after the first byte of ``count`` codes, the planes of two bits and of one bit begin."""
+    """Return the offsets, in bytes, of the planes of 2 bits and of 1 bit of ``count`` codes."""
     middle = count * (bits & 8) // 8 + (count * (bits & 4) + 7) // 8
     return middle, middle + (count * (bits & 2) + 7) // 8
 
@@ -22,15 +22,15 @@ def write_codes(codes, body, middle, last, first, count, BLOCK: tl.constexpr, BI
     """Pack rows of codes.
 
     Args:
-        codes: int32 ``[ROWS, WIDTH]``, of which the lowest ``BITS`` bits count; 0 beyond ``count``.
-        body: where the codes begin in the message.
-        middle: where the plane of 2 bits begins, from ``later_planes``.
-        last: where that of 1 bit begins.
-        first: int64 ``[ROWS]``: the numbers of the rows' first codes.
-        count: codes in the message.
+        codes: int32 ``[ROWS, WIDTH]``; only the lowest ``BITS`` bits are used. 0 beyond ``count``.
+        body: pointer to the message's codes.
+        middle: offset of the plane of 2 bits, from ``later_planes``.
+        last: offset of the plane of 1 bit, from ``later_planes``.
+        first: int64 ``[ROWS]``, index of each row's first code.
+        count: number of codes in the message.
         BLOCK: codes of a row.
-        BITS: 2 to 16, or 32.
-        WHOLE: a row has as many codes as the tile is wide, and none is beyond ``count``.
+        BITS: bits of a code, 1 to 16, or 32.
+        WHOLE: every row has ``WIDTH`` codes, and none is beyond ``count``.
     """
     if BITS == 32:
         index, inside = _words(first, count, BLOCK, codes.shape[1])
@@ -58,7 +58,7 @@ def read_codes(
     body, middle, last, first, count,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The codes again, int32 ``[ROWS, WIDTH]``, 0 outside; those of 32 bits may be below 0. See ``write_codes``."""
+    """Return the codes, int32 ``[ROWS, WIDTH]``, 0 outside. Codes of 32 bits may be negative. See ``write_codes``."""
     codes = tl.zeros([first.shape[0], WIDTH], tl.int32)
     if BITS == 32:
         index, inside = _words(first, count, BLOCK, WIDTH)
@@ -84,16 +84,16 @@ def read_codes(
 
 @triton.jit
 def read_code(body, middle, last, index, inside, count, BITS: tl.constexpr):
-    """Codes anywhere in the message, int32, 0 where ``inside`` is false; see ``write_codes``.
+    """Return codes at any indices of the message, int32, 0 where ``inside`` is false.
 
     Args:
-        body: see there.
-        middle: see there.
-        last: see there.
-        index: int64, numbers of the codes.
-        inside: which ones to read.
-        count: see there.
-        BITS: see there.
+        body: see ``write_codes``.
+        middle: see ``write_codes``.
+        last: see ``write_codes``.
+        index: int64, indices of the codes.
+        inside: which of them to read.
+        count: see ``write_codes``.
+        BITS: see ``write_codes``.
     """
     codes = tl.zeros(index.shape, tl.int32)
     if BITS == 32:
@@ -120,10 +120,10 @@ def _part(plane, index, inside, BITS: tl.constexpr):
 
 @triton.jit
 def _bytes(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Where the bytes of rows stand in a plane, and whether they are any.
+    """Return the indices of rows' bytes in a plane, and which of them exist.
 
-    A thread that has read 16 bytes of numbers has as many codes, and is asked to move no more bytes than these make:
-    so that nothing changes threads on the way.
+    A thread that reads 16 bytes of numbers holds their codes. It moves only the bytes of these codes, so that no data
+    is exchanged between threads.
     """
     column = tl.arange(0, WIDTH * BITS // 8)
     index = (first * BITS // 8)[:, None] + column[None, :]
@@ -133,7 +133,7 @@ def _bytes(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.cons
 
 @triton.jit
 def _words(first, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The same for words of 16 or 32 bits."""
+    """Do the same as ``_bytes`` for words of 16 or 32 bits."""
     column = tl.arange(0, WIDTH)
     index = first[:, None] + column[None, :]
     return tl.max_contiguous(index, [1, 4]), (column < BLOCK)[None, :] & (index < count)

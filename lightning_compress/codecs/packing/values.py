@@ -1,7 +1,7 @@
-"""Codings of the values of the few elements that a sparse message holds, all on the host in NumPy.
+"""Codings of the values of a sparse message's elements, in NumPy on the host.
 
-The elements belong to parts (parameters); codings of 1 and 2 bits have levels for each part, means in float64, which
-are sent as float32 before the codes.
+The elements belong to parts (parameters). Codings of 1 and 2 bits have levels for each part: means, computed in float64
+and sent as float32 before the codes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from lightning_compress.codecs.packing.bits import Bytes, damaged, prefix
 from lightning_compress.codecs.packing.planes import code_bytes, pack_codes, unpack_codes
-from lightning_compress.codecs.variable import Bytes, damaged, take
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -22,10 +22,10 @@ HALF = 65504.0
 
 
 class Values(ABC):
-    """A way to write down values.
+    """Base of codings of values.
 
     Args:
-        parts: of how many parts there may be elements.
+        parts: number of parts that the elements may belong to.
     """
 
     def __init__(self, parts: int) -> None:
@@ -33,19 +33,19 @@ class Values(ABC):
 
     @abstractmethod
     def size(self, count: int) -> int:
-        """Bytes that so many values take."""
+        """Return the number of bytes of ``count`` values."""
 
     @abstractmethod
     def write(self, values: Floats, counts: Ints, body: Bytes) -> Floats:
         """Write values at the beginning of ``body``.
 
         Args:
-            values: float32 ``[n]``, those of the first part first.
-            counts: how many are of each part.
-            body: uint8, ``size(n)`` or more.
+            values: float32 ``[n]``, ordered by part.
+            counts: int64 ``[parts]``, number of values of each part.
+            body: uint8, at least ``size(n)`` bytes.
 
         Returns:
-            What ``read`` will make of them.
+            The values that ``read`` will return.
         """
 
     @abstractmethod
@@ -53,16 +53,16 @@ class Values(ABC):
         """Read values from the beginning of ``body``.
 
         Raises:
-            ValueError: there are too few bytes, or a number is not finite.
+            ValueError: there are too few bytes, or a value is not finite.
         """
 
 
 class FloatValues(Values):
-    """float32 exactly, or the nearest float16, at most 65504.
+    """Values as float32, exact, or as float16, rounded to nearest and at most 65504 in magnitude.
 
     Args:
-        parts: of how many parts there may be elements.
-        dtype: which.
+        parts: see ``Values``.
+        dtype: float32 or float16.
     """
 
     def __init__(self, parts: int, dtype: type[np.float32] | type[np.float16]) -> None:
@@ -84,15 +84,15 @@ class FloatValues(Values):
     def read(self, body: Bytes, counts: Ints) -> Floats:
         """See ``Values.read``."""
         size = self.size(int(counts.sum()))
-        return _finite(take(body, size, "values").view(self._dtype).astype(np.float32))
+        return _finite(prefix(body, size, "values").view(self._dtype).astype(np.float32))
 
 
 class LevelValues(Values):
-    """Codes of 1 or 2 bits that say which of a part's levels a value becomes, the first code lowest.
+    """Base of codings that replace a value by one of its part's levels, by a code of 1 or 2 bits, the first lowest.
 
     Attributes:
-        bits: of a code.
-        stored: numbers that are sent for each part.
+        bits: bits of a code.
+        stored: float32 numbers that are sent per part.
     """
 
     bits: ClassVar[int] = 1
@@ -115,7 +115,7 @@ class LevelValues(Values):
     def read(self, body: Bytes, counts: Ints) -> Floats:
         """See ``Values.read``."""
         count, middle = int(counts.sum()), 4 * self.stored * self.parts
-        data = take(body, self.size(count), "codes of values")
+        data = prefix(body, self.size(count), "codes of values")
         levels = self._levels(_finite(data[:middle].view(np.float32).reshape(self.parts, self.stored)))
         codes = unpack_codes(data[middle:], count, self.bits)
         values: Floats = levels[np.repeat(np.arange(self.parts), counts), codes]
@@ -123,20 +123,20 @@ class LevelValues(Values):
 
     @abstractmethod
     def _fit(self, values: Floats, parts: Ints) -> tuple[npt.NDArray[np.uint8], Floats]:
-        """Codes of the values, and what is stored: float32 ``[parts, stored]``."""
+        """Return the codes of the values, and the numbers to send: float32 ``[parts, stored]``."""
 
     def _levels(self, numbers: Floats) -> Floats:
-        """Levels ``[parts, 2^bits]`` from what is stored."""
+        """Return the levels, float32 ``[parts, 2^bits]``, from the numbers that are sent."""
         return numbers
 
     def _means(self, values: Floats, groups: Ints, width: int) -> npt.NDArray[np.float64]:
-        """Mean of each group, in float64, 0 where there is none: ``[parts, width]``."""
+        """Return the mean of each group, 0 for an empty group: float64 ``[parts, width]``."""
         sums = np.bincount(groups, values.astype(np.float64), self.parts * width)
         return (sums / np.maximum(np.bincount(groups, minlength=self.parts * width), 1)).reshape(-1, width)
 
 
 class OneMagnitude(LevelValues):
-    """A sign each, and for each part the mean of the magnitudes."""
+    """One sign per value, and the mean magnitude of each part."""
 
     stored: ClassVar[int] = 1
 
@@ -148,9 +148,10 @@ class OneMagnitude(LevelValues):
 
 
 class FourMeans(LevelValues):
-    """Four buckets for each part: of either sign what is below the mean of its magnitudes, and the others; their means.
+    """Four means per part: of the small and the large values of each sign.
 
-    Code 0 is small and positive, 1 small and negative, 2 large and positive, 3 large and negative.
+    A value is small if its magnitude is below the mean magnitude of its sign. Code 0 is small and positive, 1 small and
+    negative, 2 large and positive, 3 large and negative.
     """
 
     bits: ClassVar[int] = 2

@@ -1,4 +1,4 @@
-"""Stochastic rounding to evenly spaced levels, packed: what the codecs with a few bits per element share."""
+"""Stochastic rounding to evenly spaced levels, shared by the codecs with a few bits per element."""
 
 from __future__ import annotations
 
@@ -6,49 +6,89 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs.codec import FusedPlan, aligned
+from lightning_compress.codecs.packing.bits import block_shape
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
-from lightning_compress.core.workspace import scratch
+from lightning_compress.core.workspace import pieces, scratch
 from lightning_compress.kernels import Summands
 
 SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
 BITS = 8
-"""The most that a code of even levels has."""
+"""Largest number of bits of a code."""
 UNIT = 1 << 16
-"""Random numbers per level: the probability of rounding up is a multiple of 1 / UNIT."""
+"""Number of random values between two levels: the probability of rounding up is a multiple of 1 / UNIT."""
+RUN = 1 << 18
+"""Elements that tensor operations handle at a time, so that their scratch memory fits a CPU's caches."""
+Norm = Literal["max", "l2"]
 
 
 def more_bits(ranks: int) -> int:
-    """Bits by which the variance of rounding to even levels falls to ``1 / ranks``: by 4 a bit, since steps halve."""
+    """Return the number of extra bits that divide the rounding variance by ``ranks``. Each bit divides it by 4."""
     return math.ceil(math.log2(ranks) / 2)
 
 
-class Quantiser:
-    """Rounds ``v / step`` to ``2^bits`` numbers or one fewer, evenly spaced around 0, and packs them.
+class Buckets:
+    """Cuts a vector into pieces of whole buckets, and a last bucket that may be shorter.
 
-    The numbers are ``level + shift`` with integer levels from ``-2^(bits-1)`` (or one more if shift is 0) to
-    ``2^(bits-1) - 1``, stored as two's complements in planes (``codecs/packing/planes.py``). Rounding takes the lower
-    neighbour or the upper one with probabilities that make the mean exact (to 2^-17 of a step), and leaves neighbours
-    alone.
+    Args:
+        numel: length of the vector.
+        bucket: elements of a bucket. A shorter vector is one bucket.
+        norm: "max", the largest magnitude, or "l2".
+        device: device of the vector.
+
+    Attributes:
+        width: elements of a whole bucket.
+        count: number of buckets.
+        pieces: pairs of slices, ``(buckets, elements)``. All buckets of a piece have the same length.
+        most: elements of the largest piece.
+    """
+
+    def __init__(self, numel: int, bucket: int, norm: Norm, device: torch.device) -> None:
+        self.width, self.count = block_shape(numel, bucket)
+        whole, rest = divmod(numel, self.width)
+        rows = max(1, min(RUN // self.width, whole))
+        self.most = rows * self.width
+        self.pieces = [(part, slice(part.start * self.width, part.stop * self.width)) for part in pieces(whole, rows)]
+        if rest:
+            self.pieces.append((slice(whole, whole + 1), slice(whole * self.width, numel)))
+        self._wide = scratch("qsgd wide", self.most, torch.float64, device) if norm == "l2" else None
+
+    def norms(self, rows: Tensor) -> Tensor:
+        """Return the norm of each row, in float64 so that all devices get the same."""
+        if self._wide is None:
+            return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_()).double()
+        return self._wide[: rows.numel()].view(rows.shape).copy_(rows).square_().sum(dim=1).sqrt_()
+
+
+class Quantiser:
+    """Rounds ``v / step`` to evenly spaced numbers around 0, and packs them.
+
+    The numbers are ``level + shift``. Levels are integers from ``-2^(bits-1)`` (one more if shift is 0) to
+    ``2^(bits-1) - 1``, stored as two's complements in planes (``codecs/packing/planes.py``). A value between two
+    numbers is rounded down or up at random, with probabilities that make the mean exact to 2^-17 of a step. A value
+    that equals a number stays as it is.
 
     Args:
         bits: 2 to 8.
-        shift: 0.0 for numbers among which is 0, 0.5 for as many on either side.
+        shift: 0.0 if 0 is one of the numbers, 0.5 if as many numbers are below 0 as above.
         count: numbers in a message.
         most: numbers in the largest piece that is rounded at a time.
-        device: where.
+        device: device of the vectors.
 
     Attributes:
-        top, sign, shift: the largest number, the highest bit of a code, and as given.
-        planes, size: where codes stand in a message, and how many bytes they take.
+        top: the largest number.
+        sign: the highest bit of a code.
+        shift: as given.
+        planes: the codes' place in a message.
+        size: bytes of the codes.
     """
 
     def __init__(self, bits: int, shift: float, count: int, most: int, device: torch.device) -> None:
@@ -61,8 +101,8 @@ class Quantiser:
         self._top = torch.tensor(self.top, dtype=torch.float32, device=device)
 
     def steps(self, norms: Tensor) -> Tensor:
-        """The distance between two numbers of blocks with these norms; such that no number overflows."""
-        steps: Tensor = norms / self._top  # by a number of Python's, an accelerator would multiply with its inverse
+        """Return the distance between two numbers of blocks with these norms, limited so that no number overflows."""
+        steps: Tensor = norms / self._top  # with a Python number, a GPU would multiply by its reciprocal
         return steps.clamp_(max=LARGEST / self.top * (1 - 2**-22))
 
     def encode(self, rows: Tensor, factors: Tensor, elements: slice, stream: Stream, body: Tensor) -> Tensor:
@@ -71,16 +111,16 @@ class Quantiser:
         Args:
             rows: float32, contiguous.
             factors: from ``fit``, broadcast to ``rows``.
-            elements: which numbers of the message these are; starts at a multiple of 8.
-            stream: where the randomness comes from.
-            body: uint8 ``[size]``, in which the bytes of these numbers are overwritten.
+            elements: the slice of the message's numbers that these are; starts at a multiple of 8.
+            stream: the random bits.
+            body: uint8 ``[size]``. The bytes of these numbers are overwritten.
 
         Returns:
-            The numbers, of the shape of ``rows``.
+            The numbers, in the shape of ``rows``.
         """
         numel = rows.numel()
         random = self._random.draw(stream.key, elements.start, numel, stream.offset).view(rows.shape)
-        # Random numbers are -32768 to 32767: brought to the middles of the UNIT parts of [0, 1).
+        # Random numbers -32768 to 32767 become the middles of the UNIT parts of [0, 1).
         levels = (rows * factors).add_(random).mul_(1 / UNIT).add_(0.5 + 0.5 / UNIT - self.shift).floor_()
         codes = self._codes[: -(-numel // 8) * 8]
         codes.view(torch.int8)[:numel].view(rows.shape).copy_(levels)
@@ -89,11 +129,11 @@ class Quantiser:
         return levels.add_(self.shift)
 
     def decode(self, body: Tensor, elements: slice, shape: tuple[int, ...]) -> Tensor:
-        """The numbers of a message's piece, float32 of this shape."""
+        """Return a slice of a message's numbers as float32 of this shape."""
         numel = elements.stop - elements.start
         codes = self._codes[: -(-numel // 8) * 8]
         self.planes.read(codes, elements, body)
-        codes.bitwise_xor_(self.sign).sub_(self.sign)  # extends the sign; uint8 wraps
+        codes.bitwise_xor_(self.sign).sub_(self.sign)  # sign extension; uint8 wraps around
         return codes.view(torch.int8)[:numel].view(shape).float().add_(self.shift)
 
 
@@ -101,32 +141,32 @@ class Piece(NamedTuple):
     """Blocks that are handled together.
 
     Attributes:
-        blocks: which ones.
-        numbers: which of the message's numbers these are.
-        elements: of the vector; at its end there may be fewer than numbers.
-        shape: of the numbers; a block is one along the second dimension.
-        told: what a CPU's kernel is told besides; None where it cannot have this piece.
+        blocks: slice of the blocks.
+        numbers: slice of the message's numbers.
+        elements: slice of the vector. At the vector's end it may be shorter than ``numbers``.
+        shape: shape of the numbers. A block lies along the second dimension.
+        kernel_arguments: further arguments of the CPU kernel; None if tensor operations handle this piece.
     """
 
     blocks: slice
     numbers: slice
     elements: slice
     shape: tuple[int, ...]
-    told: tuple[Any, ...] | None
+    kernel_arguments: tuple[Any, ...] | None
 
 
 class LevelPlan(FusedPlan):
-    """Blocks whose numbers are rounded to levels of their norm, by tensor operations or by the kernels of a CPU.
+    """Rounds each block to levels of its norm, by tensor operations or by CPU kernels.
 
     A message is every block's norm as float32, zeros up to a multiple of 16 bytes, then the codes in planes.
 
     Args:
-        layout: what the vector is made of.
-        device: where it is.
+        layout: layout of the vectors.
+        device: device of the vectors.
         bits: see ``Quantiser``.
-        shift: likewise.
-        pieces: what to handle at a time, in order.
-        fast: the kernels, which touch each number in memory once; codes of four bits they pack by themselves.
+        shift: see ``Quantiser``.
+        pieces: what is handled at a time, in order.
+        fast: the CPU kernels, or None. They access each number in memory once, and pack codes of 4 bits themselves.
         largest: blocks with a larger norm are not sent.
     """
 
@@ -142,7 +182,7 @@ class LevelPlan(FusedPlan):
     ) -> None:
         super().__init__(layout)
         blocks, count = (pieces[-1].blocks.stop, pieces[-1].numbers.stop) if pieces else (0, 0)
-        most = max((each.numbers.stop - each.numbers.start for each in pieces if each.told is None), default=0)
+        most = max((p.numbers.stop - p.numbers.start for p in pieces if p.kernel_arguments is None), default=0)
         self._pieces, self._fast, self._largest, self._nibbles = pieces, fast, largest, bits == 4
         self._quantiser = Quantiser(bits, shift, count, most, device)
         self._header = 4 * blocks
@@ -151,16 +191,16 @@ class LevelPlan(FusedPlan):
         self._norms = torch.empty(blocks, dtype=torch.float32, device=device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``Plan.encode``."""
-        self.take(vector, message, summands)
+        """See ``FusedPlan.encode``."""
+        self.load_sum(vector, message, summands)
         stream, body = self.stream(key), message[self._body :]
         for piece in self._pieces:
             part, norms = vector[piece.elements], self._norms[piece.blocks]
-            if self._fast and piece.told is not None:
-                codes = self._room(body[None], piece)
+            if self._fast and piece.kernel_arguments is not None:
+                codes = self._codes_of(body[None], piece)
                 random = np.uint64(word_state(stream.key, piece.numbers.start)), np.int16(stream.offset)
-                given = part.numpy(), *piece.told, self._quantiser.top, self._largest, *random
-                self._fast.encode(*given, codes[0].numpy(), self._nibbles, norms.numpy(), keep)
+                inputs = part.numpy(), *piece.kernel_arguments, self._quantiser.top, self._largest, *random
+                self._fast.encode(*inputs, codes[0].numpy(), self._nibbles, norms.numpy(), keep)
                 if not self._nibbles:
                     self._quantiser.planes.write(codes[0], piece.numbers, body)
                 continue
@@ -180,68 +220,64 @@ class LevelPlan(FusedPlan):
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
         bodies = messages[:, self._body :]
         for piece in self._pieces:
-            part, own = out[piece.elements], steps[:, piece.blocks]
-            if self._fast and piece.told is not None:
-                codes = self._room(bodies, piece)
+            part, piece_steps = out[piece.elements], steps[:, piece.blocks]
+            if self._fast and piece.kernel_arguments is not None:
+                codes = self._codes_of(bodies, piece)
                 for row, body in zip(codes, bodies, strict=True) if not self._nibbles else ():
                     self._quantiser.planes.read(row, piece.numbers, body)
-                sent = codes.numpy(), self._nibbles, np.int32(self._quantiser.sign), own.numpy()
-                self._fast.decode(*sent, *piece.told, part.numpy(), accumulate)
+                inputs = codes.numpy(), self._nibbles, np.int32(self._quantiser.sign), piece_steps.numpy()
+                self._fast.decode(*inputs, *piece.kernel_arguments, part.numpy(), accumulate)
                 continue
             if not accumulate:
                 part.zero_()
-            own = own.reshape(-1, piece.shape[0], 1, *piece.shape[2:])
-            read = (self._quantiser.decode(body, piece.numbers, piece.shape) for body in bodies)
-            self.add(part, piece, (numbers.mul_(step) for numbers, step in zip(read, own, strict=True)))
+            piece_steps = piece_steps.reshape(-1, piece.shape[0], 1, *piece.shape[2:])
+            decoded = (self._quantiser.decode(body, piece.numbers, piece.shape) for body in bodies)
+            self.add(part, piece, (numbers.mul_(step) for numbers, step in zip(decoded, piece_steps, strict=True)))
 
-    def _room(self, bodies: Tensor, piece: Piece) -> Tensor:
-        """Where a kernel finds the codes of a piece, or puts them; a row for each message."""
+    def _codes_of(self, bodies: Tensor, piece: Piece) -> Tensor:
+        """Return the buffer of a piece's codes for a kernel, one row per message."""
         start, stop = piece.numbers.start, piece.numbers.stop
         if self._nibbles:
             return bodies[:, start // 2 : stop // 2]
-        room = scratch("codes of a kernel", len(bodies) * (stop - start), torch.uint8, bodies.device)
-        return room.view(len(bodies), stop - start)
+        codes = scratch("codes of a kernel", len(bodies) * (stop - start), torch.uint8, bodies.device)
+        return codes.view(len(bodies), stop - start)
 
     @abstractmethod
     def norms_of(self, numbers: Tensor) -> Tensor:
-        """Norms of the blocks of a piece, float64, 1 along the second dimension."""
+        """Return the norms of a piece's blocks, float64, with size 1 in the second dimension."""
 
     @abstractmethod
     def forward(self, part: Tensor, piece: Piece) -> Tensor:
-        """The numbers of a piece, float32 of its shape, of the vector's elements."""
+        """Turn elements of the vector into the numbers to round: float32 of the piece's shape."""
 
     @abstractmethod
     def inverse(self, numbers: Tensor, piece: Piece) -> Tensor:
-        """The vector's elements, one-dimensional, again; the numbers may be lost."""
+        """Turn numbers back into elements of the vector, float32 ``[n]``. The numbers may be overwritten."""
 
     @abstractmethod
     def add(self, part: Tensor, piece: Piece, numbers: Iterable[Tensor]) -> None:
-        """Add what messages say of a piece's numbers, one after the other, to the vector's elements."""
+        """Add the numbers of several messages to the elements of a piece, in order."""
 
 
 def check_correlated(method: str, correlated: object) -> None:
-    """Refuse what is no boolean.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Raise ValueError if ``correlated``, a setting of the class ``method``, is not a boolean."""
     if not isinstance(correlated, bool):
         raise ValueError(
-            f"{method}(correlated={correlated!r}): it must be true (ranks round by random bits that they share, and "
-            "their errors cancel in part) or false"
+            f"{method}(correlated={correlated!r}): correlated must be true (ranks share random bits, so that their "
+            "errors partly cancel) or false"
         )
 
 
 def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
-    """What to send for the norms of blocks, and what to multiply elements with.
+    """Return the norms to send, and the factors of the blocks' elements.
 
     Args:
-        norms: float64; at least the largest magnitude of each block.
+        norms: float64, at least the largest magnitude of each block.
         top: the largest number; see ``Quantiser``.
-        largest: norms above it are sent as 0, as are those below 2^-100, so that the block stays as it is.
+        largest: a norm above this or below 2^-100 is sent as 0. Then the whole block stays in the vector.
 
     Returns:
-        float32 norms, and factors that bring elements to ``UNIT`` times the numbers' scale, never beyond top.
+        Norms, float32. Factors, float32: they scale elements to ``UNIT`` times the numbers, at most ``UNIT * top``.
     """
     sent = norms.clamp(max=LARGEST).float()
     sent.masked_fill_((sent < SMALLEST) | (sent > largest), 0)

@@ -1,4 +1,4 @@
-"""Levels of a norm; see ``levels.py``, whose bits these are."""
+"""CPU kernels of ``levels.py``. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST = np.finfo(np.float32).max
 
 @kernel
 def fit(largest, top, limit):
-    """Norm to send, and factor to multiply with; see ``levels.py``."""
+    """Return the norm to send and the factor of a block; see ``levels.fit``."""
     norm = min(largest, _LARGEST)
     if norm < _SMALLEST or norm > limit:
         return np.float32(0), np.float32(0)
@@ -26,20 +26,20 @@ def fit(largest, top, limit):
 
 @kernel
 def step(norm, top):
-    """The distance between two numbers; see ``levels.py``."""
+    """Return the distance between two numbers; see ``Quantiser.steps``."""
     return min(norm / np.float32(top), np.float32(_LARGEST / top * (1 - 2.0**-22)))
 
 
 @kernel
 def to_codes(levels, codes):
-    """Write levels, float32 ``[n]``, as two's complements to uint8 ``[n]``."""
+    """Write levels, float32 ``[n]``, as two's complements, uint8 ``[n]``."""
     for index in range(len(codes)):
         codes[index] = np.uint8(np.int32(levels[index]))
 
 
 @kernel
 def to_nibbles(levels, codes):
-    """Likewise as two of four bits in each byte, the first one lowest, to uint8 ``[n / 2]``."""
+    """Write levels, float32 ``[n]``, as two's complements of 4 bits, two per byte: uint8 ``[n / 2]``."""
     for index in range(len(codes)):
         low, high = np.int32(levels[2 * index]), np.int32(levels[2 * index + 1])
         codes[index] = np.uint8((low & 15) | (high << 4))

@@ -1,4 +1,4 @@
-"""Stochastic rounding to levels of a norm, and back; the roundings are those of ``levels.py``."""
+"""GPU kernels of ``levels.py``. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STEPS = tl.constexpr(3.4028234663852886e38 * (1 - 2.0**-22))
 
 @triton.jit
 def fit(norm, TOP: tl.constexpr, LIMIT: tl.constexpr):
-    """What to send for norms (float32 or float64), and the factors of their elements, float32 each."""
+    """Return norms to send and factors of blocks, float32, from float32 or float64 norms; see ``levels.fit``."""
     sent = tl.minimum(norm, LARGEST).to(tl.float32)
     sent = tl.where((sent < _SMALLEST) | (sent > LIMIT), 0.0, sent)
     exact = 65536.0 * TOP / tl.where(sent == 0, 1.0, sent).to(tl.float64)
@@ -25,19 +25,19 @@ def fit(norm, TOP: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def step_of(norm, TOP: tl.constexpr):
-    """The distance between two numbers of blocks with these norms, float32."""
+    """Return the distance between two numbers of blocks with these norms, float32."""
     step = tl.div_rn(norm, tl.full(norm.shape, TOP, tl.float32))
     return tl.where(step > _STEPS / TOP, _STEPS / TOP, step)
 
 
 @triton.jit
 def round_levels(scaled, random, SHIFT: tl.constexpr):
-    """The levels, float32, that random numbers (see ``random_bits``) choose; ``scaled`` are elements times factors."""
+    """Return levels, float32. ``scaled`` are elements times factors, ``random`` comes from ``random_bits``."""
     return tl.floor((0.5 + 0.5 / 65536 - SHIFT) + (scaled + random) * (1 / 65536))
 
 
 @triton.jit
 def levels_of(codes, BITS: tl.constexpr):
-    """The levels, float32, of two's complements of so many bits, int32."""
+    """Return the levels, float32, of two's complements of ``BITS`` bits, int32."""
     sign: tl.constexpr = 2 ** (BITS - 1)
     return ((codes ^ sign) - sign).to(tl.float32)

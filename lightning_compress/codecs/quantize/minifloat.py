@@ -1,4 +1,4 @@
-"""Encoding as floats of N bits over a range, see ``formats.py``, and decoding."""
+"""Encoding and decoding of floats of N bits over a range; see ``formats.py``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 class Coder:
-    """Scratch in which up to ``most`` values are encoded or decoded; every step is one pass over whole vectors.
+    """Encodes and decodes up to ``most`` values at a time, in scratch memory.
 
-    Codes are computed in ``code_dtype(bits)``, mostly bytes, of which a vector holds four times as many.
+    Codes are computed in ``code_dtype(bits)``, mostly uint8: a vector register holds four times as many as int32.
 
     Args:
-        bits: of a code.
-        most: values at a time.
-        device: where.
+        bits: bits of a code.
+        most: largest number of values at a time.
+        device: device of the values.
     """
 
     def __init__(self, bits: int, most: int, device: torch.device) -> None:
@@ -37,28 +37,28 @@ class Coder:
             scratch(f"minifloat negative {codes}", numel, codes, device),
             scratch(f"minifloat spare {codes}", numel, codes, device),
         )
-        # A number of Python's would be made a tensor at every use.
+        # A Python number would become a new tensor at every use.
         self._magnitude = torch.full((), MAGNITUDE, dtype=torch.int32, device=device)
         self._shapes: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def codes(self, numel: int) -> Tensor:
-        """Where codes stand, ``[numel, rounded up to a multiple of 8]``."""
+        """Return the buffer of codes, ``[numel rounded up to a multiple of 8]``."""
         return self._codes[: -(-numel // 8) * 8]
 
     def encode(self, values: Tensor, formats: Formats) -> tuple[Tensor, Tensor]:
-        """Encode values, which the ranges must hold.
+        """Encode values into the buffer ``codes``.
 
         Args:
-            values: float32 ``[R, n]``, contiguous.
-            formats: of the R rows.
+            values: float32 ``[R, n]``, contiguous, within the formats' ranges.
+            formats: formats of the R rows.
 
         Returns:
-            Two factors of what the codes (then in ``codes``) stand for, float32 ``[R, n]``. The values less their
-            products are exact.
+            Two factors, float32 ``[R, n]``. Their product is the decoded values, and the values minus that product are
+            exact.
         """
         rounded, pattern, words, kept, codes, negative, spare = self._views(values.shape)
-        torch.add(values.view(torch.int32), formats.half, out=pattern)  # the sign bit is not reached
-        if values.device.type == "cpu" and negative.dtype == torch.uint8:  # six times as fast as torch's
+        torch.add(values.view(torch.int32), formats.half, out=pattern)  # no carry reaches the sign bit
+        if values.device.type == "cpu" and negative.dtype == torch.uint8:  # six times as fast as torch
             np.signbit(values.numpy(), out=negative.numpy().view(np.bool_))
         else:
             torch.lt(values.view(torch.int32), 0, out=negative)
@@ -71,10 +71,10 @@ class Coder:
         return rounded, kept
 
     def decode(self, shape: tuple[int, ...], formats: Formats) -> tuple[Tensor, Tensor]:
-        """Decode what is in ``codes``, which is lost; numbers that are no codes count as the last one.
+        """Decode the buffer ``codes``, which is overwritten. Numbers above the last code count as the last code.
 
         Returns:
-            Two factors as above, of this shape ``[R, n]``.
+            Two factors, float32 of this shape ``[R, n]``. Their product is the decoded values.
         """
         magnitudes, pattern, words, signs, codes, negative, spare = self._views(shape)
         torch.minimum(codes, formats.last, out=codes)
@@ -86,7 +86,7 @@ class Coder:
         return magnitudes, signs
 
     def _views(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Of this shape; made once, as making them costs as much as using them."""
+        """Return cached views of the buffers: creating views costs as much as using them."""
         if shape not in self._shapes:
             numel = math.prod(shape)
             magnitudes, words, *others = (each[:numel].view(shape) for each in self._buffers)
@@ -96,33 +96,33 @@ class Coder:
 
 
 def most_mantissa(bits: int) -> int:
-    """The most bits of mantissa that are tried for codes of so many bits."""
+    """Return the largest number of mantissa bits that "auto" tries for codes of ``bits`` bits."""
     return min(bits - 2, 23)
 
 
 def candidates(bits: int, mantissa: int | str) -> tuple[int, int]:
-    """What kernels take for a setting: bits of mantissa, or -1 for the best of some; and how many are tried."""
+    """Return a kernel's arguments: bits of mantissa, or -1 for "auto", and the number of candidates."""
     if mantissa == "auto" and bits < 32:
         return -1, most_mantissa(bits) + 1
-    return 23 if mantissa == "auto" else int(mantissa), 1  # 23 of 32 lose nothing
+    return 23 if mantissa == "auto" else int(mantissa), 1  # with 32 bits, 23 is lossless
 
 
 def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest: bool) -> Tensor:
-    """The bits of mantissa, 0 to ``bits - 2``, with the least squared error on ``values``: an int64 scalar.
+    """Return the bits of mantissa, 0 to ``bits - 2``, with the least squared error on ``values``: an int64 scalar.
 
-    More of them are finer but reach less far down, and the finest leave one sign without codes where the other reaches
-    much further. Where none has an error, as of zeros, ``bits - 4``: what normal data take.
+    More mantissa bits are finer, but ``eps`` is larger. With the most bits, the sign with the smaller magnitudes may
+    get no codes. If there is no error, as for zeros, the result is ``bits - 4``, which is best for normal data.
 
     Args:
         values: float32 ``[R, n]``, a sample.
-        bits: of a code.
-        low: the rows' least values, float32 ``[R]``.
-        high: the rows' largest values, float32 ``[R]``.
-        nearest: how they would be rounded.
+        bits: bits of a code.
+        low: least value of each row, float32 ``[R]``.
+        high: largest value of each row, float32 ``[R]``.
+        nearest: round to nearest; otherwise truncate.
     """
     if bits == 32:
-        return torch.full((), 23, device=values.device)  # loses nothing
-    tried = most_mantissa(bits) + 1  # all at once, each with its own copy of the rows
+        return torch.full((), 23, device=values.device)  # lossless
+    tried = most_mantissa(bits) + 1  # all at once, each on its own copy of the rows
     mantissas = torch.arange(tried, device=values.device).view(-1, 1).expand(-1, len(values)).reshape(-1, 1)
     formats = build(bits, mantissas, low.repeat(tried), high.repeat(tried), nearest)
     copies = values.repeat(tried, 1)

@@ -1,4 +1,4 @@
-"""Floats of a few bits over the range of a row; see ``formats.py`` and ``minifloat.py``."""
+"""GPU kernels of ``formats.py`` and ``minifloat.py``. Bit-identical to their tensor operations."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import triton.language as tl
 
 @triton.jit
 def build(low, high, mantissa, BITS: tl.constexpr, NEAREST: tl.constexpr):
-    """The formats of rows, whatever the numbers are.
+    """Return the formats of rows; any inputs are allowed.
 
     Args:
-        low: the rows' least values, float32 ``[ROWS]``; above 0 counts as 0.
-        high: their largest values; below 0 counts as 0.
-        mantissa: bits of mantissa, int32, a scalar.
-        BITS: of a code, 2 to 16, or 32.
-        NEAREST: round to nearest instead of cutting off.
+        low: least value of each row, float32 ``[ROWS]``; values above 0 count as 0.
+        high: largest value of each row, float32 ``[ROWS]``; values below 0 count as 0.
+        mantissa: bits of mantissa, int32 scalar.
+        BITS: bits of a code, 2 to 16, or 32.
+        NEAREST: round to nearest instead of truncating.
 
     Returns:
-        shift and half, int32; below, and how many positive and negative values there are, int32 ``[ROWS, 1]``.
+        shift and half, int32; below, and the numbers of positive and negative values, int32 ``[ROWS, 1]``.
     """
     shift = 23 - tl.minimum(tl.maximum(mantissa, 0), 23)
     half = ((1 << shift) >> 1) * NEAREST
     upper, lower = _end(high, half, shift), _end(-low, half, shift)
     below = tl.zeros_like(upper)
-    if BITS < 32:  # and with 32 bits there are more codes than floats
+    if BITS < 32:  # with 32 bits there are more codes than floats
         CODES: tl.constexpr = 2**BITS - 1
         lesser, greater = tl.minimum(upper, lower), tl.maximum(upper, lower)
-        # Halved before they are added up, as their sum may pass 2^31.
+        # Halved before they are added, because the sum may exceed 2^31.
         odd = (lesser & 1) + (greater & 1) - CODES + 1
         below = (lesser >> 1) + (greater >> 1) + (odd >> 1)
         single = greater - CODES
@@ -39,7 +39,7 @@ def build(low, high, mantissa, BITS: tl.constexpr, NEAREST: tl.constexpr):
 
 @triton.jit
 def _end(magnitude, half, shift):
-    """The number of an end of the range: negative floats have negative patterns, and count as 0."""
+    """Return the integer of an end of the range; negative floats have negative patterns and count as 0."""
     FINITE: tl.constexpr = 0x7F7FFFFF
     pattern = tl.minimum(tl.maximum(magnitude.to(tl.int32, bitcast=True), 0), FINITE)
     return tl.minimum(pattern + half, FINITE) >> shift
@@ -47,7 +47,7 @@ def _end(magnitude, half, shift):
 
 @triton.jit
 def encode(numbers, shift, half, below, positive, negative):
-    """Codes of float32 ``[ROWS, n]``, int32 (of 32 bits: as they would be unsigned), and what they stand for."""
+    """Return codes and decoded values of float32 ``[ROWS, n]``. Codes are int32; those of 32 bits may wrap below 0."""
     pattern = numbers.to(tl.int32, bitcast=True)
     minus = pattern < 0
     level = _level(pattern & 0x7FFFFFFF, shift, half, below, tl.where(minus, negative, positive))
@@ -57,7 +57,7 @@ def encode(numbers, shift, half, below, positive, negative):
 
 @triton.jit
 def error(numbers, shift, half, below, positive, negative):
-    """By how much codes miss float32 ``[ROWS, n]``: magnitudes, either sign."""
+    """Return the signed errors of the decoded magnitudes of float32 ``[ROWS, n]``."""
     pattern = numbers.to(tl.int32, bitcast=True)
     magnitude = pattern & 0x7FFFFFFF
     level = _level(magnitude, shift, half, below, tl.where(pattern < 0, negative, positive))
@@ -66,7 +66,7 @@ def error(numbers, shift, half, below, positive, negative):
 
 @triton.jit
 def decode(codes, shift, below, positive, negative, BITS: tl.constexpr):
-    """The magnitudes that codes stand for, float32, and which are below 0; no codes count as the last one."""
+    """Return decoded magnitudes, float32, and which values are negative. Numbers above the last code count as it."""
     if BITS == 32:
         codes = codes.to(tl.int64) & 0xFFFFFFFF
         codes = tl.minimum(codes, positive.to(tl.int64) + negative)
@@ -79,7 +79,7 @@ def decode(codes, shift, below, positive, negative, BITS: tl.constexpr):
 
 @triton.jit
 def value(level, shift, below):
-    """The ``level``-th magnitude of a format, and 0.0 for level 0."""
+    """Return the ``level``-th magnitude of a format, and 0.0 for level 0."""
     return tl.where(level > 0, below + (level << shift), 0).to(tl.float32, bitcast=True)
 
 
@@ -90,14 +90,14 @@ def _level(magnitude, shift, half, below, most):
 
 @triton.jit
 def best(errors, SAMPLE: tl.constexpr, TRIED: tl.constexpr):
-    """The bits of mantissa, 0 to ``TRIED - 1``, with the least error on all rows of a sample, the fewest among equals.
+    """Return the bits of mantissa, 0 to ``TRIED - 1``, with the least error on a sample; the fewest among equals.
 
-    Where none has an error, as of zeros, ``TRIED - 3``; see ``minifloat.best_mantissa``.
+    If there is no error, as for zeros, the result is ``TRIED - 3``; see ``minifloat.best_mantissa``.
 
     Args:
-        errors: where sums of squares stand, float64 ``[SAMPLE, TRIED]``, at most 8 and 16.
-        SAMPLE: rows.
-        TRIED: columns.
+        errors: pointer to sums of squared errors, float64 ``[SAMPLE, TRIED]``.
+        SAMPLE: rows of the sample, at most 8.
+        TRIED: candidates, at most 16.
     """
     row, mantissa = tl.arange(0, 8)[:, None], tl.arange(0, 16)[None, :]
     found = tl.load(errors + row * TRIED + mantissa, mask=(row < SAMPLE) & (mantissa < TRIED), other=0.0)
@@ -107,6 +107,6 @@ def best(errors, SAMPLE: tl.constexpr, TRIED: tl.constexpr):
 
 @triton.jit
 def write_mantissa(message, mantissa):
-    """The first 16 bytes of a message: the bits of mantissa as int32, and zeros."""
+    """Write the first 16 bytes of a message: the bits of mantissa as int32, and zeros."""
     byte = tl.arange(0, 16)
     tl.store(message + byte, tl.where(byte < 4, mantissa >> (8 * tl.minimum(byte, 3)), 0).to(tl.uint8))

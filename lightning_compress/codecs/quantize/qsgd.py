@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.cast import BF16
 from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, aligned
-from lightning_compress.codecs.packing.buckets import Buckets, Norm, bucket_shape
+from lightning_compress.codecs.packing.bits import block_shape
 from lightning_compress.codecs.packing.planes import code_bytes
-from lightning_compress.codecs.quantize.levels import BITS, LevelPlan, Piece, check_correlated, more_bits
+from lightning_compress.codecs.quantize.levels import BITS, Buckets, LevelPlan, Norm, Piece, check_correlated, more_bits
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import lookup
 
@@ -26,29 +26,31 @@ Coding = Literal["packed", "elias"]
 class QSGD(Codec):
     """Send ``norm * sign(v) * q / s`` with a random integer q whose mean is ``s |v| / norm``.
 
-    ``s = 2^(bits-1) - 1``, norm is the bucket's, and q is one of the two neighbours of ``s |v| / norm``: so the message
-    is right on average, and an element on a level is sent as it is. ``bits + 32 / bucket`` bits per element (4 bits in
-    buckets of 512: 4.0625). With the L2 norm and buckets of n elements the expected squared error is at most
-    ``min(n / s^2, sqrt(n) / s)`` times the squared norm, and at most ``s (s + sqrt(n))`` elements are expected not
-    to be 0; the max norm has a smaller error on dense gradients and no such count. What rounding did stays in the
-    vector, where error feedback, off by default, would find it. No state.
+    ``s = 2^(bits-1) - 1``, and norm is the norm of the element's bucket. q is ``s |v| / norm`` rounded down or up at
+    random, so the message is unbiased. An element that equals a level is sent exactly. ``bits + 32 / bucket`` bits per
+    element: 4.0625 for 4 bits and buckets of 512.
 
-    Packed, a message is every bucket's norm as float32, zeros up to a multiple of 16 bytes, then the integers as two's
-    complements, in planes of 4, 2 and 1 bits of all of them (8 bits are one plane), the first one lowest. A
-    bucket whose norm is below 2^-100 sends 0 and stays.
+    With the L2 norm and buckets of n elements, the expected squared error is at most ``min(n / s^2, sqrt(n) / s)``
+    times the squared norm, and at most ``s (s + sqrt(n))`` elements are expected to be nonzero. On dense gradients the
+    max norm has a smaller error, but there is no such bound of the nonzero elements. Rounding errors stay in the
+    vector, for error feedback, which is off by default. No state.
+
+    A packed message is every bucket's norm as float32, zeros up to a multiple of 16 bytes, then every q with its sign
+    as two's complement. These are stored in planes of 4, 2 and 1 bits of all elements (8 bits are one plane), the first
+    element lowest. A bucket whose norm is below 2^-100 sends 0 and stays in the vector.
 
     Args:
-        bits: 2 (q is 0 or 1) to 8 (0 to 127). From 4 on it counts as harmless beside Adam:
-            the paper's runs lose accuracy at 2 bits only, and those of this package nothing at 4.
-        bucket: elements that share a norm; a multiple of 8, at least 64 (half a bit each, closest), and as large as one
-            likes (a vector that is shorter is one bucket).
+        bits: 2 (q is 0 or 1) to 8 (q is 0 to 127). From 4 bits on it counts as safe with Adam: the paper's runs lose
+            accuracy only at 2 bits, and our runs lose none at 4.
+        bucket: elements that share a norm: a multiple of 8, at least 64, without upper limit. A vector that is shorter
+            is one bucket. Smaller buckets have a smaller error; 64 costs half a bit per element for the norms.
         norm: "max", the largest magnitude, or "l2".
-        coding: "packed", or "elias", which pays where few elements are not 0: 2 bits, and the L2 norm; see
-            ``contrib.codecs.qsgd_elias``, which makes the messages.
+        coding: "packed", or "elias", which is smaller if few elements are nonzero (2 bits and the L2 norm); see
+            ``contrib.codecs.qsgd_elias``.
         correlated: ranks round by random bits that they share; see ``Rotated``.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
     NIPS 2017, arXiv 1610.02132.
@@ -76,45 +78,45 @@ class QSGD(Codec):
 
     @property
     def block(self) -> int:  # type: ignore[override]
-        """Shards are cut between buckets."""
+        """Shards are cut at multiples of the bucket."""
         return self.bucket
 
     @property
     def safe_with_adam(self) -> bool:
-        """From 4 bits on."""
+        """True from 4 bits on."""
         return self.bits >= 4
 
     def refined(self, ranks: int) -> Codec:
-        """See ``Codec.refined``: half of log2 of the ranks more bits; ``bf16`` where that is more than 8.
+        """Return QSGD with ``log2(ranks) / 2`` more bits, rounded up, or ``bf16`` if these are more than 8.
 
-        With the L2 norm, as many as the paper's bound of the variance asks for: elements below the first level, as most
-        are then, have a variance that falls by 2 a bit, not by 4.
+        With the L2 norm the number of bits follows from the paper's bound of the variance. Most elements are then below
+        the first level, where a bit divides the variance by 2 and not by 4.
         """
         bits = self.bits + more_bits(ranks)
         if self.norm == "l2":
             enough = self._variance(self.bits) / ranks
-            bits = next((each for each in range(self.bits, BITS + 1) if self._variance(each) <= enough), BITS + 1)
+            bits = next((b for b in range(self.bits, BITS + 1) if self._variance(b) <= enough), BITS + 1)
         return replace(self, bits=bits) if bits <= BITS else BF16()
 
     def _coder(self) -> Codec | None:
-        """What makes messages of another coding."""
+        """Return the codec of another coding, or None if messages are packed."""
         if self.coding == "packed":
             return None
         coder: Codec = lookup(f"{self.name}_{self.coding}", Codec)(self.bits, self.bucket, self.norm)
         return coder
 
     def _variance(self, bits: int) -> float:
-        """The paper's bound for a bucket with the L2 norm, relative to its square."""
+        """Return the paper's bound of the variance for a bucket with the L2 norm, relative to its squared norm."""
         levels: int = 2 ** (bits - 1) - 1
         return min(self.bucket / levels**2, math.sqrt(self.bucket) / levels)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
         if coder := self._coder():
             return coder.plan(layout, device)
         fused = kernels.backend(__name__, device, "triton")
         if fused and self.bucket <= fused.LONGEST:
-            width, count = bucket_shape(layout.numel, self.bucket)
+            width, count = block_shape(layout.numel, self.bucket)
             body = aligned(4 * count)
             coder = fused.coder(width, self.norm == "l2", self.bits, body)
             return KernelPlan(layout, body + code_bytes(layout.numel, self.bits), coder)
@@ -125,13 +127,13 @@ class _QSGDPlan(LevelPlan):
     def __init__(self, layout: Layout, device: torch.device, codec: QSGD) -> None:
         self._buckets = Buckets(layout.numel, codec.bucket, codec.norm, device)
         fast = kernels.backend(__name__, device, "numba") if codec.norm == "max" else None
-        found = []
+        parts = []
         for buckets, elements in self._buckets.pieces:
             count = buckets.stop - buckets.start
             width = (elements.stop - elements.start) // count
-            told = (width,) if fast and width % fast.WIDTH == 0 else None
-            found.append(Piece(buckets, elements, elements, (count, width), told))
-        super().__init__(layout, device, codec.bits, 0.0, found, fast)
+            arguments = (width,) if fast and width % fast.WIDTH == 0 else None
+            parts.append(Piece(buckets, elements, elements, (count, width), arguments))
+        super().__init__(layout, device, codec.bits, 0.0, parts, fast)
 
     def norms_of(self, numbers: Tensor) -> Tensor:
         return self._buckets.norms(numbers).unsqueeze(1)
@@ -143,5 +145,5 @@ class _QSGDPlan(LevelPlan):
         return numbers.view(-1)
 
     def add(self, part: Tensor, piece: Piece, numbers: Iterable[Tensor]) -> None:
-        for each in numbers:
-            part.add_(each.view(-1))
+        for decoded in numbers:
+            part.add_(decoded.view(-1))

@@ -1,4 +1,4 @@
-"""Rounding to levels of the norm of each bucket, and back; see ``qsgd.py``, whose bits these are."""
+"""CPU kernels of ``qsgd.py``. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from lightning_compress.kernels.numba import kernel, simd
 
 LANES = simd.LANES
 WIDTH = 4 * LANES
-"""Elements of a bucket are a multiple of this."""
+"""The length of a bucket must be a multiple of this."""
 _TILE = 1024
-"""Elements that stay in the nearest cache from one loop to the next; a multiple of ``WIDTH``."""
+"""Elements per loop, which stay in the nearest cache; a multiple of ``WIDTH``."""
 _GAMMA = np.uint64(simd.GAMMA)
 _NOTHING = np.float32(0)
 
 
 @kernel
 def encode(vector, width, top, limit, start, move, codes, nibbles, norms, keep):
-    """Write codes of whole buckets.
+    """Encode whole buckets.
 
     Args:
         vector: float32 ``[buckets * width]``.
         width: elements of a bucket.
         top: the largest level.
-        limit: larger norms are sent as 0.
+        limit: a larger norm is sent as 0.
         start: uint64, the state before the first random word.
         move: int16, added to the random numbers.
-        codes: uint8, one for each element, written.
-        nibbles: write two codes into a byte, so that ``codes`` has half the length.
-        norms: float32 ``[buckets]``, written: the largest magnitudes.
-        keep: take what is sent out of the vector, which stays as it is otherwise.
+        codes: uint8 ``[buckets * width]``, or half of that with ``nibbles``; overwritten.
+        nibbles: write two codes per byte.
+        norms: float32 ``[buckets]``, overwritten by the largest magnitudes.
+        keep: subtract what is sent from the vector. If False, the vector is not changed.
     """
     offset = np.float32(0.5 + 0.5 / 65536)
     largest, factors, levels = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(_TILE, np.float32)
@@ -61,26 +61,26 @@ def _subtract(vector, levels, step):
 
 @kernel
 def decode(codes, nibbles, sign, steps, width, out, accumulate):
-    """Sum the buckets of several messages, in their order.
+    """Sum the decoded buckets of several messages, in order.
 
     Args:
-        codes: uint8 ``[messages, elements]``, two's complements.
-        nibbles: a byte has two of them.
-        sign: their highest bit.
+        codes: uint8 ``[messages, buckets * width]``, or half of that with ``nibbles``; two's complements.
+        nibbles: each byte holds two codes.
+        sign: the highest bit of a code.
         steps: float32 ``[messages, buckets]``.
         width: elements of a bucket.
         out: float32 ``[buckets * width]``.
-        accumulate: add to what is there.
+        accumulate: add to ``out`` instead of overwriting it.
     """
-    own = np.empty(LANES, np.float32)
+    step_row = np.empty(LANES, np.float32)
     for bucket in range(steps.shape[1]):
         first = bucket * width
         if not accumulate:
             out[first : first + width] = 0
         for message in range(len(codes)):
-            own[:] = steps[message, bucket]
+            step_row[:] = steps[message, bucket]
             for index in range(first, first + width, LANES):
                 if nibbles:
-                    simd.add_nibbles(out, index, codes[message], index // 2, own, 0, _NOTHING, sign)
+                    simd.add_nibbles(out, index, codes[message], index // 2, step_row, 0, _NOTHING, sign)
                 else:
-                    simd.add_codes(out, index, codes[message], index, own, 0, _NOTHING, sign)
+                    simd.add_codes(out, index, codes[message], index, step_row, 0, _NOTHING, sign)

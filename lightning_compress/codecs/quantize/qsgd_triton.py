@@ -1,4 +1,4 @@
-"""Levels of each bucket's norm; see ``qsgd.py``, whose bits these are."""
+"""GPU kernels of ``qsgd.py``. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_compress.kernels.triton.random_bits import random_bits
 
 
 def coder(bucket: int, squares: bool, bits: int, body: int) -> BlockCoder:
-    """What writes every bucket's norm, and a code for each element.
+    """Return the encoder and decoder of messages with one norm per bucket and one code per element.
 
-    A thread holds so many elements that buckets of up to 1024 are one warp's, and no maximum leaves it.
+    A thread holds 32 elements, so one warp handles a bucket of up to 1024 and finds its maximum without other warps.
 
     Args:
         bucket: elements that share a norm, at most ``LONGEST``; a multiple of 8.
-        squares: the norm is the root of the squares' sum, not the largest magnitude.
-        bits: of a code, 2 to 8.
-        body: where codes begin in the message.
+        squares: use the L2 norm instead of the largest magnitude.
+        bits: bits of a code, 2 to 8.
+        body: first byte of the codes in the message.
     """
     return BlockCoder(_encode, _decode, bucket, bits, 1, body, squares, tile=1024)
 

@@ -1,4 +1,4 @@
-"""Range-based floats: every element rounded to a float of N bits that is made for its block's range."""
+"""Range-based floats: each element becomes a float of N bits whose format fits its block's range."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from lightning_compress.core.workspace import chunk_size, pieces
 
 Rounding = Literal["nearest", "truncate"]
 RUN = 1 << 17
-"""Elements that a CPU handles at a time; with fewer, the calls cost more than the cache of a core saves."""
+"""Elements that a CPU handles at a time. With fewer, call overhead exceeds the gain of a core's own cache."""
 SAMPLE = 4
-"""Blocks that the mantissa is chosen on."""
+"""Number of blocks in the sample that the mantissa is chosen on."""
 SAMPLE_NUMEL = 1024
-"""Elements of each of them, at most."""
+"""Largest number of elements per block of the sample."""
 EDGE = 2.0**127
-"""Beyond this magnitude rounding may pass the largest float."""
+"""Above this magnitude, rounding may overflow float32."""
 
 
 @dataclass(frozen=True)
 class RangeFloat(Codec):
-    """Send each element as a float of N bits whose codes cover its block's range: ``N + 64 / block`` bits per element.
+    """Send each element as a float of N bits whose format fits its block's range: ``N + 64 / block`` bits per element.
 
-    In a block with least value ``lo`` and largest value ``hi``, the ``2^N`` codes stand for 0 and for the floats with
-    ``m`` bits of mantissa from ``eps`` up to ``hi`` and down to ``lo``, see ``formats.py``. The relative error
-    is at most ``2^-(m+1)`` down to ``eps`` (``2^-m`` for "truncate"); what is smaller is sent as 0, and the rounding of
-    the ends is that of all elements. What was not sent stays in the vector, exactly.
+    In a block with least value ``lo`` and largest value ``hi``, the ``2^N`` codes are 0 and the floats with ``m`` bits
+    of mantissa from ``eps`` up to ``hi`` and from ``-eps`` down to ``lo``; see ``formats.py``. The relative error is at
+    most ``2^-(m+1)`` for magnitudes from ``eps`` on (``2^-m`` with "truncate"). Smaller magnitudes are sent as 0. The
+    ends are rounded as all elements are. What was not sent stays in the vector, exactly.
 
-    The ranges are those of this very vector and travel with it, so there is no state, nothing saturates, and no range
-    grows stale. The paper describes ranges that are estimated in the first iterations; how, is not verified.
+    Each message holds its own ranges, so there is no state, nothing saturates, and ranges are never outdated. The paper
+    describes ranges that are estimated in the first iterations; we could not verify how.
 
-    The method is biased (without error feedback, what is below ``eps`` is never sent), hence error feedback by default.
-    At 8 bits it keeps back 1.3 % of the norm of normal data, so it counts as safe beside Adam, as it was in a short
-    training.
+    The method is biased, because magnitudes below ``eps`` would never be sent without error feedback. So error feedback
+    is on by default. At 8 bits it leaves 1.3 % of the norm of normal data, and it counts as safe with Adam; a short
+    training run confirmed that.
 
-    A message is the bits of mantissa as int32 and zeros up to 16 bytes; ``lo`` of every block and ``hi`` of every
-    block as float32, zeros up to a multiple of 16 bytes; the codes in planes of 8, 4, 2 and 1 bits of all of them (16
-    and 32 bits are one plane), the lowest bits and the first code first; and again zeros.
+    A message is: the bits of mantissa as int32, and zeros up to 16 bytes; every block's ``lo`` and every block's ``hi``
+    as float32, and zeros up to a multiple of 16 bytes; the codes in planes of 8, 4, 2 and 1 bits of all elements (16
+    and 32 bits are one plane), the lowest bits and the first code first; and zeros up to a multiple of 16 bytes.
 
-    Args:
-        bits: N, 2 (coarsest: 0 and three other values) to 16, or 32 (with 23 bits of mantissa nothing is lost).
-        mantissa: m, 0 (only powers of two, the widest reach) to ``min(N - 1, 23)`` (the finest, over about a binade
-            of either sign); "auto" takes the one of 0 to ``N - 2`` with the least squared error on a sample of each
-            message.
-        block: elements that share a range; a multiple of 8, at least 64, and as large as one likes.
-        rounding: "nearest", or "truncate", which is the paper's and makes magnitudes smaller on average.
+    Args: bits: N, 2 to 16, or 32. 2 is the coarsest: 0 and three other values. 32 with 23 bits of mantissa is lossless.
+        mantissa: m, 0 to ``min(N - 1, 23)``, or "auto". 0 has only powers of two and the smallest ``eps``. The largest
+        m
+            is the finest, but covers only about one binade of each sign. "auto" takes the m from 0 to ``N - 2`` with
+            the least squared error on a sample of each message.
+        block: elements that share a range: a multiple of 8, at least 64, without upper limit.
+        rounding: "nearest", or "truncate" as in the paper, which makes magnitudes smaller on average.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Wang, Wu, Zhang, Liu, Bosilca, Herlihy, Fonseca, "FFT-based Gradient Sparsification for the Distributed Training of
     Deep Neural Networks", HPDC 2020, arXiv 1811.08596 (a reconstruction: the authors' quantiser is not released).
@@ -79,36 +79,36 @@ class RangeFloat(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """From 8 bits on, where hardly anything waits in the residual."""
+        """True from 8 bits on, where the residual is small."""
         return self.bits >= 8
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
         fused = kernels.backend(__name__, device)
         if not fused or self.block > fused.LONGEST:
             return _RangeFloatPlan(layout, device, self)
         _, body, used = self.sections(layout.numel)
         sample, length = self.sample(layout.numel), min(self.block, layout.numel)
-        looked = length, sample.step * self.block, -(-length // SAMPLE_NUMEL) or 1
+        spacing = length, sample.step * self.block, -(-length // SAMPLE_NUMEL) or 1
         mantissa, tried = candidates(self.bits, self.mantissa)
         errors = torch.zeros(len(sample), tried, dtype=torch.float64, device=device)
-        kernel = fused.Ranges(self.block, self.bits, self.rounding == "nearest", mantissa, body, errors, looked)
+        kernel = fused.Ranges(self.block, self.bits, self.rounding == "nearest", mantissa, body, errors, spacing)
         return KernelPlan(layout, aligned(used), kernel)
 
     def sections(self, numel: int) -> tuple[int, int, int]:
-        """Of a message: how many blocks it has, where codes begin, and where they end."""
+        """Return a message's number of blocks, the first byte of its codes, and the end of its codes."""
         blocks = -(-numel // self.block)
         body = aligned(16 + 8 * blocks) if numel else 0
         return blocks, body, body + code_bytes(numel, self.bits)
 
     def sample(self, numel: int) -> range:
-        """The blocks that the mantissa is chosen on."""
+        """Return the blocks of the sample that the mantissa is chosen on."""
         whole = numel // self.block or 1
         return range(0, whole, -(-whole // SAMPLE))
 
 
 class _RangeFloatPlan(Plan):
-    """By tensor operations."""
+    """Encodes and decodes by tensor operations."""
 
     def __init__(self, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
         super().__init__(layout)
@@ -127,8 +127,8 @@ class _RangeFloatPlan(Plan):
         self._work = Coder(codec.bits, min(layout.numel, rows * codec.block), device)
         self._low, self._high = torch.empty(2, self._blocks, device=device)
         self._ends = list(zip(self._low.split(self._sizes), self._high.split(self._sizes), strict=True))
-        given = 0 if codec.mantissa == "auto" else codec.mantissa
-        self._given = torch.tensor(given, device=device)  # made in every step, it would wait for a device
+        fixed = 0 if codec.mantissa == "auto" else codec.mantissa
+        self._fixed = torch.tensor(fixed, device=device)  # once: in every step it would wait for the device
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         self.check(vector, message)
@@ -138,7 +138,7 @@ class _RangeFloatPlan(Plan):
         for rows, (low, high) in zip(cut, self._ends, strict=True):
             torch.amin(rows, dim=1, out=low)
             torch.amax(rows, dim=1, out=high)
-        self._low.clamp_(max=0).add_(0.0)  # so that no range ends at -0.0
+        self._low.clamp_(max=0).add_(0.0)  # no range may end at -0.0
         self._high.clamp_(min=0).add_(0.0)
         mantissa = self._mantissa(cut)
         formats = build(self._codec.bits, mantissa, self._low, self._high, self._nearest)
@@ -163,21 +163,21 @@ class _RangeFloatPlan(Plan):
         for number, (rows, elements) in enumerate(zip(self._cut(out), self._elements, strict=True)):
             if not accumulate:
                 rows.zero_()
-            for message, each in zip(messages, formats, strict=True):
+            for message, parts in zip(messages, formats, strict=True):
                 self._planes.read(self._work.codes(rows.numel()), elements, message[self._codes :])
-                magnitudes, signs = self._work.decode(rows.shape, each[number])
+                magnitudes, signs = self._work.decode(rows.shape, parts[number])
                 rows.addcmul_(magnitudes, signs, value=weight)
 
     def _mantissa(self, cut: list[Tensor]) -> Tensor:
         if self._codec.mantissa != "auto":
-            return self._given
+            return self._fixed
         blocks = self._codec.sample(self.layout.numel)
-        each, stride = self._sizes[0], -(-cut[0].shape[1] // SAMPLE_NUMEL)
-        sample = torch.stack([cut[block // each][block % each, ::stride] for block in blocks])
+        size, stride = self._sizes[0], -(-cut[0].shape[1] // SAMPLE_NUMEL)
+        sample = torch.stack([cut[block // size][block % size, ::stride] for block in blocks])
         chosen = slice(0, blocks.stop, blocks.step)
         return best_mantissa(sample, self._codec.bits, self._low[chosen], self._high[chosen], self._nearest)
 
     def _cut(self, vector: Tensor) -> list[Tensor]:
-        """The vector's pieces, one block a row."""
+        """Return the vector's pieces, one block per row."""
         pairs = zip(self._elements, self._sizes, strict=True)
         return [vector[elements].view(size, -1) for elements, size in pairs]

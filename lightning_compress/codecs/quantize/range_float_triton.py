@@ -1,4 +1,4 @@
-"""Elements as floats of a few bits made for their range; see ``range_float.py``, whose bits these are."""
+"""GPU kernels of ``range_float.py``. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Encodes and decodes; see ``Kernel``. A thread has 16 elements, as more would take too many registers.
+    """Encodes and decodes; see ``Kernel``. A thread holds 16 elements, because more would take too many registers.
 
     Args:
         block: elements that share a range, at most ``LONGEST``; a multiple of 8.
-        bits: of a code.
-        nearest: round to nearest instead of cutting off.
-        mantissa: bits of mantissa, or -1: those with the least errors on a sample.
-        body: where the codes begin in the message.
-        errors: float64 ``[rows, candidates]``; sums of squared errors on every row of the sample.
-        sample: elements of a row, from one row to the next, and from one element that counts to the next.
+        bits: bits of a code.
+        nearest: round to nearest instead of truncating.
+        mantissa: bits of mantissa, or -1 for those with the least error on a sample.
+        body: first byte of the codes in the message.
+        errors: float64 ``[rows, candidates]``, scratch for the squared errors of each row of the sample.
+        sample: the sample: elements of a row, distance between rows, and distance between elements that are used.
     """
 
     block: int
@@ -45,7 +45,7 @@ class Ranges:
 
     def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
         """See ``Kernel``."""
-        if self.mantissa < 0:  # find how much each number of bits of mantissa would lose
+        if self.mantissa < 0:  # measure the error of each candidate
             length, distance, skip = self.sample
             first, second, both = sources(vector, summands)
             shape = width_of(length), self.bits, self.nearest, both

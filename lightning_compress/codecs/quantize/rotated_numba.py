@@ -1,4 +1,4 @@
-"""Rotation, rounding and back, tile by tile in the nearest cache; see ``rotated.py``, whose bits these are."""
+"""CPU kernels of ``rotated.py``, a tile at a time in the nearest cache. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from lightning_compress.kernels.numba import kernel, simd
 
 TILE = simd.LANES
 """Blocks that are transformed at a time: the columns of a run."""
-
 _GAMMA = np.uint64(simd.GAMMA)
 
 
 @kernel
 def _transform(tile, count):
-    """Walsh-Hadamard of the columns of a tile ``[count, TILE]``; ``(a + b) - 2 b`` as tensor operations do it."""
+    """Walsh-Hadamard transform of the columns of a tile ``[count, TILE]``, in place; see ``rotated.hadamard``."""
     distance = 1
-    while 4 * distance <= count:  # two steps at once
+    while 4 * distance <= count:  # two steps per pass
         for first in range(0, count, 4 * distance):
             for row in range(first, first + distance):
                 simd.butterflies(tile, row * TILE, distance * TILE)
@@ -28,7 +27,7 @@ def _transform(tile, count):
 
 @kernel
 def _halves(upper, lower):
-    """The last step, of all elements of either half."""
+    """Do the last step: add and subtract the halves of a tile."""
     for index in range(len(upper)):
         total = upper[index] + lower[index]
         lower[index] = total - np.float32(2) * lower[index]
@@ -37,21 +36,21 @@ def _halves(upper, lower):
 
 @kernel
 def encode(vector, signs, shift, tile, top, limit, start, move, codes, nibbles, norms, keep):
-    """Write codes of blocks.
+    """Encode blocks.
 
     Args:
-        vector: float32, of ``len(norms)`` blocks, or a part of the last ones: zeros are taken for what is missing.
+        vector: float32, at most ``len(norms)`` blocks. Zeros replace what the last run lacks.
         signs: float32 ``[rows]``, 1 or -1.
-        shift: what is added to a code's level.
+        shift: added to a level to get the number.
         tile: float32 ``[rows * TILE]``; scratch.
         top: the largest number that is sent.
-        limit: larger norms are sent as 0.
+        limit: a larger norm is sent as 0.
         start: uint64, the state before the first random word.
         move: int16, added to the random numbers.
-        codes: uint8 ``[rows * blocks]``, written.
-        nibbles: write two codes into a byte, so that ``codes`` has half the length.
-        norms: float32 ``[blocks]``, written.
-        keep: take what is sent out of the vector, which stays as it is otherwise.
+        codes: uint8 ``[rows * blocks]``, or half of that with ``nibbles``; overwritten.
+        nibbles: write two codes per byte.
+        norms: float32 ``[blocks]``, overwritten.
+        keep: subtract what is sent from the vector. If False, the vector is not changed.
     """
     count = len(signs)
     offset = np.float32(0.5 + 0.5 / 65536 - shift)
@@ -78,8 +77,8 @@ def encode(vector, signs, shift, tile, top, limit, start, move, codes, nibbles, 
             for row in range(0, count, 2):
                 state = start + np.uint64((first + row * TILE) // 4) * _GAMMA
                 simd.round_levels(tile, row * TILE, tile, row * TILE, factors, 0, offset, state, move)
-                for each in (row, row + 1):  # of the next run
-                    simd.fetch(vector, first + (count + each) * TILE)
+                for ahead in (row, row + 1):  # rows of the next run
+                    simd.fetch(vector, first + (count + ahead) * TILE)
             last = first + count * TILE
             if nibbles:
                 to_nibbles(tile, codes[first // 2 : last // 2])
@@ -94,7 +93,7 @@ def encode(vector, signs, shift, tile, top, limit, start, move, codes, nibbles, 
 
 @kernel
 def _load(tile, signs, vector, first, columns):
-    """The last run, whose rows are shorter than a tile's; what is missing is 0."""
+    """Load the last run, whose rows are shorter than the tile's, and fill up with zeros."""
     tile[:] = 0
     for index in range(first, len(vector)):
         row, column = divmod(index - first, columns)
@@ -103,7 +102,7 @@ def _load(tile, signs, vector, first, columns):
 
 @kernel
 def _round_rest(tile, factors, offset, start, move, codes, nibbles, first, columns):
-    """``round_levels``, and codes, of the last run."""
+    """Round the last run to levels, and write its codes; see ``simd.round_levels``."""
     word = np.uint64(0)
     for element in range(len(tile) // TILE * columns):
         row, column = divmod(element, columns)
@@ -127,7 +126,7 @@ def _round_rest(tile, factors, offset, start, move, codes, nibbles, first, colum
 
 @kernel
 def _add(vector, tile, signs, first, columns, whole, factor):
-    """Add a tile, its signs turned back, to a run of the vector."""
+    """Add ``factor`` times a tile, with its signs undone, to a run of the vector."""
     if whole:
         for row in range(len(signs)):
             simd.add_scaled(vector, first + row * TILE, tile, row * TILE, factor * signs[row])
@@ -139,18 +138,18 @@ def _add(vector, tile, signs, first, columns, whole, factor):
 
 @kernel
 def decode(codes, nibbles, sign, steps, signs, shift, tile, out, accumulate):
-    """Sum the blocks of several messages.
+    """Sum the decoded blocks of several messages, in order.
 
     Args:
-        codes: uint8 ``[messages, rows * blocks]``, two's complements.
-        nibbles: a byte has two of them.
-        sign: their highest bit.
+        codes: uint8 ``[messages, rows * blocks]``, or half of that with ``nibbles``; two's complements.
+        nibbles: each byte holds two codes.
+        sign: the highest bit of a code.
         steps: float32 ``[messages, blocks]``.
-        signs: float32 ``[rows]``.
-        shift: what is added to a level.
+        signs: float32 ``[rows]``, 1 or -1.
+        shift: added to a level to get the number.
         tile: float32 ``[rows * TILE]``; scratch.
-        out: float32, of so many blocks, or a part of the last ones.
-        accumulate: add to what is there.
+        out: float32, at most this number of blocks.
+        accumulate: add to ``out`` instead of overwriting it.
     """
     count = len(signs)
     for block in range(0, steps.shape[1], TILE):
@@ -182,7 +181,7 @@ def decode(codes, nibbles, sign, steps, signs, shift, tile, out, accumulate):
 
 @kernel
 def _add_rest(tile, codes, nibbles, sign, shift, steps, block, columns):
-    """``add_codes`` or ``add_nibbles`` of the last run."""
+    """Add the last run's numbers to the tile; see ``simd.add_codes`` and ``simd.add_nibbles``."""
     count = len(tile) // TILE
     for element in range(count * columns):
         row, column = divmod(element, columns)

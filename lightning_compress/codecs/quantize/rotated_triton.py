@@ -1,4 +1,4 @@
-"""Rotation, rounding and back, a run of blocks in registers; see ``rotated.py``, whose bits these are."""
+"""GPU kernels of ``rotated.py``, with a run of blocks in registers. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from lightning_compress.kernels.triton.random_bits import random_bits, signed
 
 @triton.jit
 def transform(tile):
-    """``H x`` for every column of ``tile``, float32 ``[ROWS, COLUMNS]``, both powers of two."""
+    """Return ``H x`` for every column x of ``tile``, float32 ``[ROWS, COLUMNS]``, both powers of two."""
     return _steps(tile, 1)
 
 
 @triton.jit
 def _steps(tile, DISTANCE: tl.constexpr):
-    """The steps from this distance on: ``a, b`` become ``a + b, (a + b) - 2 b``.
+    """Do the steps from this distance on: ``a, b`` become ``a + b, (a + b) - 2 b``.
 
-    A sum of two is one addition, in a thread or by a shuffle, wherever the compiler has put the two.
+    A sum of two numbers is a single addition, whether they are in one thread or in two, so it is always rounded alike.
     """
     ROWS: tl.constexpr = tile.shape[0]
     RUN: tl.constexpr = DISTANCE * tile.shape[1]
@@ -45,36 +45,36 @@ def _steps(tile, DISTANCE: tl.constexpr):
         pairs = tl.reshape(tile, [ROWS // (2 * DISTANCE), 2, RUN])
         total = tl.sum(pairs, axis=1, keep_dims=True)
         lower = (tl.arange(0, 2) == 1)[None, :, None]
-        other = tl.fma(pairs, tl.full(pairs.shape, -2.0, tl.float32), total)  # a product by 2 is exact
+        other = tl.fma(pairs, tl.full(pairs.shape, -2.0, tl.float32), total)  # multiplying by 2 is exact
         tile = tl.reshape(tl.where(lower, other, total), tile.shape)
         tile = _steps(tile, 2 * DISTANCE)
     return tile
 
 
 LONGEST = 1024
-"""Elements of a block, at most: one program holds a run in registers."""
+"""Largest number of elements of a block, because one program holds a run in registers."""
 RUN = 16
-"""Blocks of a run; the last one may have fewer."""
+"""Blocks of a run. The last run may have fewer."""
 _RUN = tl.constexpr(RUN)
 _LIMIT = tl.constexpr(2.0**110)
 _TILE = 2048
-"""Elements that a program handles: as many blocks of a run, but at least 8, whose rows are a sector of 32 bytes."""
+"""Elements that a program handles, but at least 8 blocks: a row of 8 is a memory sector of 32 bytes."""
 _EACH = 64
-"""Elements that a thread holds: with as many, blocks of 256 are one warp's, and no step of theirs leaves it. Half as
-many of the longest blocks, of which registers would spill."""
+"""Elements that a thread holds: one warp then handles blocks of 256 without other warps. For blocks of ``LONGEST`` it
+is half of that, because registers would spill."""
 _WARPS_TO_ENCODE, _WARPS_TO_DECODE = 8, 16
-"""At most so many handle the last run, as the device waits for this one program; with others registers spill."""
+"""Largest number of warps for the last run, a single program that the device waits for. Chosen to avoid spills."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Encodes and decodes every block's largest coefficient, and a code for each coefficient; see ``Kernel``.
+    """Encodes and decodes messages with one norm per block and one code per coefficient; see ``Kernel``.
 
     Args:
-        signs: float32 ``[block]``, 1 or -1; a block has at most ``LONGEST`` elements, a power of two, 8 or more.
+        signs: float32 ``[block]``, 1 or -1. ``block`` is a power of two from 8 to ``LONGEST``.
         rest: float32 ``[RUN * block]``; scratch.
-        bits: of a code, 2 to 8.
-        body: where codes begin in the message.
+        bits: bits of a code, 2 to 8.
+        body: first byte of the codes in the message.
     """
 
     signs: Tensor
@@ -90,9 +90,9 @@ class Rotation:
         header = float_view(message, 0, count)
         parts = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
         random = signed(word_state(stream.key, 0)), stream.offset or None
-        given = first, second, vector, self.signs, self.rest, *parts, len(vector), count, *random
+        inputs = first, second, vector, self.signs, self.rest, *parts, len(vector), count, *random
         for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
-            _encode[grid](*given, *shape, block, bits, both, keep, whole, **options)
+            _encode[grid](*inputs, *shape, block, bits, both, keep, whole, **options)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
@@ -100,18 +100,18 @@ class Rotation:
         count = -(-len(out) // block)
         header, codes = float_view(messages, 0, count), messages[:, self.body :]
         parts = header, header.stride(0), codes, codes.stride(0), *later_planes(count * block, bits)
-        given = *parts, out, self.signs, self.rest, weight, len(out), count
+        inputs = *parts, out, self.signs, self.rest, weight, len(out), count
         for grid, shape, whole, options in _launches(len(out), block, _WARPS_TO_DECODE):
-            _decode[grid](*given, *shape, block, bits, accumulate, len(messages), whole, **options)
+            _decode[grid](*inputs, *shape, block, bits, accumulate, len(messages), whole, **options)
 
 
 def _launches(numel: int, block: int, most: int) -> Iterator[tuple[tuple[int], tuple[int, int], bool, dict[str, Any]]]:
-    """Whole runs, and the last one: grid, first run and columns of a program, whether runs are whole, and options."""
+    """Yield launches of whole runs and of the last run: grid, (first run, columns), whether they are whole, options."""
     whole, rest = divmod(numel, block * RUN)
     columns = min(RUN, max(8, _TILE // block))
-    each = _EACH if block < LONGEST else _EACH // 2
+    per_thread = _EACH if block < LONGEST else _EACH // 2
     if whole:
-        yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // (32 * each), 8)
+        yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // (32 * per_thread), 8)
     if rest:
         yield (1,), (whole, RUN), False, _options(block * RUN // 256, most)
 
@@ -174,7 +174,7 @@ def _decode(
 
 @triton.jit
 def _indices(begin, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """What a program does: rows of the matrix, blocks, and the numbers of each row's first element and of all."""
+    """Return a program's rows, its block indices, the index of each row's first element, and the indices of all."""
     row, column = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     parts: tl.constexpr = _RUN // COLUMNS
     run, first = begin + tl.program_id(0) // parts, tl.program_id(0) % parts * COLUMNS
@@ -184,13 +184,13 @@ def _indices(begin, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _index(BLOCK: tl.constexpr):
-    """The indices of a run's elements."""
+    """Return the indices of a run's elements, ``[BLOCK, _RUN]``."""
     return tl.arange(0, BLOCK)[:, None] * _RUN + tl.arange(0, _RUN)[None, :]
 
 
 @triton.jit
 def _to_matrix(dense, columns, rest, WHOLE: tl.constexpr):
-    """The matrix whose rows, of so many columns, stand one after the other in ``dense``; zeros in other columns."""
+    """Return the matrix whose rows, of ``columns`` elements, follow each other in ``dense``; other columns are 0."""
     if WHOLE:
         matrix = dense
     else:
@@ -202,7 +202,7 @@ def _to_matrix(dense, columns, rest, WHOLE: tl.constexpr):
 
 @triton.jit
 def _from_matrix(matrix, columns, rest, WHOLE: tl.constexpr):
-    """The rows again, one after the other; anything beyond their end."""
+    """Return the rows one after the other; the inverse of ``_to_matrix``. What follows them is undefined."""
     if WHOLE:
         dense = matrix
     else:
@@ -214,8 +214,8 @@ def _from_matrix(matrix, columns, rest, WHOLE: tl.constexpr):
 
 @triton.jit
 def _move(tile, rest, there, here):
-    """Write a tile to some indices of scratch, but for those below 0, and read what is at other ones."""
-    tl.debug_barrier()  # what was there has been read
+    """Write a tile to the scratch indices ``there``, except those below 0, and read the indices ``here``."""
+    tl.debug_barrier()  # all earlier reads are done
     tl.store(rest + there, tile, mask=there >= 0)
     tl.debug_barrier()
     return tl.load(rest + here)

@@ -1,4 +1,4 @@
-"""1-bit SGD: a sign per element and two reconstruction values per block."""
+"""1-bit SGD: one sign per element and two reconstruction values per block."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ Scope = Literal["block", "column"]
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """Send ``v >= 0`` as one bit, and for each block the mean of either side: ``1 + 64 / block`` bits per element.
+    """Send ``v >= 0`` as one bit, and two means per block: ``1 + 64 / block`` bits per element.
 
-    In each block of consecutive elements ``hi`` is the mean of those with ``v >= 0`` and ``lo`` that of the others
-    (0 where there is none). The receiver puts these in place; ``v - hi`` or ``v - lo`` stays in the vector, so what
-    stays sums to zero in each block and is 1 - 2/pi = 0.363 of normal data's squared norm. The method is
-    biased and needs error feedback. The paper's blocks are the columns of a weight matrix; fixed ones do not
-    degenerate for convolutions and narrow layers. A message is every block's ``hi``, then every
-    block's ``lo`` as float32, zeros up to a multiple of 16 bytes, then the bits, the first one lowest.
+    A block is a run of consecutive elements. ``hi`` is the mean of its elements ``>= 0``, ``lo`` the mean of the others
+    (0 if there are none). The receiver replaces each element by ``hi`` or ``lo``. The difference stays in the vector:
+    it sums to zero in each block, and has 1 - 2/pi = 0.363 of the squared norm for normal data. The method is biased
+    and needs error feedback. In the paper, a block is a column of a weight matrix. Blocks of fixed length also work for
+    convolutions and narrow layers, whose columns are short.
+
+    A message is every block's ``hi``, then every block's ``lo``, as float32, zeros up to a multiple of 16 bytes, then
+    the bits, the first element lowest.
 
     Args:
-        block: elements that share two means; a multiple of 8, at least 64 (2 bits per element, closest), and as large
-            as one likes (a vector that is shorter is one block: 1 bit per element, coarsest). Shards of an exchange
-            are cut at its multiples.
-        scope: "block", or "column" for the paper's: the weights that feed one unit share two means, which for
-            ``[out, in, ...]`` are those of one index of the first dimension: ``1 + 64 / (numel / out)`` bits per
-            element, so that short columns (narrow layers, the first convolution) would not be compressed at all.
-        min_column: with scope "column", as many units share the means as reach this number of elements; at least 1
-            (65 bits for a column of 1 element), and as large as one likes; a column that is longer is one. A column
-            that a shard cuts is two.
+        block: elements that share two means: a multiple of 8, at least 64, without upper limit. Small blocks have the
+            smallest error (64: 2 bits per element). A vector that is shorter is one block. Shards of an
+            exchange are cut at its multiples.
+        scope: "block", or "column" as in the paper: the weights of one output unit, one index of the first dimension of
+            ``[out, in, ...]``, share two means. That takes ``1 + 64 / (numel / out)`` bits per element, so short
+            columns (narrow layers, the first convolution) would not be compressed without ``min_column``.
+        min_column: with scope "column", units share means until a column has at least this number of elements: 1 (65
+            bits for a column of 1 element) or more. A longer column is not split. A column that a shard cuts becomes
+            two columns.
 
     Raises:
-        ValueError: block or min_column is no such number, or there is no such scope.
+        ValueError: a setting is out of range.
 
     Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
     Training of Speech DNNs", Interspeech 2014.
@@ -61,7 +63,7 @@ class OneBit(Codec):
             raise ValueError(f"OneBit(block={self.block!r}): block must be a multiple of 8, at least 64; try 1024")
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
         if self.scope == "column":
             runs = [run for segment in layout.segments for run in columns(segment, self.min_column)]
             return SignPlan(layout, device, runs, values=2)
@@ -69,14 +71,14 @@ class OneBit(Codec):
 
 
 def columns(segment: Segment, min_column: int) -> list[tuple[int, int]]:
-    """Where a segment's columns are: runs of ``(how many, elements of each)`` that fill it, in order.
+    """Return a segment's columns as runs ``(number of columns, elements of each)``, which fill the segment in order.
 
-    A column is a row of the parameter as ``[out, rest]``, or as many rows as reach ``min_column`` elements. What a
-    segment has of a column that was cut is a column too, and so are the rows that are left over at the end.
+    A column is one row of the parameter as ``[out, rest]``, or as many rows as have ``min_column`` elements together.
+    The part of a column that was cut is a column too, and so are the remaining rows at the end.
     """
     units = segment.shape[0] if segment.shape else 1
     width = max(1, math.prod(segment.shape) // max(1, units))
     length = -(-min_column // width) * width
     head = min(-segment.start % length, segment.numel)
     whole, tail = divmod(segment.numel - head, length)
-    return [run for run in ((1, head), (whole, length), (1, tail)) if run[0] and run[1]]
+    return [run for run in ((1, head), (whole, length), (1, tail)) if all(run)]

@@ -1,4 +1,4 @@
-"""What the codecs that send a sign per element share: blocks, packing, and the shape of the message."""
+"""Plans of the codecs that send one sign per element: blocks, packing, and message format."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs.codec import KernelPlan, Plan, aligned
-from lightning_compress.codecs.packing.bits import pack, packed_size, unpack
-from lightning_compress.codecs.packing.buckets import bucket_shape
+from lightning_compress.codecs.packing.bits import block_shape, pack, packed_size, unpack
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.workspace import chunk_size, pieces, scratch
 
 WORD = 32
-"""Bits that the kernels of a CPU write at a time; they take blocks that begin and end with such a word."""
+"""Bits that the CPU kernels write at a time. They handle blocks that begin and end at a multiple of it."""
 
 
 def plan_signs(layout: Layout, device: torch.device, block: int, values: int) -> Plan:
-    """See ``SignPlan``; of blocks of equal length, which kernels of an accelerator have in registers.
+    """Return a plan with blocks of equal length: a GPU kernel if there is one, else a ``SignPlan``.
 
     Args:
-        layout: what the vector is made of.
-        device: where it is.
-        block: elements that share the values; a multiple of 8, and no more than a short vector has.
+        layout: layout of the vectors.
+        device: device of the vectors.
+        block: elements of a block; a multiple of 8. A shorter vector is one block.
         values: see ``SignPlan``.
     """
-    width, count = bucket_shape(layout.numel, block)
+    width, count = block_shape(layout.numel, block)
     fused = kernels.backend(__name__, device, "triton")
     if fused and block <= fused.LONGEST:
         body = aligned(4 * values * count)
@@ -38,29 +37,29 @@ def plan_signs(layout: Layout, device: torch.device, block: int, values: int) ->
 
 
 class SignPlan(Plan):
-    """``v >= 0`` as one bit, and one or two float32 values for each block of consecutive elements.
+    """Sends ``v >= 0`` as one bit, and one or two float32 values per block of consecutive elements.
 
-    A message is every block's first value, then every block's second one, zeros up to a multiple of 16 bytes, then the
-    bits, the first one lowest. Two values are the means of the elements ``>= 0`` and of the others, one is the mean
-    magnitude, which stands for both.
+    A message is every block's first value, then every block's second value, zeros up to a multiple of 16 bytes, then
+    the bits, the first element lowest. Two values are the means of the elements ``>= 0`` and of the others. One value
+    is the mean magnitude.
 
     Args:
-        layout: what the vector is made of.
-        device: where it is.
-        runs: how many blocks there are one after the other, and the elements of each; they fill the vector, in order.
-        values: how many values a block has.
+        layout: layout of the vectors.
+        device: device of the vectors.
+        runs: pairs (number of blocks, elements of each), which fill the vector in order.
+        values: values per block, 1 or 2.
     """
 
     def __init__(self, layout: Layout, device: torch.device, runs: Iterable[tuple[int, int]], values: int) -> None:
         super().__init__(layout)
         fast = kernels.backend(__name__, device, "numba")
-        self._chunk = chunk_size(device) // 4  # sums are in float64, and other copies beside
-        found, block, element = list[tuple[slice, slice, bool]](), 0, 0
+        self._chunk = chunk_size(device) // 4  # smaller chunks, because sums need a float64 copy
+        parts, block, element = list[tuple[slice, slice, bool]](), 0, 0
         for count, length in runs:
             by_kernel = fast is not None and not element % WORD and not length % WORD
             for part in pieces(count, max(1, count if by_kernel else self._chunk // length)):
                 last, end = block + part.stop - part.start, element + (part.stop - part.start) * length
-                found.append((slice(block, last), slice(element, end), by_kernel))
+                parts.append((slice(block, last), slice(element, end), by_kernel))
                 block, element = last, end
         if fast:
             self._move, self._add = (fast.scale_signs if values == 1 else fast.split_signs), fast.add_signs
@@ -68,16 +67,16 @@ class SignPlan(Plan):
         self._header = 4 * values * block
         self._bits = aligned(self._header)
         self.message_size = self._bits + packed_size(layout.numel)
-        self._pieces = [(blocks, part, self._packed(part), by_kernel) for blocks, part, by_kernel in found]
-        others = [elements for _, elements, by_kernel in found if not by_kernel]
+        self._pieces = [(blocks, part, self._packed(part), by_kernel) for blocks, part, by_kernel in parts]
+        others = [elements for _, elements, by_kernel in parts if not by_kernel]
         self._others = slice(others[0].start // 8 * 8, others[-1].stop) if others else slice(0, 0)
-        longest = max((each.stop - each.start for each in others), default=-16)
+        longest = max((elements.stop - elements.start for elements in others), default=-16)
         self._floats = scratch("sign floats", longest + 16, torch.float32, device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """Move content from the vector into the message; see the base class."""
+        """See ``Plan.encode``."""
         self.check(vector, message)
-        for piece in pieces(self._others.stop - self._others.start, self._chunk):  # bytes may not end where blocks do
+        for piece in pieces(self._others.stop - self._others.start, self._chunk):  # a block may end within a byte
             part = slice(self._others.start + piece.start, self._others.start + piece.stop)
             pack(vector[part] >= 0, message[self._packed(part)])
         for blocks, elements, packed, by_kernel in self._pieces:
@@ -91,7 +90,7 @@ class SignPlan(Plan):
         message[self._header : self._bits] = 0
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
-        """Write the weighted sum of the messages; see the base class."""
+        """See ``Plan.decode``."""
         self.check(out, messages)
         header = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1)
         values = header.view(torch.float32).view(len(messages), *self._values.shape).mul_(weight)
@@ -110,18 +109,20 @@ class SignPlan(Plan):
                 rows.addcmul_(signs, one).addcmul_(signs.sub_(1), zero, value=-1)  # one of the products is 0
 
     def _packed(self, elements: slice) -> slice:
-        """Where the bits of elements are in a message."""
+        """Return the slice of a message with the bits of these elements."""
         return slice(self._bits + elements.start // 8, self._bits + packed_size(elements.stop))
 
 
 def move_values(rows: Tensor, values: Tensor) -> None:
-    """Move the values of each row out of it; sums are in float64, so that every device writes the same bytes.
+    """Compute the values of each row, and subtract them from the row.
+
+    Sums are computed in float64, so that all devices write the same bytes.
 
     Args:
-        rows: float32 ``[blocks, n]``; holds afterwards what was not sent.
-        values: float32 ``[1 or 2, blocks]``, to be written.
+        rows: float32 ``[blocks, n]``. Afterwards it holds what was not sent.
+        values: float32 ``[1 or 2, blocks]``, overwritten.
     """
-    signs, wide = torch.ge(rows, 0, out=torch.empty_like(rows)), rows.double()  # floats are compared by vectors
+    signs, wide = torch.ge(rows, 0, out=torch.empty_like(rows)), rows.double()  # comparison into floats is vectorised
     if len(values) == 1:
         values[0] = wide.abs_().sum(1) / rows.shape[1]
         high, low = values[0], -values[0]

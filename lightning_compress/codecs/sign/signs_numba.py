@@ -1,4 +1,4 @@
-"""A sign for each element and one or two values for each block; see ``signs.py``, whose bits these are."""
+"""CPU kernels of ``signs.py``. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_compress.kernels.numba import in_any_order, kernel, simd
 
 @in_any_order
 def _two_sums(values):
-    """Of what is >= 0 and of the rest, in float64, and how many are >= 0."""
+    """Return the sums of the values >= 0 and of the others, in float64, and the number of values >= 0."""
     upper = lower = 0.0
     count = 0
-    for index in range(len(values)):  # by index: iterators are not vectorised
+    for index in range(len(values)):  # by index, because iterators are not vectorised
         value = values[index]
         upper += np.float64(max(value, np.float32(0)))
         lower += np.float64(min(value, np.float32(0)))
@@ -30,12 +30,12 @@ def _magnitude(values):
 
 @kernel
 def split_signs(vector, bits, values):
-    """Move the mean of either side of each block out of a vector; see ``OneBit``.
+    """Compute both means of each block and the sign bits, and subtract the means; see ``OneBit``.
 
     Args:
-        vector: float32 ``[blocks * block]``, a block being a multiple of 32.
-        bits: uint32 ``[blocks * block / 32]``, written.
-        values: float32 ``[2, blocks]``, written: means of what is >= 0, and of the rest.
+        vector: float32 ``[blocks * block]``; ``block`` is a multiple of 32. Afterwards it holds what was not sent.
+        bits: uint32 ``[blocks * block / 32]``, overwritten.
+        values: float32 ``[2, blocks]``, overwritten by the means of the elements >= 0 and of the others.
     """
     block = len(vector) // values.shape[1]
     for number in range(values.shape[1]):
@@ -53,7 +53,7 @@ def split_signs(vector, bits, values):
 
 @kernel
 def scale_signs(vector, bits, values):
-    """Move the mean magnitude of each block out of a vector; see ``EFSign``; ``values`` are ``[1, blocks]``."""
+    """Compute the mean magnitude and the sign bits of each block, and subtract; ``values`` is ``[1, blocks]``."""
     block = len(vector) // values.shape[1]
     for number in range(values.shape[1]):
         start = number * block
@@ -67,14 +67,14 @@ def scale_signs(vector, bits, values):
 
 @kernel
 def add_signs(bits, high, low, out, accumulate):
-    """Sum the messages of several ranks, in their order.
+    """Sum the decoded messages of several ranks, in order.
 
     Args:
         bits: uint32 ``[messages, blocks * block / 32]``.
-        high: float32 ``[messages, blocks]``, for the bits that are 1.
-        low: likewise, for those that are 0.
+        high: float32 ``[messages, blocks]``, the values of the bits that are 1.
+        low: float32 ``[messages, blocks]``, the values of the bits that are 0.
         out: float32 ``[blocks * block]``.
-        accumulate: add to what is there.
+        accumulate: add to ``out`` instead of overwriting it.
     """
     block = len(out) // high.shape[1]
     if not len(bits) and not accumulate:

@@ -1,4 +1,4 @@
-"""A sign for each element and one or two values for each block; see ``signs.py``, whose bits these are."""
+"""GPU kernels of ``signs.py``. Bit-identical to its tensor operations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_compress.codecs.packing.block_coder_triton import BlockCoder
 
 
 def coder(block: int, values: int, body: int) -> BlockCoder:
-    """What moves the values of every block, and a bit for each element, into messages.
+    """Return the encoder and decoder of messages with one or two values per block and one bit per element.
 
     Args:
-        block: elements that share values, at most ``LONGEST``; a multiple of 8.
-        values: 2 for the means of either side, 1 for the mean magnitude.
-        body: where bits begin in the message.
+        block: elements of a block, at most ``LONGEST``; a multiple of 8.
+        values: 2 for the means of both signs, 1 for the mean magnitude.
+        body: first byte of the bits in the message.
     """
     return BlockCoder(_encode, _decode, block, 1, values, body, values == 2, tile=2048, warps=4)
 

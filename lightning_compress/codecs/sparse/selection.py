@@ -1,4 +1,4 @@
-"""Which elements a sparse method sends: the largest, found without sorting, or those that reach a threshold."""
+"""Selection of the k elements of largest magnitude, without sorting on a CPU."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.workspace import CHUNK, scratch
 
 SMALL = 4096
-"""Up to this many elements no sample is worth taking."""
+"""Up to this length, no sample is taken."""
 TAIL = 400
-"""Elements of the sample that the k largest should have among them: their number errs by 1 / sqrt(TAIL) = 5 %; by more
-where the sample would have to be more than a 16th of all (densities below 0.006)."""
+"""Desired number of sampled elements among the k largest, so that it errs by 1 / sqrt(TAIL) = 5 %. It is smaller, and
+errs more, where the sample would exceed a 16th of all elements (densities below 0.006)."""
 
 
 def sample_of(numel: int, k: int, key: int) -> range:
-    """Which elements to look at for the k largest of so many; none where that is not worth it."""
+    """Return the indices of the sample for the k largest of ``numel`` elements; empty if no sample pays."""
     stride = stride_of(numel, k)
     return range(key % stride, numel, stride) if stride else range(0)
 
 
 def stride_of(numel: int, k: int) -> int:
-    """From one element of the sample to the next; 0 where none is worth taking."""
+    """Return the distance between elements of the sample; 0 if no sample pays."""
     if numel <= SMALL:
         return 0
     wanted = min(max(TAIL * numel // k, SMALL), max(numel // 16, SMALL))
-    return max(1, numel // wanted) | 1  # odd, so that it does not fall in step with the rows of a matrix
+    return max(1, numel // wanted) | 1  # odd, so that it shares no period with the rows of a matrix
 
 
 def rank_of(size: int, numel: int, k: int) -> int:
-    """How many elements of a sample should reach the threshold, so that ``k`` of all do; 0: take no threshold.
+    """Return how many elements of a sample must reach the threshold, so that at least k of all do; 0 for no threshold.
 
-    Fewer than k reach it in one of a thousand cases.
+    In one of a thousand cases, fewer than k reach it.
     """
     rank = k * size / numel
     rank += 3 * math.sqrt(rank) + 5
@@ -46,13 +46,14 @@ def rank_of(size: int, numel: int, k: int) -> int:
 
 
 class CpuSelector:
-    """Finds the k elements of largest magnitude, the first ones among equals.
+    """Finds the k elements of largest magnitude; of equal elements the first are taken.
 
-    Threshold by sample, then candidates chunk by chunk in cache, then a selection among the candidates.
+    A sample gives a threshold. Candidates that reach it are collected, one chunk at a time in cache. Then the k largest
+    candidates are selected.
 
     Args:
-        sampled: look for them among those that reach a threshold by a sample, which is lowered where fewer than k do;
-            otherwise among all.
+        sampled: use a sample, and lower the threshold if fewer than k elements reach it. Otherwise all nonzero elements
+            are candidates.
     """
 
     def __init__(self, sampled: bool = True) -> None:
@@ -66,14 +67,14 @@ class CpuSelector:
         self._order = np.empty(0, np.float32)
 
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
-        """Write places and values of the largest elements of a part of the vector, in ascending order of place.
+        """Write positions and values of the k largest elements of a part of the vector, in ascending order of position.
 
         Args:
             vector: float32 ``[n]``.
-            part: the elements to choose among.
-            key: from which the sample's offset is drawn.
-            indices: int32 ``[k]``; places in the vector.
-            values: float32 ``[k]``; the values there.
+            part: range of the elements to select from.
+            key: seed of the sample's offset.
+            indices: int32 ``[k]``, overwritten by positions in the vector.
+            values: float32 ``[k]``, overwritten by the values at these positions.
         """
         slots = indices.numpy()
         self._find(vector.numpy()[part.start : part.stop], key, slots)
@@ -90,12 +91,12 @@ class CpuSelector:
             self._cut(count, slots)
             return
         slots[:count] = self._candidates[:count]
-        if count < k:  # all that is not zero; the first zeros stand among the first k elements
+        if count < k:  # all nonzero elements are candidates; the first zeros are among the first k elements
             slots[count:] = np.flatnonzero(source[:k] == 0)[: k - count]
             slots.sort()
 
     def _candidates_for(self, source: npt.NDArray[np.float32], k: int, key: int) -> int:
-        """Gather what may be among the k largest, or all that is not zero; returns its number."""
+        """Collect candidates: at least k, or all nonzero elements. Return their number."""
         where = sample_of(len(source), k, key) if self.sampled else range(0)
         rank = rank_of(len(where), len(source), k)
         magnitudes = np.abs(source[where.start : where.stop : where.step])
@@ -105,11 +106,11 @@ class CpuSelector:
             count = self._collect(source, threshold)
             if count >= k or threshold == 0:
                 return count
-            rank *= 4  # the sample was misleading: select again among more
+            rank *= 4  # the sample was misleading: lower the threshold
         return self._collect(source, np.float32(0))
 
     def _collect(self, source: npt.NDArray[np.float32], threshold: np.float32) -> int:
-        """Gather the elements that reach the threshold and are not zero; returns their number."""
+        """Collect the nonzero elements that reach the threshold, and return their number."""
         count = 0
         least = max(threshold, np.finfo(np.float32).smallest_subnormal)
         for start in range(0, len(source), CHUNK):
@@ -118,8 +119,8 @@ class CpuSelector:
             if self._fast:
                 if count + size > len(self._candidates):
                     self._grow(min(len(source), count + 2 * size))
-                found = self._candidates, self._magnitudes
-                count = self._fast.collect(source, least, start, piece.stop, *found, count)
+                lists = self._candidates, self._magnitudes
+                count = self._fast.collect(source, least, start, piece.stop, *lists, count)
                 continue
             magnitude = np.abs(source[piece], out=self._magnitude[:size])
             mask = np.greater_equal(magnitude, least, out=self._mask[:size])
@@ -133,7 +134,7 @@ class CpuSelector:
         return count
 
     def _cut(self, count: int, slots: npt.NDArray[np.int32]) -> None:
-        """Keep the largest candidates, as many as there are slots, and the first ones among equals."""
+        """Write the largest candidates to all slots; of equal candidates the first are taken."""
         k = len(slots)
         order = self._order[:count]
         order[:] = self._magnitudes[:count]
@@ -153,7 +154,7 @@ class CpuSelector:
             filled += len(hits)
 
     def _grow(self, size: int) -> None:
-        """More room for candidates; happens in the first steps only, as long as gradients keep their shape."""
+        """Enlarge the lists of candidates. This usually happens in the first steps only."""
 
         def grown(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             larger = np.empty(size, array.dtype)
@@ -165,39 +166,39 @@ class CpuSelector:
 
 
 class SortSelector:
-    """The same choice by a stable sort, for accelerators: nothing waits for the device."""
+    """Finds the same elements by a stable sort, for accelerators: nothing waits for the device."""
 
     def select(self, vector: Tensor, part: range, key: int, indices: Tensor, values: Tensor) -> None:
         """See ``CpuSelector.select``."""
         source = vector[part.start : part.stop]
-        places = torch.sort(source.abs(), descending=True, stable=True).indices
-        chosen = places[: len(indices)].sort().values
+        order = torch.sort(source.abs(), descending=True, stable=True).indices
+        chosen = order[: len(indices)].sort().values
         indices.copy_(chosen + part.start)
         values.copy_(source[chosen])
 
 
 class Choice:
-    """Which elements are sent.
+    """Chooses the elements that are sent.
 
     Args:
-        density: share that is sent, in (0, 1].
-        local: of each parameter, instead of the whole vector.
+        density: share of the elements that is sent, in (0, 1].
+        local: send this share of each parameter, not of the whole vector.
         sampled: see ``CpuSelector``.
-        layout: what the vector is made of.
-        device: where it is.
+        layout: layout of the vectors.
+        device: device of the vectors.
 
     Attributes:
-        most: how many, at most.
-        parts: what the elements are chosen from, and how many from each.
-        ends: where these end.
-        sampled: see above.
+        most: number of elements that are sent.
+        parts: pairs (range of elements, number of elements that are sent of it).
+        ends: end of each part.
+        sampled: as given.
     """
 
     def __init__(self, density: float, local: bool, sampled: bool, layout: Layout, device: torch.device) -> None:
         if layout.numel >= 2**31:
             raise ValueError(
                 f"TopK: the vector has {layout.numel} elements, but int32 indices end at 2^31 - 1; "
-                "give parameters this large to another compressor by rules, such as 'rotated', or exclude them"
+                "give large parameters to another compressor by rules, such as 'rotated' or 'none'"
             )
         whole = [range(layout.numel)]
         parts = [range(s.offset, s.end) for s in layout.segments] if local else whole
@@ -208,7 +209,7 @@ class Choice:
         self.sampled = sampled
 
     def make(self, vector: Tensor, key: int, indices: Tensor, values: Tensor) -> None:
-        """Fill ``most`` slots."""
+        """Write positions (int32) and values (float32) of the chosen elements, ``[most]``; see ``CpuSelector``."""
         filled = 0
         for part, k in self.parts:
             slots = slice(filled, filled + k)

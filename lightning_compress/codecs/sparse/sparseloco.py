@@ -1,4 +1,4 @@
-"""The largest elements of every block, places and values in a few bits: SparseLoCo's messages."""
+"""SparseLoCo: the largest elements of every block, with positions and values in a few bits."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from lightning_compress.core.workspace import CHUNK, pieces, scratch
 
 LEVELS = 4
 SIGMAS = 6.0
-"""The bins span so many standard deviations of what is kept."""
+"""Width of all bins together, in standard deviations of the sent elements."""
 FEWEST = 4
-"""Of a block, however short: the bins cannot tell two values apart."""
+"""Least number of elements that are sent of a block: with fewer, the bins cannot separate values."""
 
 
 @dataclass(frozen=True)
 class SparseLoCo(Codec):
-    """Send the ``k`` elements of largest magnitude of each block, places in 12 bits and values in 2: 0.219 bits each.
+    """Send the k elements of largest magnitude of each block: 0.219 bits per element by default.
 
-    Blocks are cut within a parameter (or the part of it that is in the vector); its last one, if it is shorter, keeps
-    as large a share, ``max(4, ceil(k * length / block))``. The first ones among equals are kept. A value becomes the
-    mean of its bin. The four bins are 1.5 standard deviations wide, with the mean of what is kept of the parameter
-    in the middle of the third: below -2.25 deviations from it, to -0.75, to 0.75, and above. As most of what is kept
-    is about as large, the first two are the negative values, the last one the positive ones. Where zeros are kept,
-    their bin decodes to 0. What values lose by this stays in the vector, as what is not sent; the method is biased and
-    needs error feedback.
+    A position takes 12 bits, a value 2. Each parameter (or the part of it that is in the vector) is cut into blocks.
+    Its last block, if it is shorter, sends an equal share, ``max(4, ceil(k * length / block))``. Of equal elements the
+    first are sent.
 
-    A message is four means as float32 for each parameter, then the places within their blocks, then the bins, both
-    packed by planes, the first code lowest: ``log2(block) + 2`` bits for each element that is kept, and 128 for each
-    parameter. It is made for what was learned in some tens of local steps, with a residual that decays by 0.95 a round.
+    A value becomes the mean of its bin. The four bins are 1.5 standard deviations wide. The mean of the parameter's
+    sent elements is in the middle of the third bin, so the bins end at -2.25, -0.75 and 0.75 standard deviations from
+    it. The sent elements have similar magnitudes, so the first two bins are mostly negative values and the last bin
+    positive values. A bin that contains a zero decodes to 0. Rounding errors and elements that are not sent stay in the
+    vector. The method is biased and needs error feedback.
+
+    A message is four means per parameter as float32, then the positions within the blocks, then the bins, both packed
+    in planes, the first code lowest. That is ``log2(block) + 2`` bits per sent element, and 128 bits per parameter. The
+    method is meant for the change of a model over tens of local steps, with a residual that decays by 0.95 per round.
 
     Args:
-        k: elements that are kept of a block, 4 (least sent) to ``block`` (all, in two bits).
-        block: a power of two, 64 to 65536; larger ones choose more freely, for more bits of a place.
+        k: elements that are sent of a block, 4 to ``block``. With ``block``, all are sent, in 2 bits each.
+        block: a power of two, 64 to 65536. In a larger block the selection is freer, but a position takes more bits.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: a setting is out of range.
 
     Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
     arXiv 2508.15706; bins and their means as in its authors' code, one-covenant/templar.
@@ -63,7 +65,7 @@ class SparseLoCo(Codec):
             raise ValueError(f"SparseLoCo(block={block!r}): block must be a power of two, 64 to 65536; try 4096")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or not FEWEST <= self.k <= block:
             raise ValueError(
-                f"SparseLoCo(k={self.k!r}): k must be {FEWEST} to block, {block}; {max(FEWEST, block // 64)} "
+                f"SparseLoCo(k={self.k!r}): k must be {FEWEST} to {block}, the block; {max(FEWEST, block // 64)} "
                 "sends about one element in 64"
             )
 
@@ -74,17 +76,17 @@ class SparseLoCo(Codec):
 
     @property
     def rounds(self) -> bool:
-        """See ``Codec``."""
+        """See ``Codec.rounds``."""
         return True
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
         return _SparseLoCoPlan(layout, device, self.k, self.block)
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of equal length, side by side from ``start`` on, and where those elements stand that they keep."""
+    """Contiguous blocks of equal length from ``start`` on, and the slots of their sent elements."""
 
     start: int
     count: int
@@ -93,21 +95,21 @@ class _Blocks:
     slots: slice
 
     def of(self, vector: Tensor) -> Tensor:
-        """These blocks, ``[count, length]``."""
+        """Return a view of these blocks, ``[count, length]``."""
         return vector[self.start : self.start + self.count * self.length].view(self.count, self.length)
 
 
 def _blocks(layout: Layout, k: int, block: int, most: int) -> Iterator[tuple[int, _Blocks]]:
-    """Of each segment, by its number: whole blocks, at most ``most`` elements at a time, then a shorter one."""
+    """Yield blocks with their segment's index: whole blocks, up to ``most`` elements at a time, then a shorter one."""
     filled = 0
     segments = [segment for segment in layout.segments if segment.numel]
-    for number, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         whole, rest = divmod(segment.numel, block)
-        runs = [(each.start, each.stop - each.start, block) for each in pieces(whole, max(1, most // block))]
+        runs = [(piece.start, piece.stop - piece.start, block) for piece in pieces(whole, max(1, most // block))]
         for first, count, length in [*runs, *([(whole, 1, rest)] if rest else [])]:
             keep = min(length, max(FEWEST, math.ceil(k * length / block)))
             slots = slice(filled, filled + count * keep)
-            yield number, _Blocks(segment.offset + first * block, count, length, keep, slots)
+            yield index, _Blocks(segment.offset + first * block, count, length, keep, slots)
             filled = slots.stop
 
 
@@ -115,21 +117,21 @@ class _SparseLoCoPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, k: int, block: int) -> None:
         super().__init__(layout)
         host = device.type == "cpu"
-        found = list(_blocks(layout, k, block, CHUNK if host else layout.numel))
-        self._blocks = [each for _, each in found]
-        slots = [[each.slots for owner, each in found if owner == number] for number in {owner for owner, _ in found}]
-        self._parts = [slice(each[0].start, each[-1].stop) for each in slots]
-        total = self._parts[-1].stop if found else 0
+        owned = list(_blocks(layout, k, block, CHUNK if host else layout.numel))
+        self._blocks = [blocks for _, blocks in owned]
+        slots = [[blocks.slots for owner, blocks in owned if owner == index] for index in {owner for owner, _ in owned}]
+        self._parts = [slice(part[0].start, part[-1].stop) for part in slots]
+        total = self._parts[-1].stop if owned else 0
         self._bits = (block - 1).bit_length()
         self._places, self._codes = Planes(self._bits, total), Planes(2, total)
         self._head = 4 * LEVELS * len(self._parts)
         self.message_size = self._head + self._places.size + self._codes.size
         dtype = torch.int32 if layout.numel < 2**31 else torch.int64
         self._firsts, self._lasts = (torch.zeros(total, dtype=dtype, device=device) for _ in range(2))
-        for each in self._blocks:
-            starts = torch.arange(each.count, dtype=dtype, device=device).mul_(each.length).add_(each.start)
-            self._firsts[each.slots].view(each.count, each.keep).copy_(starts.unsqueeze(1))
-            self._lasts[each.slots] = each.length - 1
+        for blocks in self._blocks:
+            starts = torch.arange(blocks.count, dtype=dtype, device=device).mul_(blocks.length).add_(blocks.start)
+            self._firsts[blocks.slots].view(blocks.count, blocks.keep).copy_(starts.unsqueeze(1))
+            self._lasts[blocks.slots] = blocks.length - 1
         self._choose = _Chooser().choose if host else _sorted
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
@@ -139,8 +141,8 @@ class _SparseLoCoPlan(Plan):
             return
         places, codes = self._room(vector.device)
         total = len(self._firsts)
-        for each in self._blocks:
-            self._choose(each.of(vector), places[each.slots].view(each.count, each.keep))
+        for blocks in self._blocks:
+            self._choose(blocks.of(vector), places[blocks.slots].view(blocks.count, blocks.keep))
         index = places[:total] + self._firsts
         values = vector.index_select(0, index)
         levels = values.new_empty(len(self._parts), LEVELS)
@@ -161,13 +163,13 @@ class _SparseLoCoPlan(Plan):
         for message in messages if self._blocks else ():
             self._places.read(places, slice(0, total), message[self._head :])
             self._codes.read(codes, slice(0, total), message[self._head + self._places.size :])
-            index = torch.minimum(places[:total], self._lasts).add_(self._firsts)  # inside, whatever was sent
-            levels = message[: self._head].clone().view(torch.float32).view(-1, LEVELS)  # rows begin anywhere
+            index = torch.minimum(places[:total], self._lasts).add_(self._firsts)  # inside the block, whatever was sent
+            levels = message[: self._head].clone().view(torch.float32).view(-1, LEVELS)  # rows may be unaligned
             values = torch.cat([table[codes[part].int()] for part, table in zip(self._parts, levels, strict=True)])
             out.index_add_(0, index, values, alpha=weight)
 
     def _room(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For places and bins, 0 beyond their number."""
+        """Return buffers of positions and bins, rounded up to a multiple of 8 and 0 beyond the sent elements."""
         size = -(-len(self._firsts) // 8) * 8
         places = scratch(f"sparseloco places, {self._bits} bits", size, code_dtype(self._bits), device)
         codes = scratch("sparseloco codes", size, torch.uint8, device)
@@ -176,7 +178,7 @@ class _SparseLoCoPlan(Plan):
 
 
 def _binned(values: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """The means that float32 values become, and the bins that they are in; the means are written to ``levels``."""
+    """Return the decoded values and the bins of float32 ``values``, and write the means of the bins to ``levels``."""
     wide = values.double()
     shift = wide.mean()
     width = SIGMAS / LEVELS * ((wide - shift).square().sum() / max(1, len(wide) - 1)).sqrt()
@@ -189,13 +191,13 @@ def _binned(values: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(rows: Tensor, places: Tensor) -> None:
-    """Write the places of the largest elements of each row, ascending; nothing waits for the device."""
+    """Write the positions of each row's largest elements, ascending; nothing waits for the device."""
     order = torch.sort(rows.abs(), dim=1, descending=True, stable=True).indices
     places.copy_(order[:, : places.shape[1]].sort(dim=1).values)
 
 
 class _Chooser:
-    """The same choice on a CPU, without sorting."""
+    """Chooses the same elements as ``_sorted`` on a CPU, without sorting."""
 
     def __init__(self) -> None:
         cpu = torch.device("cpu")
@@ -207,14 +209,14 @@ class _Chooser:
         count, length = rows.shape
         keep = places.shape[1]
         magnitudes, parted = (
-            each[: rows.numel()].view(count, length).numpy() for each in (self._magnitudes, self._parted)
+            buffer[: rows.numel()].view(count, length).numpy() for buffer in (self._magnitudes, self._parted)
         )
         np.abs(rows.numpy(), out=magnitudes)
         parted[:] = magnitudes
         parted.partition(length - keep, axis=1)
         least = parted[:, length - keep, None]
         mask = magnitudes >= least
-        for row in np.flatnonzero(mask.sum(axis=1) > keep):  # the last ones among equals are left out
+        for row in np.flatnonzero(mask.sum(axis=1) > keep):  # of equal elements the last are left out
             equal = np.flatnonzero(magnitudes[row] == least[row])
             mask[row, equal[len(equal) - (int(mask[row].sum()) - keep) :]] = False
         places.copy_(torch.from_numpy(np.nonzero(mask)[1].reshape(count, keep)))

@@ -1,4 +1,4 @@
-"""Top-k sparsification: the elements of largest magnitude, with their places."""
+"""Top-k sparsification: sends the elements of largest magnitude, with their positions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Slots:
-    """Places as int32 and values as float32 or float16 in a message, an even number of these for float16.
+    """The format of a message with int32 positions, then float32 or float16 values.
 
     Args:
-        most: how many are filled.
-        dtype: of values.
+        most: number of elements that are sent.
+        dtype: dtype of the values. For float16 the number of slots is rounded up to an even number.
     """
 
     most: int
@@ -36,7 +36,7 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of slots."""
         return self.most + (self.most % 2 if self.dtype == torch.float16 else 0)
 
     @property
@@ -45,21 +45,21 @@ class Slots:
         return (4 + self.dtype.itemsize) * self.count
 
     def of(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Places and values of a message, or of each row of messages."""
-        if not self.count:  # a row of no bytes may begin anywhere
+        """Return views of the positions and the values of a message, or of each row of messages."""
+        if not self.count:  # an empty row may be unaligned
             return message.new_empty(0, dtype=torch.int32), message.new_empty(0, dtype=self.dtype)
         middle = 4 * self.count
         return message[..., :middle].view(torch.int32), message[..., middle:].view(self.dtype)
 
 
 class FloatsPlan(Plan):
-    """``Slots`` of the elements that are sent, by tensor operations, and by the kernels of a CPU.
+    """Sends elements in ``Slots``, by tensor operations and CPU kernels.
 
     Args:
-        layout: what the vector is made of.
-        device: where it is.
-        choice: which elements are sent.
-        slots: of a message.
+        layout: layout of the vectors.
+        device: device of the vectors.
+        choice: chooses the elements.
+        slots: format of a message.
     """
 
     def __init__(self, layout: Layout, device: torch.device, choice: Choice, slots: Slots) -> None:
@@ -73,7 +73,7 @@ class FloatsPlan(Plan):
         self._places = torch.zeros(rounded, dtype=torch.int32, device=device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See ``Plan``."""
+        """See ``Plan.encode``."""
         self.check(vector, message)
         indices, values = self._slots.of(message)
         if self._slots.dtype == torch.float32:
@@ -83,10 +83,10 @@ class FloatsPlan(Plan):
             indices.copy_(self._places)
             values.copy_(self._floats.clamp_(-LARGEST, LARGEST))
             values = self._floats.copy_(values)
-        vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0, and harmless where a slot is empty
+        vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0; an empty slot changes nothing
 
     def decode(self, messages: Tensor, out: Tensor | list[Tensor], weight: float, accumulate: bool) -> None:
-        """See ``Plan``."""
+        """See ``Plan.decode``."""
         whole = out if isinstance(out, Tensor) else None
         self.check(whole, messages)
         outs = [out[part.start : part.stop] for part, _ in self._choice.parts] if isinstance(out, Tensor) else out
@@ -100,15 +100,15 @@ class FloatsPlan(Plan):
         for index, (_, values) in zip(indices, sections, strict=True):
             out.index_add_(0, index, values.float(), alpha=weight)
         if whole is None:
-            torch._foreach_copy_(outs, list(out.split([each.numel() for each in outs])))
+            torch._foreach_copy_(outs, list(out.split([part.numel() for part in outs])))
 
     def _in_order(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> bool:
-        """The sum of messages in one pass over the elements, if they are as ``encode`` writes them."""
+        """Write the sum in one pass over the elements. Return False if that needs positions in ascending order."""
         fast = self._fast
         if fast is None or not len(messages):
             return False
         sections = [self._slots.of(message) for message in messages]
-        indices = self._inside(torch.stack([places for places, _ in sections])).numpy()  # before anything is written
+        indices = self._inside(torch.stack([places for places, _ in sections])).numpy()  # checked before writing
         values = torch.stack([numbers.float() for _, numbers in sections]).numpy()
         cursors, start = np.empty(len(messages), np.int64), 0
         for out, (part, k) in zip(outs, self._choice.parts, strict=True):
@@ -119,7 +119,7 @@ class FloatsPlan(Plan):
         return True
 
     def _inside(self, indices: Tensor) -> Tensor:
-        """Refuse places outside the vector; a device is not waited for, so there they are moved inside."""
+        """Return the positions, clamped on an accelerator; on a CPU, raise ValueError if one is out of range."""
         last = self.layout.numel - 1
         if indices.device.type != "cpu":
             return indices.clamp(0, last)
@@ -129,10 +129,10 @@ class FloatsPlan(Plan):
 
 
 def _part(kernel: ModuleType, part: range, k: int, sampled: bool) -> Any:
-    """What the kernel takes; the sample is the one that a CPU looks at."""
+    """Return a part in the GPU kernel's form, with the same sample as on a CPU."""
     numel = len(part)
     stride = stride_of(numel, k) if sampled and k < numel else 0
-    few, more = (rank_of(numel // stride + each, numel, k) if stride else 0 for each in (0, 1))
+    few, more = (rank_of(numel // stride + extra, numel, k) if stride else 0 for extra in (0, 1))
     return kernel.Part(part.start, numel, k, stride if few or more else 0, few, more)
 
 
@@ -150,40 +150,41 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Send the ``k = max(1, ceil(density * numel))`` elements of largest magnitude; the others stay in the vector.
+    """Send the ``k = max(1, ceil(density * numel))`` elements of largest magnitude. The others stay in the vector.
 
-    A message is ``K`` int32 places in the vector, ascending within a parameter, then ``K`` float32 values, for the sum
-    ``K`` of all ``k``: ``64 * density`` bits per element. Values are exact, and what is sent is 0 in the vector. The
-    method is biased and needs error feedback.
+    A message is K int32 positions in the vector, ascending within a parameter, then K float32 values, where K is the
+    sum of all ``k``. That is ``64 * density`` bits per element. Values are exact, and a sent element becomes 0 in the
+    vector. The method is biased and needs error feedback.
 
-    Other codings of places and values take less; what rounding values did stays in the vector. Bits of each element
-    that is sent, of one in 100:
+    Other codings of positions and values take fewer bits. If values are rounded, the errors stay in the vector. Bits
+    per sent element at density 0.01:
 
-    | indices | bits | | values | bits |
-    |---|---|---|---|---|
-    | int32 | 32 | | fp32 | 32 |
-    | int16, in blocks of 65536 | 16 | | fp16, at most 65504 | 16 |
-    | bitmap | 1 / density: 100 | | 2bit, two means of each sign | 2, and 128 per parameter |
-    | rice, Golomb-Rice codes of gaps | 8.1; 4.8 of one in 10 | | 1bit, the mean magnitude | 1, and 32 per parameter |
+    | indices | bits | | values | bits | |---|---|---|---|---| | int32 | 32 | | fp32 | 32 | | int16, in blocks of 65536
+    | 16 | | fp16, at most 65504 | 16 | | bitmap | 1 / density = 100 | | 2bit, two means of each sign | 2, plus 128 per
+    parameter | | rice, Golomb-Rice codes of gaps | 8.1 (4.8 at density 0.1) | | 1bit, the mean magnitude | 1, plus 32
+    per parameter |
 
-    The means are those of what is kept of each parameter (of the vector, with scope "group"), in float64. With any of
-    these a message is the places and then the values, without padding between; ``positions`` and ``values`` say how.
-    With "rice" it varies in length, and never needs more than its room. All but int32 with fp32 or fp16 write and read
-    messages on the host, also for vectors on an accelerator, which waits for them.
+    The means are those of a parameter's sent elements (of all sent elements, with scope "group"), computed in float64.
+    With these codings a message is the positions and then the values, without padding; the format is documented in
+    ``packing/positions.py`` and ``packing/values.py``. With "rice", the length varies up to ``message_size``. Only
+    int32 with fp32 or fp16 is encoded and decoded on an accelerator; the other codings run on the host, which waits for
+    it.
 
     Args:
-        density: share that is sent, in (0, 1]: 1 sends everything and changes nothing; near 0 sends one element.
-        scope: "parameter" takes the share of each parameter (or of the part of it that is in the vector), which is
-            safe where gradients differ in scale; "group" takes it of the whole vector.
-        selection: how the k largest, the first ones among equals, are found; either way sends the same message.
-            "sampled" takes a threshold from a strided sample, which somewhat more than k should reach, selects among
-            what did, and lowers it where fewer did. "exact" selects among all: several times as slow on a CPU, and 12
-            bytes per element of memory, but no slower for misleading gradients.
+        density: share of the elements that is sent, in (0, 1]. 1 sends everything and changes nothing. Near 0, one
+            element is sent.
+        scope: "parameter" sends the share of each parameter (or of the part of it that is in the vector). That is safe
+            if gradients differ in scale. "group" sends the share of the whole vector.
+        selection: how the k largest elements are found. Both ways send the same message; of equal elements the first
+            are taken. "sampled" takes a threshold from a strided sample, such that slightly more than k elements should
+            reach it, and selects among these. If fewer reach it, it is lowered. "exact" selects among all elements: on
+            a CPU it is several times slower and needs 12 bytes of memory per element, but its time never depends on the
+            gradients.
         values: "fp32", "fp16", "2bit" or "1bit".
-        indices: "int32", "int16", "bitmap", "rice", or "auto": whichever takes the fewest bytes for the layout.
+        indices: "int32", "int16", "bitmap", "rice", or "auto" for the one with the fewest bytes for the layout.
 
     Raises:
-        ValueError: a setting is none of these, or (from ``plan``) the vector has 2^31 elements or more.
+        ValueError: a setting is out of range, or (from ``plan``) the vector has 2^31 elements or more.
 
     Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (thresholds from a sample; local
     and global scope; values of 1 and 2 bits, whose details are ours). Lin, Han, Mao, Wang, Dally, "Deep Gradient
@@ -210,12 +211,12 @@ class TopK(Codec):
 
     @property
     def rounds(self) -> bool:
-        """See ``Codec``."""
+        """See ``Codec.rounds``."""
         return self.values != "fp32"
 
     @property
     def safe_with_adam(self) -> bool:
-        """Only where most of the gradient is sent at once, and closely."""
+        """True if much of the gradient is sent at once, with at most small errors."""
         return self.density > 0.1 and self.values in ("fp32", "fp16")
 
     @property
@@ -224,25 +225,25 @@ class TopK(Codec):
         return self.density
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
         choice = Choice(self.density, self.scope == "parameter", self.selection == "sampled", layout, device)
         if self.indices == "int32" and self.values in ("fp32", "fp16"):
             slots = Slots(choice.most, torch.float32 if self.values == "fp32" else torch.float16)
             if fused := kernels.backend(__name__, device, "triton"):
-                looked = [_part(fused, part, k, choice.sampled) for part, k in choice.parts]
-                return KernelPlan(layout, slots.size, fused.TopK(looked, slots, device))
+                parts = [_part(fused, part, k, choice.sampled) for part, k in choice.parts]
+                return KernelPlan(layout, slots.size, fused.TopK(parts, slots, device))
             return FloatsPlan(layout, device, choice, slots)
         positions = positions_of(self.indices, layout.numel, choice.most)
-        parts = len(choice.ends)
-        values: Values = FloatValues(parts, np.float32 if self.values == "fp32" else np.float16)
+        count = len(choice.ends)
+        values: Values = FloatValues(count, np.float32 if self.values == "fp32" else np.float16)
         if self.values in ("1bit", "2bit"):
-            values = OneMagnitude(parts) if self.values == "1bit" else FourMeans(parts)
+            values = OneMagnitude(count) if self.values == "1bit" else FourMeans(count)
         entries = Entries(positions, values, choice.ends)
         return _EntriesPlan(layout, entries, choice, entries.size if positions.variable else None)
 
 
 class _EntriesPlan(EntriesPlan):
-    """Sends the elements that a choice makes, without zeros."""
+    """Sends the chosen elements, except zeros."""
 
     def __init__(self, layout: Layout, entries: Entries, choice: Choice, usual: int | None) -> None:
         super().__init__(layout, [entries], usual)

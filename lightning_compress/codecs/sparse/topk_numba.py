@@ -1,4 +1,4 @@
-"""Elements that reach a threshold, and lists of indices and values, added up; see ``selection.py``, ``topk.py``."""
+"""CPU kernels of ``topk.py`` and ``selection.py``. Bit-identical to their tensor operations."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from lightning_compress.kernels.numba import kernel, simd
 from lightning_compress.kernels.numba.words import lowest, without_lowest
 
 _TILE = 4096
-"""Elements that stay in the nearest cache while all lists are added."""
+"""Elements per loop, which stay in the nearest cache while all lists are added."""
 
 
 @kernel
 def add(indices, values, slots, first, weight, out, cursors):
-    """Write ``weight`` times the sum of lists, in the order of the lists.
+    """Write ``weight`` times the sum of sparse lists, added in the order of the lists.
 
     Args:
         indices: int32 ``[lists, k]``.
         values: float32 ``[lists, k]``.
-        slots: which columns to add: ascending in index; then 0, where the value is 0, too.
-        first: what the index of the first element is.
+        slots: pair (start, stop) of the columns to add. Their indices ascend; empty slots, index 0 and value 0, may
+            follow.
+        first: index of the first element of ``out``.
         weight: float32.
         out: float32 ``[n]``.
         cursors: int64 ``[lists]``; scratch.
 
     Returns:
-        whether the lists are in order and inside; if not, what was written has no meaning.
+        False if indices do not ascend or are out of range. Then the content of ``out`` is undefined.
     """
     start, stop = slots
     cursors[:] = start
@@ -48,27 +49,27 @@ def add(indices, values, slots, first, weight, out, cursors):
 
 @kernel
 def collect(source, least, first, last, candidates, magnitudes, count):
-    """Append the indices of ``source[first:last]`` whose magnitude reaches ``least``, and the magnitudes.
+    """Append the indices and magnitudes of the elements of ``source[first:last]`` whose magnitude reaches ``least``.
 
     Args:
         source: float32 ``[n]``.
-        least: float32, above 0.
-        first: where to begin.
-        last: where to end.
-        candidates: int32, with room for ``count + last - first``.
-        magnitudes: float32, as long.
-        count: how many there are.
+        least: threshold, float32, above 0.
+        first: first index.
+        last: end index.
+        candidates: int32, at least ``count + last - first`` elements.
+        magnitudes: float32, of the same length.
+        count: number of candidates so far.
 
     Returns:
-        how many there are then.
+        The new number of candidates.
     """
     index = first
     while index + 32 <= last:
         word = simd.reaching(source, index, least)
         while word:
-            found = index + lowest(word)
-            candidates[count] = found
-            magnitudes[count] = abs(source[found])
+            hit = index + lowest(word)
+            candidates[count] = hit
+            magnitudes[count] = abs(source[hit])
             count += 1
             word = without_lowest(word)
         index += 32

@@ -1,9 +1,8 @@
-"""The elements that reach a bound, tile by tile, and those of them that are sent; ``topk_triton.py`` launches these.
+"""The kernels that ``topk_triton.py`` launches.
 
-The k-th largest of many magnitudes is found part by part, by the digits of their bits.
-The bits of a magnitude, as an integer, are ordered as the magnitudes are. Three rounds of histograms (11, 10 and 10
-bits) find the k-th largest: the last program of a part to arrive picks the digit, so that a round is one launch. Sums
-of integers are the same in any order, and nothing depends on which program is the last.
+The bits of magnitudes, as integers, have the same order as the magnitudes. So the k-th largest magnitude of a part is
+found digit by digit, by three rounds of histograms (of 11, 10 and 10 bits). A round is one launch: the last program of
+a part to arrive picks the digit. The result does not depend on the order of programs, because only integers are summed.
 """
 
 from __future__ import annotations
@@ -14,33 +13,33 @@ import triton.language as tl
 from lightning_compress.kernels.triton.launch import kernel, read_sum, write
 
 CHUNK = 1024
-"""Numbers that a program handles at a time."""
+"""Elements that a program handles at a time."""
 BINS = 2048
-"""Of the widest histogram, that of the first digit."""
+"""Bins of the widest histogram, that of the first digit."""
 DIGITS = ((20, 11), (10, 10), (0, 10))
-"""Where each round's digit begins among the bits, and how many of them it has."""
+"""Position of each round's digit in the bits, and its number of bits."""
 
-# Of a part, as the layout has it: a row of ``parts``, int32.
+# Columns of ``parts``, int32: what the layout determines.
 COLUMNS = 13
-START, LENGTH, KEPT, SLOT, TILE, LIST, ROOM = (tl.constexpr(each) for each in range(7))
-STRIDE, FEW, MORE, LOOKS, RUN, RUNS = (tl.constexpr(each) for each in range(7, 13))
-# Of a part, as an encoding finds it: a row of ``state``, int32.
+START, LENGTH, KEPT, SLOT, TILE, LIST, ROOM = (tl.constexpr(column) for column in range(7))
+STRIDE, FEW, MORE, LOOKS, RUN, RUNS = (tl.constexpr(column) for column in range(7, 13))
+# Columns of ``state``, int32: what an encoding finds.
 FIELDS = 7
-BOUND, PREFIX, RANK, ARRIVED, COUNT, AMOUNT, LISTED = (tl.constexpr(each) for each in range(7))
+BOUND, PREFIX, RANK, ARRIVED, COUNT, AMOUNT, LISTED = (tl.constexpr(column) for column in range(7))
 _COLUMNS, _FIELDS, _BINS = tl.constexpr(COLUMNS), tl.constexpr(FIELDS), tl.constexpr(BINS)
 
 TILE_NUMEL = 2048
-"""Elements of a tile: tiles begin at multiples of it, and are shorter where a part begins or ends."""
+"""Elements of a tile. Tiles start at multiples of it, and are shorter where a part starts or ends."""
 RUN_TILES = 256
-"""Tiles whose counts are summed."""
+"""Tiles of a run, whose counts are summed."""
 _TILE, _RUN = tl.constexpr(TILE_NUMEL), tl.constexpr(RUN_TILES)
 _LARGEST = tl.constexpr(65504.0)
-"""Of float16."""
+"""The largest float16."""
 
 
 @triton.jit
 def magnitude_bits(numbers):
-    """The bits of magnitudes, int32; ordered as these are."""
+    """Return the bits of magnitudes, int32, in the order of the magnitudes."""
     return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -49,9 +48,9 @@ def sample(
     first, second, owners, parts, state, histogram, high: tl.int64, low: tl.int64,
     SUM: tl.constexpr, SHIFT: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Look at every so-manieth element of each part, and do the first round with these.
+    """Do the first round with a strided sample of each part.
 
-    The offset is the unsigned key ``2^32 high + low`` modulo the stride.
+    The sample's offset is the unsigned key ``2^32 high + low`` modulo the stride.
     """
     owner = tl.load(owners + 2 * tl.program_id(0))
     part, mine = parts + owner * _COLUMNS, state + owner * _FIELDS
@@ -74,7 +73,7 @@ def narrow(
     vector, listed, owners, parts, state, histogram, runs,
     SHIFT: tl.constexpr, DIGIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A round with the candidates that a list has, or with all elements of a part of which it has too few or many."""
+    """Do a round with a part's list, or with all its elements if the list has too few or too many."""
     owner = tl.load(owners + 3 * tl.program_id(0))
     part, mine = parts + owner * _COLUMNS, state + owner * _FIELDS
     position = tl.load(owners + 3 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
@@ -84,7 +83,7 @@ def narrow(
     step = 1
     if is_listed != 0:
         numbers = listed + 2 * tl.load(part + LIST).to(tl.int64)
-        step = 2  # beside each one its index
+        step = 2  # the list also holds indices
     counts = tl.zeros([1 << DIGIT], tl.int32)
     while position < amount:
         number = position + tl.arange(0, CHUNK)
@@ -93,12 +92,12 @@ def narrow(
         counts += _histogram(bits, inside & (bits >= bound), prefix, SHIFT, DIGIT)
         position += programs * CHUNK
     if arrive(counts, histogram + owner * _BINS, mine, programs, DIGIT):
-        if SHIFT == 20:  # the first round
+        if SHIFT == 20:  # first round
             tl.store(mine + BOUND, bound)
             tl.store(mine + AMOUNT, amount)
             tl.store(mine + LISTED, is_listed)
             tl.store(mine + COUNT, 0)
-        if SHIFT == 0:  # the last one
+        if SHIFT == 0:  # last round
             run = 0
             while run < tl.load(part + RUNS):
                 number = run + tl.arange(0, 256)
@@ -109,7 +108,7 @@ def narrow(
 
 @triton.jit
 def _source(part, mine, SHIFT: tl.constexpr):
-    """From which magnitude on elements count, how many are wanted, and where they are: in a list, or in the vector."""
+    """Return the bound, the rank, whether to read the list, the number of elements, and the digits so far."""
     bound, amount = tl.load(mine + BOUND), tl.load(mine + AMOUNT)
     rank, is_listed, prefix = tl.load(mine + RANK), tl.load(mine + LISTED), tl.load(mine + PREFIX)
     if SHIFT == 20:
@@ -125,14 +124,14 @@ def _source(part, mine, SHIFT: tl.constexpr):
 
 @triton.jit
 def _histogram(bits, inside, prefix, SHIFT: tl.constexpr, DIGIT: tl.constexpr):
-    """Of the digit, among those whose bits above it are the prefix's."""
-    alike = inside & ((bits >> SHIFT >> DIGIT) == (prefix >> SHIFT >> DIGIT))
-    return tl.histogram((bits >> SHIFT) & ((1 << DIGIT) - 1), 1 << DIGIT, mask=alike)
+    """Return the histogram of the digit among elements whose higher bits equal the prefix."""
+    matching = inside & ((bits >> SHIFT >> DIGIT) == (prefix >> SHIFT >> DIGIT))
+    return tl.histogram((bits >> SHIFT) & ((1 << DIGIT) - 1), 1 << DIGIT, mask=matching)
 
 
 @triton.jit
 def arrive(counts, histogram, mine, programs, DIGIT: tl.constexpr):
-    """Add a program's counts to its part's; whether all programs of the part have done so."""
+    """Add a program's counts to its part's, and return whether this was the last program of the part."""
     tl.atomic_add(histogram + tl.arange(0, 1 << DIGIT), counts, mask=counts > 0, sem="relaxed")
     tl.debug_barrier()  # the counts of all threads are added before this program arrives
     return tl.atomic_add(mine + ARRIVED, 1, sem="acq_rel") == programs - 1
@@ -140,14 +139,14 @@ def arrive(counts, histogram, mine, programs, DIGIT: tl.constexpr):
 
 @triton.jit
 def pick(histogram, mine, prefix, rank, SHIFT: tl.constexpr, DIGIT: tl.constexpr):
-    """Find the digit of the ``rank``-th largest (all ones where none is wanted), and be ready for the next round.
+    """Find the digit of the ``rank``-th largest (all ones if rank is 0), and reset the counters for the next round.
 
     Returns:
-        the prefix with this digit.
+        The prefix with this digit.
     """
     digits = tl.arange(0, 1 << DIGIT)
     counts = tl.load(histogram + digits, cache_modifier=".cg")
-    reaching = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # of this digit or a higher one
+    reaching = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts  # elements with this digit or a higher one
     digit = tl.maximum(tl.sum((reaching >= rank).to(tl.int32), axis=0) - 1, 0)
     tl.store(mine + RANK, rank - tl.sum(tl.where(digits > digit, counts, 0), axis=0))
     prefix |= digit << SHIFT
@@ -159,7 +158,7 @@ def pick(histogram, mine, prefix, rank, SHIFT: tl.constexpr, DIGIT: tl.constexpr
 
 @kernel
 def collect(first, second, vector, tiles, parts, state, listed, found, SUM: tl.constexpr):
-    """Write the sum, and list a tile's elements that reach the bound of its part: int64, the index above the bits."""
+    """Write the sum, and list a tile's elements that reach its part's bound: int64, the index above the bits."""
     tile = tiles + tl.program_id(0) * 4
     begin, end = tl.load(tile), tl.load(tile + 1)
     if end - begin == _TILE:
@@ -196,7 +195,7 @@ def _collect(
 def count(
     vector, listed, tiles, parts, state, found, counts, runs, LISTED_WIDTH: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Count in each tile what is larger than the k-th largest of its part, and what is equal."""
+    """Count each tile's elements that are larger than the k-th largest of its part, and those that are equal."""
     owner = tl.load(tiles + tl.program_id(0) * 4 + 2)
     part, mine = parts + owner * _COLUMNS, state + owner * _FIELDS
     least = tl.load(mine + PREFIX)
@@ -214,7 +213,7 @@ def count(
 
 @triton.jit
 def _count(numbers, STEP: tl.constexpr, amount, least, WIDTH: tl.constexpr):
-    """How many are larger, times 2^32, and how many are equal."""
+    """Return the number of larger elements times 2^32, plus the number of equal elements."""
     larger, equal = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
     position = amount * 0
     while position < amount:
@@ -231,7 +230,7 @@ def emit(
     vector, listed, origins, tiles, parts, state, found, counts, runs, indices, values, spare,
     LISTED_WIDTH: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write what is larger, and of what is equal the first ones, in order; what was not sent stays in the vector."""
+    """Write the larger elements and the first of the equal ones, in order. What was not sent stays in the vector."""
     number = tl.program_id(0)
     owner = tl.load(tiles + number * 4 + 2)
     part, mine = parts + owner * _COLUMNS, state + owner * _FIELDS
@@ -260,14 +259,14 @@ def emit(
 
 @triton.jit
 def _before(counts, runs, first):
-    """The counts of the tiles of this part before this one."""
-    own = tl.program_id(0) - first
+    """Return the sum of the counts of this part's earlier tiles."""
+    tile = tl.program_id(0) - first
     number = tl.arange(0, _RUN)
-    here = number < own % _RUN
-    words = tl.load(counts + first + own // _RUN * _RUN + number, mask=here, other=0)
-    run = own * 0
-    while run < own // _RUN:
-        words += tl.load(runs + run + number, mask=run + number < own // _RUN, other=0)
+    here = number < tile % _RUN
+    words = tl.load(counts + first + tile // _RUN * _RUN + number, mask=here, other=0)
+    run = tile * 0
+    while run < tile // _RUN:
+        words += tl.load(runs + run + number, mask=run + number < tile // _RUN, other=0)
         run += _RUN
     return tl.sum(words, axis=0)
 

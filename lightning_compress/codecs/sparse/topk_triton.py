@@ -1,10 +1,10 @@
-"""The elements of largest magnitude of each part of a vector; see ``topk.py``, whose bytes these are.
+"""GPU kernels of ``topk.py``. Messages are bit-identical to its own.
 
-A sample says from which magnitude on elements may be among the k largest. One pass over the numbers adds the residual
-and lists those, tile by tile; the rest is done with the list: find the k-th largest (``narrowing``), count what is
-larger in each tile, write indices and values in order (``candidates``). Where the list cannot do (fewer than k reached
-the bound, or more than there is room for) the same kernels go over the vector; no wait for the device to learn
-of it. All parts are handled by the same 7 launches.
+A sample gives a lower bound of the k largest magnitudes. One pass over the vector adds the residual and lists the
+elements that reach the bound, tile by tile. The other kernels work on this list: ``narrow`` finds the k-th largest
+magnitude, ``count`` counts larger elements in each tile, ``emit`` writes indices and values in order. If the list
+cannot be used, because fewer than k elements or too many reached the bound, the same kernels work on the vector. The
+host does not need to know, so it never waits. All parts share 7 launches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def add(indices: Tensor, values: Tensor, out: Tensor, weight: float) -> None:
     """``out[indices] += weight * values``, where a value is not 0.
 
     Args:
-        indices: int32 ``[k]``; no index has two values that are not 0. Indices beyond the vector are moved inside.
+        indices: int32 ``[k]``. No index occurs with two nonzero values. Indices outside ``out`` are clamped.
         values: float32 or float16 ``[k]``.
         out: float32 ``[n]``, n > 0.
-        weight: rounded to float32.
+        weight: is rounded to float32.
     """
     if len(indices):
         grid = (triton.cdiv(len(indices), _CHUNK),)
@@ -52,22 +52,23 @@ def _add(indices, values, out, weight, count, last, CHUNK: tl.constexpr):
 
 
 PROGRAMS = 384
-"""At most so many programs find the k-th largest of one part: those that a GPU of 132 processors runs at once."""
+"""Largest number of programs that narrow one part: as many as a GPU with 132 processors runs at once."""
 _WIDTH = 256
 _FEW = {**OPTIONS, "num_warps": 1}
-"""For programs that handle the few candidates of one tile."""
+"""Launch options of programs that handle the few candidates of one tile."""
 
 
 class Part(NamedTuple):
-    """Elements to choose among.
+    """A range of elements to choose from.
 
     Args:
-        start: index of the first one.
-        numel: how many there are; the vector has fewer than 2^31.
-        kept: how many are chosen.
-        stride: every so-manieth one is looked at, from the key modulo it on; 0 where none need be.
-        few, more: which of the sample's largest magnitudes is the bound, if the sample has ``numel // stride``
-            elements and if it has one more; 0 for no bound.
+        start: index of the first element.
+        numel: number of elements, below 2^31.
+        kept: number of elements that are chosen.
+        stride: distance between elements of the sample, which starts at the key modulo the stride; 0 for no sample.
+        few: rank of the bound among the sample's magnitudes, if the sample has ``numel // stride`` elements; 0 for no
+            bound.
+        more: the same if the sample has one more element.
     """
 
     start: int
@@ -79,22 +80,22 @@ class Part(NamedTuple):
 
     @property
     def looks(self) -> int:
-        """Elements of the sample, at most."""
+        """Largest number of elements of the sample."""
         return -(-self.numel // self.stride) if self.stride else 0
 
     @property
     def room(self) -> int:
-        """Elements that may be listed: several times what usually is; none where the vector does as well."""
+        """Capacity of the list, several times what is usual; 0 if working on the vector is as fast."""
         return 0 if not self.stride or 8 * self.kept > self.numel else max(4 * self.kept, self.numel // 32)
 
 
 class TopK:
-    """Moves the k largest elements of each part, in ascending order of index, to the slots of the part; see ``Kernel``.
+    """Moves the k largest elements of each part to the part's slots, in ascending order of index; see ``Kernel``.
 
     Args:
-        parts: that are not empty, in order, side by side from the vector's first element on.
-        slots: of a message; those that no part has are left empty. Of float16 the vector keeps what rounding left.
-        device: where.
+        parts: non-empty parts that fill the vector, in order.
+        slots: format of a message. Slots beyond those of all parts are left empty.
+        device: device of the vectors.
     """
 
     def __init__(self, parts: Sequence[Part], slots: Slots, device: torch.device) -> None:
@@ -117,7 +118,7 @@ class TopK:
         self._widths = min(max(width, 64), _WIDTH), _WIDTH
 
     def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
-        """See ``Kernel``; the samples depend on the key."""
+        """See ``Kernel``; the sample depends on the key."""
         indices, values = self._slots.of(message)
         first, second, both = sources(vector, summands)
         parts = self._parts, self._state
@@ -130,11 +131,11 @@ class TopK:
         known = vector, self._numbers, self._seeks, *parts, self._histogram, self._runs
         for digit in topk_steps_triton.DIGITS:
             topk_steps_triton.narrow[(len(self._seeks),)](*known, *digit, topk_steps_triton.CHUNK, **OPTIONS)
-        given, tally = (self._tiles, *parts, self._found), (self._counts, self._runs)
-        topk_steps_triton.count[tiles](vector, self._numbers, *given, *tally, *self._widths, **_FEW)
+        inputs, tally = (self._tiles, *parts, self._found), (self._counts, self._runs)
+        topk_steps_triton.count[tiles](vector, self._numbers, *inputs, *tally, *self._widths, **_FEW)
         slots, half = (indices, values, self._spare), values.dtype == torch.float16
         topk_steps_triton.emit[tiles](
-            vector, self._numbers, self._origins, *given, *tally, *slots, *self._widths, half, **_FEW
+            vector, self._numbers, self._origins, *inputs, *tally, *slots, *self._widths, half, **_FEW
         )  # fmt: skip
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
@@ -145,16 +146,16 @@ class TopK:
             add(indices, values, out, weight)
 
     def _look(self, first: Tensor, second: Tensor, both: bool, key: int) -> None:
-        """Find every part's bound, rounded down to the first digit."""
-        given = self._looks, self._parts, self._state, self._histogram
+        """Find the bound of every part, rounded down to its first digit."""
+        inputs = self._looks, self._parts, self._state, self._histogram
         shape = both, *topk_steps_triton.DIGITS[0], topk_steps_triton.CHUNK
         topk_steps_triton.sample[(len(self._looks),)](
-            first, second, *given, key >> 32, key & 0xFFFFFFFF, *shape, **OPTIONS
+            first, second, *inputs, key >> 32, key & 0xFFFFFFFF, *shape, **OPTIONS
         )
 
 
 def _tables(parts: Sequence[Part]) -> tuple[list[list[int]], ...]:
-    """Rows of parts, tiles, and the programs that look at samples and that seek; see ``narrowing``."""
+    """Return the tables of parts, tiles, ``sample`` programs and ``narrow`` programs, and the number of runs."""
     rows, tiles, looks, seeks = [], [], [], []
     slot = room = runs = 0
     for number, part in enumerate(parts):

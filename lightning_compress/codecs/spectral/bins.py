@@ -1,4 +1,4 @@
-"""Which coefficients of a block were kept: choosing them, writing their places, and reading these back."""
+"""Choice of a block's largest coefficients, and coding of their positions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from lightning_compress.core.workspace import scratch
 
 
 class Places:
-    """``keep`` of ``bins`` places in each row, as a bitmap or as a list of 16-bit numbers, whichever is smaller.
+    """Chooses ``keep`` of ``bins`` coefficients of each row, and codes their positions.
+
+    The coding is a bitmap or a list of uint16, whichever is smaller.
 
     Args:
-        bins: places of a row, at most 65536.
-        keep: how many of them are chosen.
+        bins: coefficients of a row, at most 65536.
+        keep: number of coefficients that are chosen.
 
     Attributes:
-        size: bytes that the places of a row take; 0 where all are chosen.
-        listed: they are a list.
+        size: bytes of a row's positions; 0 if all coefficients are chosen.
+        listed: the coding is a list.
     """
 
     def __init__(self, bins: int, keep: int) -> None:
@@ -29,9 +31,13 @@ class Places:
         self.size = 0 if keep == bins else 2 * keep if self.listed else self._bytes
 
     def largest(self, energy: Tensor) -> Tensor:
-        """Places of the largest of float32 ``[R, bins]``, the first ones among equals: int64 ``[R * keep]``, ascending.
+        """Return the positions of the largest elements of each row; of equal elements the first are taken.
 
-        Row ``r``'s places begin with ``r * bins``.
+        Args:
+            energy: float32 ``[R, bins]``.
+
+        Returns:
+            int64 ``[R * keep]``, ascending; column c of row r is ``r * bins + c``.
         """
         rows = len(energy)
         if self.keep == self.bins:
@@ -52,7 +58,7 @@ class Places:
         return torch.from_numpy(np.flatnonzero(chosen))
 
     def write(self, places: Tensor, packed: Tensor) -> None:
-        """Write the places of R rows into uint8 ``[R * size]``."""
+        """Write the positions of R rows, from ``largest``, to uint8 ``[R * size]``."""
         if not self.size:
             return
         rows = len(places) // self.keep
@@ -69,10 +75,10 @@ class Places:
         pack(bits.view(-1), packed)
 
     def read(self, packed: Tensor, rows: int) -> Tensor:
-        """Read the places of R rows; whatever the bytes, they are places of these rows.
+        """Return the positions of R rows; see ``largest``. They are within these rows, whatever the bytes are.
 
         Raises:
-            ValueError: on a CPU, the bytes are none that ``write`` makes; a device is not waited for.
+            ValueError: on a CPU, ``write`` does not write such bytes. On an accelerator, a check would wait for it.
         """
         if not self.size:
             return torch.arange(rows * self.bins, device=packed.device)
@@ -100,5 +106,5 @@ class Places:
 
     def _damaged(self) -> ValueError:
         return ValueError(
-            f"the message has blocks whose places are not {self.keep} of {self.bins}; damaged, or of another layout"
+            f"the message has blocks without {self.keep} positions of {self.bins}; it is damaged, or of another layout"
         )

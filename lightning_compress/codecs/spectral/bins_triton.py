@@ -1,6 +1,6 @@
-"""Which coefficients of a row are the largest, and where they stand among those kept; see ``bins.py``.
+"""GPU kernels of ``bins.py``: choice of the largest coefficients, and coding of their positions.
 
-A row has ``B`` coefficients, a power of two, and a last one besides.
+A row has ``B`` coefficients, a power of two, and one more, the last.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from lightning_compress.kernels.triton.launch import pack, unpack
 
 @triton.jit
 def largest(energy, last, KEEP: tl.constexpr):
-    """Choose the ``KEEP`` largest, the first ones among equals.
+    """Choose the ``KEEP`` largest coefficients of each row; of equal ones the first are taken.
 
     Args:
-        energy: float32 ``[ROWS, B]``, none below 0.
-        last: that of the last one, ``[ROWS, 1]``.
-        KEEP: how many.
+        energy: squared magnitudes of the first B coefficients, float32 ``[ROWS, B]``.
+        last: squared magnitude of the last coefficient, float32 ``[ROWS, 1]``.
+        KEEP: number of coefficients to choose.
 
     Returns:
-        which are chosen, how many chosen ones stand before each, int32 ``[ROWS, B]``, and whether the last one is.
+        Which coefficients are chosen, the number of chosen ones before each, int32 ``[ROWS, B]``, and whether the last
+        one is chosen.
     """
-    bits, extra = energy.to(tl.int32, bitcast=True), last.to(tl.int32, bitcast=True)  # ordered as the numbers are
+    bits, extra = energy.to(tl.int32, bitcast=True), last.to(tl.int32, bitcast=True)  # in the order of the numbers
     least = tl.zeros_like(extra)
     bit, going = 1 << 30, True
-    while going:  # the largest number that as many reach, bit by bit, until no more than these do
+    while going:  # bit by bit, the largest number that KEEP elements reach; stops when exactly KEEP do
         candidate = least | bit
         found = tl.sum((bits >= candidate).to(tl.int32), axis=1, keep_dims=True)
         found += (extra >= candidate).to(tl.int32)
@@ -46,17 +47,17 @@ def largest(energy, last, KEEP: tl.constexpr):
 
 @triton.jit
 def write(chosen, before, final, bins, number, inside, KEEP: tl.constexpr, LISTED: tl.constexpr):
-    """Write the bins of rows, as a bitmap or as a list; nothing where all are chosen.
+    """Write the positions of rows, as a bitmap or as a list; nothing if all coefficients are chosen.
 
     Args:
-        chosen: from ``largest``, as the next two.
-        before: how many stand before.
-        final: whether the last one is chosen.
-        bins: where they begin in the message, uint8.
-        number: of the rows, int64 ``[ROWS]``.
-        inside: whether there are such rows.
+        chosen: see ``largest``.
+        before: see ``largest``.
+        final: whether the last coefficient is chosen, from ``largest``.
+        bins: pointer to the positions in the message, uint8.
+        number: indices of the rows, int64 ``[ROWS]``.
+        inside: which of these rows exist.
         KEEP: see ``largest``.
-        LISTED: as a list of 16-bit numbers.
+        LISTED: write a list of 16-bit numbers instead of a bitmap.
     """
     B: tl.constexpr = chosen.shape[1]
     EACH: tl.constexpr = min(8, B)
@@ -74,14 +75,14 @@ def write(chosen, before, final, bins, number, inside, KEEP: tl.constexpr, LISTE
         if EACH == 8:
             tl.store(target + tl.arange(0, B // 8)[None, :], pack(chosen.to(tl.int32), 1), mask=some)
             tl.store(target + B // 8, final.to(tl.uint8), mask=some)
-        else:  # the last one is in the same byte
+        else:  # the last coefficient is in the same byte
             byte = tl.sum(chosen.to(tl.int32) << tl.arange(0, B)[None, :], axis=1, keep_dims=True)
             tl.store(target, (byte + (final.to(tl.int32) << B)).to(tl.uint8), mask=some)
 
 
 @triton.jit
 def read(bins, number, inside, B: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr):
-    """Which are chosen, and how many before each, whatever the bytes: fewer than ``KEEP`` ones are; see ``write``."""
+    """Return what ``largest`` returned. For damaged bytes, fewer than ``KEEP`` may be chosen. See ``write``."""
     EACH: tl.constexpr = min(8, B)
     SIZE: tl.constexpr = (B + 8) // 8
     row, some, column = number[:, None], inside[:, None], tl.arange(0, B)[None, :]
@@ -111,7 +112,7 @@ def read(bins, number, inside, B: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.c
 
 @triton.jit
 def _search(source, column, some, KEEP: tl.constexpr):
-    """How many bins of an ascending list stand before each column."""
+    """Return the number of entries of an ascending list that are before each column."""
     before = tl.zeros([some.shape[0], column.shape[1]], tl.int32)
     for step in tl.static_range(16):
         if KEEP >> (15 - step) > 0:

@@ -1,9 +1,8 @@
-"""A program reads a few blocks, transforms them in registers, sends what is largest, and transforms that back.
+"""The kernels that ``fft_triton.py`` launches; see there for most arguments.
 
-Launched by ``fft_triton.py``, which says what most arguments are. ``L`` is the length of a block, of whose
-coefficients ``KEEP`` are kept: there are ``L / 2`` complex ones and a last one that is real. Coefficients are
-``[ROWS, L]`` numbers of blocks that are filled up to L elements, real and imaginary parts alternately; see
-``spectrum.py`` and ``fft.py``.
+A program reads a few blocks, transforms them in registers, sends the largest coefficients, and transforms these back.
+``L`` is the padded length of a block. A block has ``L / 2`` complex coefficients and a last one that is real; ``KEEP``
+are sent. Coefficients are float32 ``[ROWS, L]``, real and imaginary parts alternately. See ``spectrum.py``, ``fft.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lightning_compress.kernels.triton.launch import kernel, read, read_sum, wri
 
 @triton.jit
 def indices(number, inside, start, length, L: tl.constexpr):
-    """Where the elements of blocks stand in the vector, ``[ROWS, L / 2, 2]``."""
+    """Return the indices of blocks' elements in the vector, ``[ROWS, L / 2, 2]``, and which of them exist."""
     order = 2 * tl.arange(0, L // 2)[:, None] + tl.arange(0, 2)[None, :]
     index = start + (number * L)[:, None, None] + order[None, :, :]
     return index, inside[:, None, None] & (order < length)[None, :, :]
@@ -32,12 +31,12 @@ def analyse(numbers, table, L: tl.constexpr):
 
     Args:
         numbers: float32 ``[ROWS, L / 2, 2]``.
-        table: as ``fft.py`` has it, from ``waves``.
-        L: the length.
+        table: from ``fft_triton.waves``.
+        L: the padded length.
 
     Returns:
-        scale and its reciprocal, a power of two so that nothing overflows, ``[ROWS, 1]``; coefficients; and the last
-        one, which is real, ``[ROWS, 1]``.
+        The scale, a power of two that avoids overflow, ``[ROWS, 1]``; the coefficients, ``[ROWS, L]``; and the last
+        coefficient, which is real, ``[ROWS, 1]``.
     """
     ROWS: tl.constexpr = numbers.shape[0]
     LIMIT: tl.constexpr = limit(L)
@@ -54,7 +53,7 @@ def analyse(numbers, table, L: tl.constexpr):
 
 @triton.jit
 def synthesise(coefficients, last, table, L: tl.constexpr):
-    """Blocks again, float32 ``[ROWS, L / 2, 2]``; see ``analyse``."""
+    """Return the blocks of coefficients, float32 ``[ROWS, L / 2, 2]``; the inverse of ``analyse``."""
     ROWS: tl.constexpr = coefficients.shape[0]
     real, imaginary = tl.split(tl.reshape(coefficients, [ROWS, L // 2, 2]))
     even, odd = real_inverse(real, imaginary, last, table)
@@ -63,13 +62,13 @@ def synthesise(coefficients, last, table, L: tl.constexpr):
 
 @triton.jit
 def spread(rows):
-    """Every element twice, for the parts of a coefficient."""
+    """Return every element twice, for both parts of a coefficient."""
     return tl.reshape(tl.join(rows, rows), [rows.shape[0], 2 * rows.shape[1]])
 
 
 @triton.constexpr_function
 def limit(length):
-    """A value that is scaled down by no more than 2 to this power overflows in no sum of an inverse transform."""
+    """Return the exponent of the largest scale: beyond it, sums of the inverse transform could overflow."""
     return 126 - 2 * (length.bit_length() - 1)
 
 
@@ -79,7 +78,7 @@ def measure(
     L: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
     BITS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Squared errors of a block that each number of bits of mantissa makes, a program for each pair of them."""
+    """Write the squared error of each block of the sample with each candidate, one program per pair."""
     mantissa = tl.program_id(1)
     number = tl.program_id(0) * step + tl.arange(0, 1)
     index, inside = indices(number, number >= 0, start, length, L)
@@ -96,7 +95,7 @@ def measure(
 
 @triton.jit
 def _select(numbers, table, L: tl.constexpr, KEEP: tl.constexpr):
-    """Scales, what is kept of coefficients and of the last one, 0 elsewhere; and see ``bins_triton.largest``."""
+    """Return scales, chosen coefficients (0 elsewhere) and last one, and what ``bins_triton.largest`` returns."""
     scale, coefficients, last = analyse(numbers, table, L)
     energy = coefficients * coefficients
     energy = tl.sum(tl.reshape(energy, [numbers.shape[0], L // 2, 2]), axis=2)
@@ -107,7 +106,7 @@ def _select(numbers, table, L: tl.constexpr, KEEP: tl.constexpr):
 
 @triton.jit
 def _range(kept, last):
-    """The least and the largest of what is kept, or 0."""
+    """Return the least and the largest chosen part; 0 if no part is below or above 0."""
     last = tl.max(last, axis=1)
     low, high = tl.minimum(tl.min(kept, axis=1), last), tl.maximum(tl.max(kept, axis=1), last)
     return tl.minimum(low, 0.0), tl.maximum(high, 0.0)
@@ -122,7 +121,7 @@ def encode(
     BITS: tl.constexpr, ROWS: tl.constexpr, MANTISSA: tl.constexpr, SAMPLE: tl.constexpr, TRIED: tl.constexpr,
     SUM: tl.constexpr, WHOLE: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Send what is largest, whose codes wait in ``room`` since those of a block may begin within a byte."""
+    """Encode blocks. Codes are written to ``room``, because a block's packed codes may begin within a byte."""
     if MANTISSA < 0:
         mantissa = minifloat_triton.best(errors, SAMPLE, TRIED)
     else:
@@ -161,7 +160,7 @@ def pack(
     room, body, some: tl.int64, base: tl.int64, count: tl.int64, middle, last,
     WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Pack the ``some`` codes that wait, of which the first one is number ``base`` in the message."""
+    """Pack ``some`` codes of ``room``. The first of them is code ``base`` of the message."""
     index = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     codes = tl.load(room + index, mask=index < some, other=0)[None, :]
     first = base + tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, 1)
@@ -175,7 +174,7 @@ def decode(
     L: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add up what messages say of coefficients, and transform that once."""
+    """Sum the coefficients of all messages, and transform the sum back."""
     BOUND: tl.constexpr = 2.0 ** limit(L)
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     some = number < blocks
@@ -206,6 +205,6 @@ def decode(
 
 @triton.jit
 def _clamped(numbers, inside, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """What is there, within bounds; 0 for what is no number."""
-    found = tl.load(numbers, mask=inside, other=0.0)
-    return tl.minimum(tl.maximum(tl.where(found == found, found, 0.0), LEAST), MOST)
+    """Load numbers, clamped to bounds; NaN becomes 0."""
+    loaded = tl.load(numbers, mask=inside, other=0.0)
+    return tl.minimum(tl.maximum(tl.where(loaded == loaded, loaded, 0.0), LEAST), MOST)

@@ -1,4 +1,4 @@
-"""Sparsification in the frequency domain: the largest coefficients of every block's Fourier transform."""
+"""Sparsification in the frequency domain: sends the largest Fourier coefficients of every block."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_compress.core.layout import Layout
 class RealFourier(Transform):
     """The discrete Fourier transform of real rows: ``length / 2 + 1`` complex coefficients, scaled by 1/sqrt(length).
 
-    The first and the last one are real. All others stand for two coefficients of the full spectrum, so only they count
-    twice in the norm.
+    The first and the last coefficient are real. Each of the others represents two coefficients of the full spectrum, so
+    it counts twice in the norm.
     """
 
     width = 2
@@ -29,50 +29,62 @@ class RealFourier(Transform):
         self.bins = length // 2 + 1
 
     def forward(self, rows: Tensor, out: Tensor) -> None:
-        """See the base class."""
+        """See ``Transform.forward``."""
         torch.fft.rfft(rows, norm="ortho", out=torch.view_as_complex(out))
 
     def inverse(self, coefficients: Tensor, out: Tensor) -> None:
-        """See the base class."""
+        """See ``Transform.inverse``."""
         torch.fft.irfft(torch.view_as_complex(coefficients), n=self.length, norm="ortho", out=out)
 
     def energy(self, coefficients: Tensor, out: Tensor) -> None:
-        """See the base class."""
+        """See ``Transform.energy``."""
         real, imaginary = coefficients.unbind(2)
         torch.mul(real, real, out=out).addcmul_(imaginary, imaginary)
 
 
 @dataclass(frozen=True)
 class FFT(Spectral):
-    """Send the share ``1 - theta`` of the Fourier coefficients of each block that is largest in magnitude.
+    """Send the largest Fourier coefficients of each block, a share of ``1 - theta``.
 
-    A block of ``n`` elements has ``K = n/2 + 1`` complex coefficients, of which the ``k = max(1, ceil((1 - theta) K))``
-    largest are sent, real and imaginary part together, as floats of ``bits`` bits made for the range of the block's
-    kept parts (see RangeFloat). That is about ``(1 - theta) * bits + 1/2`` bits per element (2.0 for the defaults);
-    above theta 0.94 a list of places is smaller than the bitmap, and it is ``(1 - theta) * (bits + 8)``. The receiver
-    adds up the spectra of all messages and transforms once. What was not sent stays in the vector.
+    A block of ``n`` elements has ``K = n/2 + 1`` complex coefficients. The ``k = max(1, ceil((1 - theta) K))`` largest
+    are sent. Their real and imaginary parts become floats of ``bits`` bits whose format fits the range of the block's
+    sent parts (see RangeFloat). That is about ``(1 - theta) * bits + 1/2`` bits per element, 2.0 by default. Above
+    theta 0.94 a list of positions is smaller than the bitmap, and it is ``(1 - theta) * (bits + 8)``. The receiver adds
+    the spectra of all messages and transforms once. What was not sent stays in the vector.
 
-    The squared norm of what is dropped is at most ``theta K / (K - 1)`` of the vector's, so the method contracts, and
-    error feedback is on by default (whether the paper uses it is not verified). It beats top-k of equal density where
-    neighbouring elements are correlated (a relative error of 0.33 against 0.67 on AR(1) data with 0.9 at theta 0.85);
-    on white noise and heavy tails it is worse (0.75 against 0.67, 0.75 against 0.48): measure it on your gradients.
-    Libraries transform otherwise on each kind of processor: only ranks on one kind have equal bits.
+    The squared norm of the dropped part is at most ``theta K / (K - 1)`` of the vector's. So the method is contractive,
+    and error feedback is on by default (we could not verify whether the paper uses it). Measure it on your gradients:
+    it beats top-k of equal density only if neighbouring elements are correlated. Relative errors at theta 0.85:
+
+    | data | fft | top-k |
+    |---|---|---|
+    | AR(1) with 0.9 | 0.33 | 0.67 |
+    | white noise | 0.75 | 0.67 |
+    | heavy tails | 0.75 | 0.48 |
+
+    FFT libraries round differently on different processors, so ranks have equal bits only on equal hardware.
 
     A rest that is shorter than a block is filled up with zeros to a power of two, at least 8. A message is the bits of
-    mantissa as int32 in 16 bytes; then, for whole blocks and once more for the rest: a scale (a power of two above the
-    largest element), and the least and the largest kept part after division by it, each for all blocks as float32; the
-    places, as a bitmap or as uint16, or nothing where all are kept; the codes of real, imaginary parts alternately, in
-    planes of 8, 4, 2 and 1 bits of all of them. Each of the three is filled up with zeros to a multiple of 16 bytes.
+    mantissa as int32 in 16 bytes, then three sections for the whole blocks, and again for the rest:
+
+    1. Of all blocks, as float32: the scale, a power of two above the largest element; the least sent part divided by
+       the scale; the largest sent part divided by the scale.
+    2. The positions as a bitmap or as uint16; nothing if all coefficients are sent.
+    3. The codes of real and imaginary parts alternately, in planes of 8, 4, 2 and 1 bits of all codes.
+
+    Each section is filled up with zeros to a multiple of 16 bytes.
 
     Args:
-        theta: share that is dropped, in [0, 1): 0 drops nothing; near 1 sends one coefficient of each block.
-        block: elements that are transformed together, a power of two from 64 (more ranges, least work) to 65536.
-        bits: of a real or an imaginary part, 2 (coarsest) to 16, or 32.
-        mantissa: bits of mantissa among them, 0 (widest reach) to ``min(bits - 1, 23)`` (finest), or "auto", the least
+        theta: share of the coefficients that is dropped, in [0, 1). 0 drops nothing. Near 1, one coefficient of each
+            block is sent.
+        block: elements that are transformed together: a power of two from 64 to 65536. Small blocks take less time, but
+            have more ranges to send.
+        bits: bits of a real or an imaginary part, 2 (coarsest) to 16, or 32.
+        mantissa: bits of mantissa, 0 (smallest ``eps``) to ``min(bits - 1, 23)`` (finest), or "auto" for the least
             squared error on a few blocks of each message. Theta 0, 32 bits and mantissa 23 return the vector to 1e-6.
 
     Raises:
-        ValueError: a setting is none of these; or, from ``decode``, the message's places are damaged.
+        ValueError: a setting is out of range; or, from ``decode``, the message's positions are damaged.
 
     Wang, Wu, Zhang, Liu, Bosilca, Herlihy, Fonseca, "FFT-based Gradient Sparsification for the Distributed Training of
     Deep Neural Networks", HPDC 2020, arXiv 1811.08596. Blocks, error feedback and the defaults are ours.
@@ -85,7 +97,7 @@ class FFT(Spectral):
     mantissa: int | Literal["auto"] = "auto"
 
     def transform(self, length: int) -> RealFourier:
-        """The transform of blocks of this length."""
+        """Return the transform of blocks of this length."""
         return RealFourier(length)
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:

@@ -1,7 +1,7 @@
-"""Fourier transforms of rows in registers, and of real rows, orthonormal; see ``fft.py``.
+"""Fourier transforms of complex and of real rows in a GPU's registers; see ``fft.py``.
 
-Every step is one of Stockham's, in the order that needs no reversal of bits: a thread transforms 2, 4 or 8 numbers, and
-between steps they change threads once, through shared memory.
+A step is one of Stockham's, in the order that needs no bit reversal. A thread transforms 2, 4 or 8 numbers. Between two
+steps, numbers change threads once, through shared memory.
 
 Stockham, "High-Speed Convolution and Correlation", AFIPS Spring Joint Computer Conference 1966.
 """
@@ -14,14 +14,14 @@ import triton.language as tl
 
 @triton.jit
 def transform(real, imaginary, table):
-    """The discrete Fourier transform of complex rows, float32 ``[ROWS, N]`` each, not scaled; N is 4 to 4096.
+    """Return the unscaled discrete Fourier transform of complex rows, real and imaginary parts.
 
-    Swapped parts, in and out, make it the inverse one.
+    With real and imaginary parts swapped, in the arguments and in the result, it is the inverse transform.
 
     Args:
-        real: one part of the rows.
-        imaginary: the other.
-        table: where ``exp(-i pi k / N)`` stands for k from 0 to N - 1, first all real parts.
+        real: float32 ``[ROWS, N]``, N a power of two from 4 to 4096.
+        imaginary: float32 ``[ROWS, N]``.
+        table: pointer to ``exp(-i pi k / N)`` for k from 0 to N - 1, all real parts first.
     """
     N: tl.constexpr = real.shape[1]
     CUBE: tl.constexpr = N == 8 or N == 64 or N == 512 or N == 4096
@@ -39,10 +39,16 @@ def transform(real, imaginary, table):
 
 @triton.jit
 def real_transform(even, odd, table):
-    """The transform of real rows, orthonormal, of their even and odd elements, float32 ``[ROWS, N]`` each.
+    """Transform real rows of 2 N elements, orthonormally.
+
+    Args:
+        even: elements with even index, float32 ``[ROWS, N]``.
+        odd: elements with odd index, float32 ``[ROWS, N]``.
+        table: see ``transform``.
 
     Returns:
-        real and imaginary parts of coefficients 0 to N - 1, and the real one of coefficient N, ``[ROWS, 1]``.
+        Real and imaginary parts of the coefficients 0 to N - 1, ``[ROWS, N]``, and coefficient N, which is real,
+        ``[ROWS, 1]``.
     """
     N: tl.constexpr = even.shape[1]
     real, imaginary = transform(even, odd, table)
@@ -51,7 +57,7 @@ def real_transform(even, odd, table):
     cosine, sine = tl.load(table + k)[None, :], tl.load(table + N + k)[None, :]
     first = (k == 0)[None, :]
     last = tl.sum(tl.where(first, real - imaginary, 0.0), axis=1, keep_dims=True)
-    a, b = real + other, imaginary - another  # twice the transform of even elements, and of odd ones
+    a, b = real + other, imaginary - another  # twice the transforms of the even and of the odd elements
     c, d = imaginary + another, other - real
     e, f = product(c, d, cosine, sine)
     FACTOR: tl.constexpr = 0.5 * (2 * N) ** -0.5
@@ -60,7 +66,7 @@ def real_transform(even, odd, table):
 
 @triton.jit
 def real_inverse(real, imaginary, last, table):
-    """Even and odd elements again; see ``real_transform``."""
+    """Return even and odd elements; the inverse of ``real_transform``."""
     N: tl.constexpr = real.shape[1]
     k = tl.arange(0, N)
     cosine, sine = tl.load(table + k)[None, :], tl.load(table + N + k)[None, :]
@@ -75,16 +81,16 @@ def real_inverse(real, imaginary, last, table):
 
 @triton.jit
 def product(a, b, c, d):
-    """Real and imaginary part of ``(a + i b) (c + i d)``."""
+    """Return real and imaginary part of ``(a + i b) (c + i d)``."""
     return a * c - b * d, a * d + b * c
 
 
 @triton.jit
 def _mirrored(rows):
-    """Element ``-k mod N`` at k.
+    """Return rows with element ``-k mod N`` at index k.
 
-    In two steps, of the low half of an index's bits and of the high one: the compiler gathers within a warp, all of an
-    axis by each, which would take thousands of moves if the axis were a row.
+    It is done in two steps, for the low half of an index's bits and for the high half: the compiler gathers a whole
+    axis within a warp, which would take thousands of moves for an axis of N elements.
     """
     ROWS: tl.constexpr = rows.shape[0]
     N: tl.constexpr = rows.shape[1]
@@ -101,13 +107,13 @@ def _mirrored(rows):
 
 @triton.constexpr_function
 def _root(number):
-    """The power of two at or just below the square root of another."""
+    """Return the largest power of two that is at most the square root of a power of two."""
     return 1 << ((number.bit_length() - 1) // 2)
 
 
 @triton.jit
 def _steps(real, imaginary, table, DONE: tl.constexpr):
-    """The steps that are left where those of a product of ``DONE`` are done, all of them by 8."""
+    """Do the remaining steps, all of radix 8, after steps whose radices have the product ``DONE``."""
     if real.shape[1] > DONE:
         real, imaginary = _step8(real, imaginary, table, DONE)
         real, imaginary = _steps(real, imaginary, table, 8 * DONE)
@@ -116,7 +122,7 @@ def _steps(real, imaginary, table, DONE: tl.constexpr):
 
 @triton.jit
 def _factor(table, ROWS: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, DONE: tl.constexpr):
-    """What the second one of every ``EACH`` numbers is multiplied with; the others with its powers."""
+    """Return the factor of the second of every ``EACH`` numbers. The others are multiplied by its powers."""
     index = (tl.arange(0, ROWS * N // EACH) % (N // EACH)) // DONE * (2 * DONE)
     return tl.load(table + index), tl.load(table + N + index)
 
@@ -183,7 +189,7 @@ def _step8(real, imaginary, table, DONE: tl.constexpr):
 
 @triton.jit
 def _four(r0, i0, r1, i1, r2, i2, r3, i3):
-    """The transform of four numbers."""
+    """Return the transform of four complex numbers."""
     a, b, c, d = r0 + r2, i0 + i2, r1 + r3, i1 + i3
     e, f, g, h = r0 - r2, i0 - i2, r1 - r3, i1 - i3
     return a + c, b + d, e + h, f - g, a - c, b - d, e - h, f + g
@@ -191,7 +197,7 @@ def _four(r0, i0, r1, i1, r2, i2, r3, i3):
 
 @triton.jit
 def _columns(rows, EACH: tl.constexpr):
-    """Numbers that a step transforms with each other, side by side: ``[ROWS * N / EACH, 2, ...]``."""
+    """Return the numbers that a step transforms together, side by side: ``[ROWS * N / EACH, 2, ...]``."""
     ROWS: tl.constexpr = rows.shape[0]
     RUN: tl.constexpr = rows.shape[1] // EACH
     columns = tl.permute(tl.reshape(rows, [ROWS, EACH, RUN]), [0, 2, 1])
@@ -206,7 +212,7 @@ def _columns(rows, EACH: tl.constexpr):
 
 @triton.jit
 def _rows(columns, ROWS: tl.constexpr, EACH: tl.constexpr, DONE: tl.constexpr):
-    """Rows again, in the order that the next step takes."""
+    """Return rows, in the order that the next step needs."""
     COUNT: tl.constexpr = columns.shape[0] // ROWS
     columns = tl.reshape(columns, [ROWS, COUNT // DONE, DONE, EACH])
     return tl.reshape(tl.permute(columns, [0, 1, 3, 2]), [ROWS, COUNT * EACH])

@@ -1,4 +1,4 @@
-"""Sparsifying the spectrum of blocks, whatever their transform."""
+"""Sparsification of the spectrum of blocks, for any transform."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.workspace import pieces, scratch
 
 SHORTEST = 8
-"""The least length that a rest is filled up to."""
+"""Least length that a short last block is filled up to."""
 SAMPLE = 8
-"""Blocks that the mantissa is chosen on."""
+"""Number of blocks in the sample that the mantissa is chosen on."""
 LONGEST = 1 << 16
-"""The largest block; places are numbers of 16 bits."""
+"""Largest length of a block, because positions have 16 bits."""
 CHUNK = 1 << 18
-"""Elements to transform at a time on a CPU; with fewer, the many small operations on the kept ones cost more."""
+"""Elements that a CPU transforms at a time. With fewer, the overhead of many small operations is larger."""
 
 
 class Transform(ABC):
-    """A change of basis of rows of one length that keeps their norm.
+    """An orthonormal transform of rows of one length.
 
     Args:
-        length: of a row; a power of two.
+        length: length of a row; a power of two.
 
     Attributes:
-        bins: coefficients of a row, each of which is kept or dropped as a whole.
+        bins: coefficients of a row. Each is sent or dropped as a whole.
         width: float32 numbers of a coefficient.
     """
 
@@ -48,20 +48,20 @@ class Transform(ABC):
 
     @abstractmethod
     def forward(self, rows: Tensor, out: Tensor) -> None:
-        """Coefficients, float32 ``[R, bins, width]``, of float32 ``[R, length]``."""
+        """Write to ``out``, float32 ``[R, bins, width]``, the coefficients of ``rows``, float32 ``[R, length]``."""
 
     @abstractmethod
     def inverse(self, coefficients: Tensor, out: Tensor) -> None:
-        """Rows again; the coefficients may be lost."""
+        """Write the rows of ``coefficients`` to ``out``; see ``forward``. The coefficients may be overwritten."""
 
     @abstractmethod
     def energy(self, coefficients: Tensor, out: Tensor) -> None:
-        """The squared magnitude of every coefficient, float32 ``[R, bins]``; the coefficients stay."""
+        """Write the squared magnitude of every coefficient to ``out``, float32 ``[R, bins]``."""
 
 
 @dataclass(frozen=True)
 class Spectral(Codec):
-    """Keep the largest coefficients of every block's spectrum, as floats of N bits made for their range."""
+    """Base of codecs that send the largest coefficients of a block's spectrum, as floats of N bits for their range."""
 
     contractive: ClassVar[bool] = True
     theta: float = 0.85
@@ -80,27 +80,27 @@ class Spectral(Codec):
 
     @property
     def safe_with_adam(self) -> bool:
-        """Only where most of the gradient is sent at once; the limits are guesses, 0.85 is known to be too much."""
+        """True if most of the gradient is sent at once. The limits are guesses; theta 0.85 is known to be too large."""
         return self.theta <= 0.5 and self.bits >= 8
 
     @abstractmethod
     def transform(self, length: int) -> Transform:
-        """The transform of blocks of this length."""
+        """Return the transform of blocks of this length."""
 
     def refined(self, ranks: int) -> Codec:
-        """See ``Codec.refined``: root of the ranks times as many coefficients.
+        """Return it with ``sqrt(ranks)`` times as many coefficients.
 
-        Ranks keep others each; with that many the whole exchange leaves about as much as one that sums all of them.
+        Each rank sends other coefficients. With this many, encoding their sum loses about as little as an exact sum.
         """
         return self if ranks == 1 else replace(self, theta=max(0.0, 1 - math.sqrt(ranks) * (1 - self.theta)))
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
-        """Make ready for vectors of this layout; messages are not summed, so ``summands`` has no effect."""
+        """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
         return _SpectralPlan(layout, device, self)
 
 
 def stretches(numel: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Start, number and length of a vector's whole blocks, and of its rest, where there are any."""
+    """Yield start, number and length of a vector's whole blocks, and of its shorter last block, if there are any."""
     whole, rest = divmod(numel, block)
     if whole:
         yield 0, whole, block
@@ -112,18 +112,18 @@ class Area:
     """Blocks of one length: their place in the vector and in the message.
 
     Args:
-        codec: its settings.
-        start: where the blocks begin in the vector.
-        blocks: how many.
+        codec: the settings.
+        start: first element of the blocks in the vector.
+        blocks: number of blocks.
         length: elements of a block.
-        offset: where they begin in the message.
+        offset: first byte of the blocks in the message.
     """
 
     def __init__(self, codec: Spectral, start: int, blocks: int, length: int, offset: int) -> None:
         self.start, self.blocks, self.length, self.bits = start, blocks, length, codec.bits
         self.transform = transform = codec.transform(1 << max(length - 1, SHORTEST - 1).bit_length())
         self.padded = transform.length
-        keep = max(1, math.ceil((1 - codec.theta) * transform.bins - 1e-9))  # 1 - 0.9 is above 0.1
+        keep = max(1, math.ceil((1 - codec.theta) * transform.bins - 1e-9))  # because 1 - 0.9 is slightly above 0.1
         self.places = Places(transform.bins, keep)
         self.values = keep * transform.width
         self.planes = Planes(codec.bits, blocks * self.values)
@@ -136,24 +136,24 @@ class Area:
             slice(self.where + blocks * self.places.size, self.codes),
             slice(self.codes + self.planes.size, self.stop),
         )
-        # A value that is scaled down by no more than this overflows in no sum of an inverse transform.
+        # Exponent of the largest scale: beyond it, sums of the inverse transform could overflow.
         self.limit = 126 - 2 * (self.padded.bit_length() - 1)
 
     @property
     def sample(self) -> range:
-        """The blocks that the mantissa is chosen on, if these are the first ones."""
+        """The blocks that the mantissa is chosen on, if this is the first area."""
         return range(0, self.blocks, -(-self.blocks // min(SAMPLE, self.blocks)))
 
 
 class _Area(Area):
-    """The same with views of the scratch."""
+    """An area with views of the scratch memory."""
 
     def __init__(
         self, codec: Spectral, start: int, blocks: int, length: int, offset: int, device: torch.device
     ) -> None:
         super().__init__(codec, start, blocks, length, offset)
-        # Spectra are a little longer than blocks, and what the inverse transform copies should not pass 1 MiB.
-        # The codes of a multiple of 8 blocks begin with a byte.
+        # Spectra are slightly longer than blocks, and the inverse transform should copy at most 1 MiB at a time.
+        # The codes of a multiple of 8 blocks fill whole bytes.
         self.rows = min(max(8, (CHUNK if device.type == "cpu" else 1 << 22) // (self.padded + 2) // 8 * 8), blocks)
         self.floats = self._view("rows", (self.padded,), device)
         self.spectrum = self._view("spectrum", (self.transform.bins, self.transform.width), device)
@@ -165,17 +165,17 @@ class _Area(Area):
         return scratch(f"spectrum {name}", numel, torch.float32, device).view(self.rows, *shape)
 
     def source(self, vector: Tensor, blocks: slice) -> Tensor:
-        """These blocks of a vector, ``[R, length]``."""
+        """Return a view of these blocks of the vector, ``[R, length]``."""
         first, last = (self.start + edge * self.length for edge in (blocks.start, blocks.stop))
         return vector[first:last].view(-1, self.length)
 
     def write(self, message: Tensor, blocks: slice) -> None:
-        """Pack the codes of these blocks, which are in the workspace."""
+        """Pack the codes of these blocks from the coder's buffer into the message."""
         elements = slice(blocks.start * self.values, blocks.stop * self.values)
         self.planes.write(self.work.codes(elements.stop - elements.start), elements, message[self.codes :])
 
     def read(self, message: Tensor, blocks: slice) -> None:
-        """Unpack the codes of these blocks into the workspace."""
+        """Unpack the codes of these blocks from the message into the coder's buffer."""
         elements = slice(blocks.start * self.values, blocks.stop * self.values)
         self.planes.read(self.work.codes(elements.stop - elements.start), elements, message[self.codes :])
 
@@ -189,8 +189,8 @@ class _SpectralPlan(Plan):
             offset = self._areas[-1].stop if self._areas else 16
             self._areas.append(_Area(codec, start, blocks, length, offset, device))
         self.message_size = self._areas[-1].stop if self._areas else 0
-        given = 0 if codec.mantissa == "auto" else codec.mantissa
-        self._given = torch.tensor(given, device=device)  # made in every step, it would wait for a device
+        fixed = 0 if codec.mantissa == "auto" else codec.mantissa
+        self._fixed = torch.tensor(fixed, device=device)  # once: in every step it would wait for the device
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         self.check(vector, message)
@@ -221,30 +221,30 @@ class _SpectralPlan(Plan):
         self.check(out, messages)
         for area in self._areas:
             ranges = [self._ranges(area, message, weight) for message in messages]
-            for number, blocks in enumerate(pieces(area.blocks, area.rows)):
+            for index, blocks in enumerate(pieces(area.blocks, area.rows)):
                 rows = area.source(out, blocks)
                 spectrum = area.spectrum[: len(rows)].zero_()
                 for message, (scale, formats) in zip(messages, ranges, strict=True):
                     places = area.places.read(_part(message, area.where, area.places.size, blocks), len(rows))
                     area.read(message, blocks)
-                    magnitudes, signs = area.work.decode((len(rows), area.values), formats[number])
+                    magnitudes, signs = area.work.decode((len(rows), area.values), formats[index])
                     self._add(area, spectrum, places, magnitudes.mul_(signs).mul_(scale[blocks]))
-                summed = self._synthesise(area, spectrum)  # one inverse transform, however many messages
+                summed = self._synthesise(area, spectrum)  # one inverse transform for all messages
                 if accumulate:
                     rows.add_(summed)
                 else:
                     rows.copy_(summed)
 
     def _analyse(self, area: _Area, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Transform blocks and choose among their coefficients.
+        """Transform blocks and choose their largest coefficients.
 
         Returns:
-            scale: powers of two by which the blocks were divided, so that nothing overflows: float32 ``[R]``.
-            places: of the kept coefficients among those of all these blocks, ascending: int64 ``[R * keep]``.
-            values: the coefficients there, float32 ``[R, keep * width]``.
+            scale: power of two by which each block was divided, to avoid overflow: float32 ``[R]``.
+            places: positions of the chosen coefficients, see ``Places.largest``: int64 ``[R * keep]``.
+            values: the chosen coefficients, float32 ``[R, keep * width]``.
         """
         floats = area.floats[: len(rows)]
-        # The power of two above the block's largest magnitude; beyond the limit, values saturate.
+        # The power of two above the block's largest magnitude. Beyond the limit, values saturate.
         exponent = torch.frexp(torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg_())).exponent
         exponent = exponent.clamp(-125, area.limit)
         scale, inverse = (torch.ldexp(torch.ones_like(rows[:, 0]), power) for power in (exponent, -exponent))
@@ -269,7 +269,7 @@ class _SpectralPlan(Plan):
         return floats[:, : area.length]
 
     def _ranges(self, area: _Area, message: Tensor, weight: float) -> tuple[Tensor, list[Formats]]:
-        """Of a message's blocks: scales times the weight, and formats; finite for any bytes."""
+        """Return the scales of a message's blocks times the weight, and their formats; finite for any bytes."""
         ranges = message[area.ranges].view(torch.float32).view(3, -1)
         bound = 2.0**area.limit
         scale = ranges[0].nan_to_num(0, bound, 0).clamp(0, bound)
@@ -280,7 +280,7 @@ class _SpectralPlan(Plan):
 
     def _mantissa(self, vector: Tensor) -> Tensor:
         if self._codec.mantissa != "auto":
-            return self._given
+            return self._fixed
         area = self._areas[0]
         rows = area.source(vector, slice(0, area.blocks))[:: area.sample.step]
         _, _, values = self._analyse(area, rows)
@@ -288,5 +288,5 @@ class _SpectralPlan(Plan):
 
 
 def _part(message: Tensor, offset: int, size: int, blocks: slice) -> Tensor:
-    """The bytes of some blocks, each of which has ``size`` of them."""
+    """Return the bytes of these blocks; each block has ``size`` bytes."""
     return message[offset + blocks.start * size : offset + blocks.stop * size]

@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from lightning_compress.codecs.variable import Bytes, damaged
+from lightning_compress.codecs.packing.bits import Bytes, damaged
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.codec import Codec, Plan, aligned
-from lightning_compress.codecs.packing.buckets import Buckets
-from lightning_compress.codecs.quantize.levels import check_correlated
+from lightning_compress.codecs.quantize.levels import Buckets, check_correlated
 from lightning_compress.codecs.quantize.qsgd import QSGD
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream

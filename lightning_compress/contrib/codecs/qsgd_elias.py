@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.codec import Plan
-from lightning_compress.codecs.packing.buckets import Buckets, Norm
-from lightning_compress.codecs.quantize.levels import Quantiser, fit
+from lightning_compress.codecs.packing.bits import Bytes, damaged
+from lightning_compress.codecs.quantize.levels import Buckets, Norm, Quantiser, fit
 from lightning_compress.codecs.quantize.qsgd import QSGD, Coding
-from lightning_compress.codecs.variable import Bytes, VariablePlan, damaged
 from lightning_compress.contrib.codecs import elias
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.workspace import pieces, scratch
@@ -89,7 +88,7 @@ def expected_bits(numel: int, levels: int) -> float:
     return float((nonzero * each).max())
 
 
-class EliasPlan(VariablePlan):
+class EliasPlan(Plan):
     """The plan of ``QSGDElias``, which describes the messages.
 
     Args:
@@ -99,6 +98,8 @@ class EliasPlan(VariablePlan):
         bucket: elements that share a norm.
         norm: "max" or "l2".
     """
+
+    variable = True
 
     def __init__(self, layout: Layout, device: torch.device, bits: int, bucket: int, norm: Norm) -> None:
         super().__init__(layout)

@@ -60,7 +60,7 @@ class RandomK(Codec):
         return not self.rescale
 
     @property
-    def repeatable(self) -> bool:  # type: ignore[override]
+    def reencodable(self) -> bool:  # type: ignore[override]
         """True unless ``rescale`` is set: a second encoding would rescale again."""
         return not self.rescale
 

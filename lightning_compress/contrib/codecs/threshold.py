@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs.codec import Codec, Plan
+from lightning_compress.codecs.packing.bits import Bytes, prefix
 from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import Int32, Ints, Rice
 from lightning_compress.codecs.packing.values import Floats, LevelValues
-from lightning_compress.codecs.variable import Bytes, take
 from lightning_compress.contrib.codecs.crossings import Crossings
 from lightning_compress.core.layout import Layout
 
@@ -160,7 +160,7 @@ class _Words(Entries):
 
     def read(self, body: Bytes) -> tuple[Found, int]:
         """See ``Entries.read``."""
-        count = int(take(body, 4, "their number").view(np.uint32)[0])
-        words = take(body, 4 + 4 * count, "words")[4:].view(np.uint32).astype(np.int64)
+        count = int(prefix(body, 4, "their number").view(np.uint32)[0])
+        words = prefix(body, 4 + 4 * count, "words")[4:].view(np.uint32).astype(np.int64)
         self._positions.check(words >> 1)
         return (words >> 1, self._levels[words & 1]), 4 + 4 * count

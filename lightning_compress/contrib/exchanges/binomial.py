@@ -82,7 +82,7 @@ class Binomial(Exchange):
 
     def check(self, codec: Codec) -> None:
         """See ``Exchange.check``."""
-        if not codec.repeatable:
+        if not codec.reencodable:
             raise ValueError(
                 f"exchange='binomial' encodes sums of decoded messages, and {codec} would rescale them once more; "
                 "use exchange='auto', 'all_reduce' or 'all_gather'"

@@ -75,7 +75,7 @@ def bearable(topology: Topology) -> float:
 
 def unbiased(codec: Codec) -> bool:
     """Return whether decoded messages equal the vector on average."""
-    exact = codec.casts and codec.sum_dtype == torch.float32
+    exact = codec.is_cast and codec.sum_dtype == torch.float32
     return exact or not (codec.contractive or codec.sum_dtype is not None)
 
 

@@ -1,4 +1,4 @@
-"""How loops are compiled by numba, once a machine; they take contiguous NumPy arrays and let other threads run."""
+"""Compilation of loops by numba. They take contiguous NumPy arrays and release the GIL."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Function = Callable[..., Any]
 
 
 def kernel(function: Function, **settings: Any) -> Function:
-    """Compile a loop."""
+    """Compile a loop. The compiled code is cached on disk."""
     try:
         return njit(function, nogil=True, cache=True, error_model="numpy", **settings)  # type: ignore[no-any-return]
-    except RuntimeError:  # a package that cannot be written to, and no home, as in containers
+    except RuntimeError:  # no writable folder for the cache, as in containers
         _warn()
         return njit(function, nogil=True, error_model="numpy", **settings)  # type: ignore[no-any-return]
 
 
 def in_any_order(function: Function) -> Function:
-    """Compile a loop that may add up in any order, and so many numbers at a time."""
+    """Compile a loop whose sums may be reordered, so that they are vectorised."""
     return kernel(function, fastmath={"reassoc", "nsz"})
 
 
 @cache
 def _warn() -> None:
     warnings.warn(
-        "numba finds no folder to keep compiled code in, and compiles it again in every process, which takes seconds; "
-        "set NUMBA_CACHE_DIR to a folder that can be written to",
+        "numba finds no writable folder for its cache, so every process compiles again, which takes seconds; "
+        "set NUMBA_CACHE_DIR to a writable folder",
         stacklevel=4,
     )

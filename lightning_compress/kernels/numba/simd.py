@@ -1,10 +1,12 @@
-"""LLVM's vectors by hand: plain numba takes 1.2 times as long to send signs, 1.3 to read them, and 6 to rotate a tile.
+"""Vector operations written in LLVM, for loops that numba does not vectorise well.
 
-And 1.3 to 1.8 times to select, and twice for a bitmap of what is not 0 (65,536 to 4 million elements, AVX-512), since
-no compiler makes these vectors of loops. Comparing 32 numbers gives 32 booleans, which are a word, and a word chooses
-between two numbers. A row is 16 neighbours: before a loop over so few, it would be looked whether the arrays overlap.
-What needs neither is plain numba, in the kernels themselves. Any processor can run it. Each operation takes contiguous
-arrays, each with the index of its first element there.
+Plain numba takes longer by these factors (65,536 to 4 million elements, AVX-512): encoding signs 1.2, decoding signs
+1.3, selection 1.3 to 1.8, bitmaps 2, rotation 6. The code runs on any processor. It does two things that
+compilers do not make of loops: comparing 32 numbers gives 32 booleans, which are the bits of a word, and a word selects
+between two numbers. It also works on rows of 16 elements, where a loop would spend its time on checking for overlapping
+arrays. Everything else is plain numba, in the kernels.
+
+Each operation takes contiguous arrays. Each array is followed by the index of the first element to use.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -21,9 +23,9 @@ from lightning_compress import kernels
 LANES = kernels.TILE
 """Elements of a row."""
 GAMMA = 0x9E3779B97F4A7C15
-"""From one random word's state to the next one's."""
+"""Difference between the states of consecutive random words."""
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""What makes a random word of its state."""
+"""Factors of the hash that turns a state into a random word; see ``core/random.py``."""
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
 _FLOATS, _INTS, _BYTES = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT, ir.IntType(8)))
 _PAIRS, _HALF = ir.VectorType(ir.IntType(16), LANES // 2), ir.VectorType(ir.IntType(8), LANES // 2)
@@ -34,20 +36,20 @@ _BLOCK, _CODES, _WORDS = (ir.VectorType(each, 64) for each in (_FLOAT, ir.IntTyp
 
 
 class _Operation:
-    """The arguments of an operation as LLVM has them."""
+    """The arguments of an operation in LLVM."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         self._context, self.builder = context, builder
         self._kinds, self.arguments = signature.args, arguments
 
     def pointer(self, number: int, vector: Any, step: int = 0, ahead: int = 0) -> Any:
-        """To a vector of the array that is argument ``number``, from the index after it on.
+        """Return a pointer to a vector in an array.
 
         Args:
-            number: of the argument.
-            vector: its type.
-            step: further on by so many times the argument after the index.
-            ahead: by so many rows.
+            number: position of the array among the arguments. The next argument is the index of the first element.
+            vector: type of the vector.
+            step: move on by this multiple of the argument after the index.
+            ahead: move on by this number of rows.
         """
         array = self._context.make_array(self._kinds[number])(self._context, self.builder, self.arguments[number])
         index = self.arguments[number + 1]
@@ -58,21 +60,21 @@ class _Operation:
         return self.builder.bitcast(self.builder.gep(array.data, [index]), vector.as_pointer())
 
     def load(self, number: int, vector: Any = _FLOATS, step: int = 0, ahead: int = 0) -> Any:
-        """See ``pointer``."""
+        """Load a vector; see ``pointer``."""
         return self.builder.load(self.pointer(number, vector, step, ahead), align=_bytes(vector))
 
     def store(self, value: Any, number: int, step: int = 0, ahead: int = 0) -> None:
-        """See ``pointer``."""
+        """Store a vector; see ``pointer``."""
         self.builder.store(value, self.pointer(number, value.type, step, ahead), align=_bytes(value.type))
 
     def spread(self, number: int, vector: Any = _FLOATS) -> Any:
-        """The number that is argument ``number``, in all lanes."""
+        """Return the scalar argument ``number`` in all lanes of a vector."""
         first = ir.Constant(ir.VectorType(_INT, vector.count), [0] * vector.count)
-        one = self.builder.insert_element(ir.Constant(vector, ir.Undefined), self.arguments[number], _INT(0))
-        return self.builder.shuffle_vector(one, one, first)
+        scalar = self.builder.insert_element(ir.Constant(vector, ir.Undefined), self.arguments[number], _INT(0))
+        return self.builder.shuffle_vector(scalar, scalar, first)
 
     def call(self, name: str, *values: Any) -> Any:
-        """A function of vectors that LLVM knows by name."""
+        """Call an LLVM intrinsic of float32 vectors by name."""
         vector = values[0].type
         name = f"llvm.{name}.v{vector.count}f32"
         known = self.builder.module.globals.get(name)
@@ -80,7 +82,7 @@ class _Operation:
         return self.builder.call(known or ir.Function(self.builder.module, kind, name), values)
 
     def word(self, booleans: Any) -> Any:
-        """32 booleans as bits, the first one lowest."""
+        """Return 32 booleans as the bits of a word, the first lowest."""
         return self.builder.bitcast(booleans, _INT)
 
     def done(self) -> Any:
@@ -95,12 +97,12 @@ def _all(value: float, vector: Any = _FLOATS) -> Any:
     return ir.Constant(vector, [value] * vector.count)
 
 
-# 32 elements and a word
+# Operations on 32 elements and a word
 
 
 @intrinsic
 def signs(typing: Any, values: Any, index: Any) -> Any:
-    """``values[index + j] >= 0`` as bit j of an uint32."""
+    """Return a word with bit j set if ``values[index + j] >= 0``: uint32."""
 
     def generate(*given: Any) -> Any:
         many = _Operation(*given)
@@ -111,7 +113,7 @@ def signs(typing: Any, values: Any, index: Any) -> Any:
 
 @intrinsic
 def nonzero(typing: Any, values: Any, index: Any) -> Any:
-    """``values[index + j] != 0``, as NaN is, too, as bit j of an uint32."""
+    """Return a word with bit j set if ``values[index + j] != 0``, also for NaN: uint32."""
 
     def generate(*given: Any) -> Any:
         many = _Operation(*given)
@@ -122,7 +124,7 @@ def nonzero(typing: Any, values: Any, index: Any) -> Any:
 
 @intrinsic
 def reaching(typing: Any, values: Any, index: Any, least: Any) -> Any:
-    """``abs(values[index + j]) >= least`` as bit j of an uint32."""
+    """Return a word with bit j set if ``abs(values[index + j]) >= least``: uint32."""
 
     def generate(*given: Any) -> Any:
         many = _Operation(*given)
@@ -133,7 +135,7 @@ def reaching(typing: Any, values: Any, index: Any, least: Any) -> Any:
 
 @intrinsic
 def write_chosen(typing: Any, out: Any, index: Any, word: Any, high: Any, low: Any) -> Any:
-    """``out[index + j] = high`` or ``low`` by bit j of the word; -0.0 becomes 0.0."""
+    """Write ``high`` to ``out[index + j]`` if bit j of the word is 1, else ``low``; -0.0 becomes 0.0."""
 
     def generate(*given: Any) -> Any:
         many = _Operation(*given)
@@ -145,7 +147,7 @@ def write_chosen(typing: Any, out: Any, index: Any, word: Any, high: Any, low: A
 
 @intrinsic
 def add_chosen(typing: Any, out: Any, index: Any, word: Any, high: Any, low: Any) -> Any:
-    """``out[index + j] += high`` or ``low`` by bit j of the word."""
+    """Add ``high`` to ``out[index + j]`` if bit j of the word is 1, else ``low``."""
 
     def generate(*given: Any) -> Any:
         many = _Operation(*given)
@@ -160,7 +162,7 @@ def _chosen(many: _Operation) -> Any:
     return many.builder.select(bits, many.spread(3, _MANY), many.spread(4, _MANY))
 
 
-# rows of 16
+# Operations on rows of 16 elements
 
 
 def _pair(row: _Operation, upper: Any, lower: Any) -> tuple[Any, Any]:
@@ -169,13 +171,13 @@ def _pair(row: _Operation, upper: Any, lower: Any) -> tuple[Any, Any]:
 
 
 def _multiply_add(row: _Operation, value: Any, power: float, other: Any) -> Any:
-    """``value * power + other``, where a product with a power of two is exact: rounded once or twice is the same."""
+    """Return ``value * power + other``. ``power`` is a power of two, so a fused operation gives the same bits."""
     return row.call("fmuladd", value, _all(power), other)
 
 
 @intrinsic
 def butterflies(typing: Any, tile: Any, first: Any, distance: Any) -> Any:
-    """``a, b = a + b, (a + b) - 2 b`` for neighbours of four rows so far apart, and then for those two apart."""
+    """Do two steps of a Walsh-Hadamard transform, ``a, b = a + b, (a + b) - 2 b``, on four rows at this distance."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
@@ -191,7 +193,7 @@ def butterflies(typing: Any, tile: Any, first: Any, distance: Any) -> Any:
 
 @intrinsic
 def scale(typing: Any, out: Any, at: Any, source: Any, index: Any, factor: Any) -> Any:
-    """``out = source * factor``; -0.0 becomes 0.0."""
+    """Write ``out = source * factor``; -0.0 becomes 0.0."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
@@ -203,7 +205,7 @@ def scale(typing: Any, out: Any, at: Any, source: Any, index: Any, factor: Any) 
 
 @intrinsic
 def fetch(typing: Any, source: Any, at: Any) -> Any:
-    """Have the row that begins there brought to the caches, meanwhile; it may lie beyond the array's end."""
+    """Prefetch a row into the caches. It may be beyond the array's end."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
@@ -219,7 +221,7 @@ def fetch(typing: Any, source: Any, at: Any) -> Any:
 
 @intrinsic
 def add_scaled(typing: Any, out: Any, at: Any, source: Any, index: Any, factor: Any) -> Any:
-    """``out += source * factor``."""
+    """Compute ``out += source * factor``."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
@@ -231,12 +233,12 @@ def add_scaled(typing: Any, out: Any, at: Any, source: Any, index: Any, factor: 
 
 @intrinsic
 def raise_to(typing: Any, largest: Any, at: Any, source: Any, index: Any, distance: Any) -> Any:
-    """``largest = max(largest, abs(source))`` for four rows that are so far apart."""
+    """Compute ``largest = max(largest, abs(source))`` for four rows at this distance."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
-        found = [row.call("fabs", row.load(2, step=number)) for number in range(4)]
-        pairs = _greater(row, found[0], found[1]), _greater(row, found[2], found[3])
+        rows = [row.call("fabs", row.load(2, step=number)) for number in range(4)]
+        pairs = _greater(row, rows[0], rows[1]), _greater(row, rows[2], rows[3])
         row.store(_greater(row, _greater(row, *pairs), row.load(0)), 0)
         return row.done()
 
@@ -248,7 +250,7 @@ def _greater(row: _Operation, one: Any, other: Any) -> Any:
 
 
 def _random(row: _Operation) -> Any:
-    """Sixteen random bits for each element of two rows, as int16: eight words of ``core/random.py``."""
+    """Return 16 random bits for each element of two rows, as int16: eight words of ``core/random.py``."""
     make = row.builder
     word = row.spread(7, _RANDOM)
     word = make.add(word, ir.Constant(_RANDOM, [number * GAMMA % 2**64 for number in range(_RANDOM.count)]))
@@ -263,9 +265,9 @@ def _random(row: _Operation) -> Any:
 def round_levels(
     typing: Any, out: Any, at: Any, source: Any, index: Any, factors: Any, first: Any, offset: Any, state: Any, by: Any
 ) -> Any:
-    """``out = floor(offset + (source * factors + random) / 65536)`` for two rows, from the word after ``state`` on.
+    """Write ``out = floor(offset + (source * factors + random) / 65536)`` for two rows.
 
-    Random are those bits plus ``by``, as int16.
+    ``random`` are the 16 bits of the words that follow ``state``, plus ``by``, as int16.
     """
 
     def generate(*given: Any) -> Any:
@@ -273,8 +275,8 @@ def round_levels(
         make = row.builder
         factors, random = row.load(4), make.add(_random(row), row.spread(8, _SHORTS))
         for number, half in enumerate((_FIRST, _SECOND)):
-            own = make.sitofp(make.shuffle_vector(random, random, half), _FLOATS)
-            level = make.fadd(make.fmul(row.load(2, ahead=number), factors), own)
+            bits = make.sitofp(make.shuffle_vector(random, random, half), _FLOATS)
+            level = make.fadd(make.fmul(row.load(2, ahead=number), factors), bits)
             level = _multiply_add(row, level, 1 / 65536, row.spread(6))
             row.store(row.call("floor", level), 0, ahead=number)
         return row.done()
@@ -284,7 +286,7 @@ def round_levels(
 
 @intrinsic
 def to_numbers(typing: Any, tile: Any, at: Any, steps: Any, first: Any, shift: Any) -> Any:
-    """``tile = (tile + shift) * steps``."""
+    """Compute ``tile = (tile + shift) * steps``."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
@@ -298,7 +300,7 @@ def to_numbers(typing: Any, tile: Any, at: Any, steps: Any, first: Any, shift: A
 def add_codes(
     typing: Any, tile: Any, at: Any, codes: Any, index: Any, steps: Any, column: Any, shift: Any, sign: Any
 ) -> Any:
-    """``tile += (level + shift) * steps``, of two's complements whose sign is the bit ``sign``."""
+    """Compute ``tile += (level + shift) * steps`` of codes, two's complements whose highest bit is ``sign``."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
@@ -312,7 +314,7 @@ def add_codes(
 def add_nibbles(
     typing: Any, tile: Any, at: Any, packed: Any, index: Any, steps: Any, column: Any, shift: Any, sign: Any
 ) -> Any:
-    """The same for two codes in each byte."""
+    """Do ``add_codes`` for two codes per byte."""
 
     def generate(*given: Any) -> Any:
         row = _Operation(*given)
@@ -326,7 +328,7 @@ def add_nibbles(
 
 
 def _stand_for(row: _Operation, codes: Any) -> None:
-    """Add what codes stand for."""
+    """Add the numbers of codes to the tile; see ``add_codes``."""
     make = row.builder
     sign = row.spread(7, _INTS)
     level = make.sub(make.xor(make.zext(codes, _INTS), sign), sign)
@@ -338,14 +340,14 @@ def _each(value: int) -> Any:
     return ir.Constant(_PAIRS, [value] * (LANES // 2))
 
 
-# blocks of 64 and a scale
+# Operations on blocks of 64 codes and a scale
 
 
 @intrinsic
 def mix_codes(
     typing: Any, out: Any, at: Any, codes: Any, first: Any, values: Any, index: Any, factor: Any, share: Any
 ) -> Any:
-    """``out = codes * factor + values * share``; returns the largest magnitude, as the bits of a float32."""
+    """Write ``out = codes * factor + values * share``; return its largest magnitude as the bits of a float32."""
 
     def generate(*given: Any) -> Any:
         block = _Operation(*given)
@@ -359,7 +361,7 @@ def mix_codes(
 
 @intrinsic
 def add_block(typing: Any, out: Any, at: Any, codes: Any, first: Any, values: Any, index: Any, factor: Any) -> Any:
-    """``out = values + codes * factor``; returns the largest magnitude of the values, as the bits of a float32."""
+    """Write ``out = values + codes * factor``; return the values' largest magnitude as the bits of a float32."""
 
     def generate(*given: Any) -> Any:
         block = _Operation(*given)
@@ -372,14 +374,14 @@ def add_block(typing: Any, out: Any, at: Any, codes: Any, first: Any, values: An
 
 @intrinsic
 def round_codes(typing: Any, codes: Any, first: Any, tile: Any, index: Any, factor: Any) -> Any:
-    """``codes = tile * factor`` to the nearest, even where there are two, from -127 to 127."""
+    """Write ``codes = tile * factor``, rounded to nearest, ties to even, and clamped to -127 to 127."""
 
     def generate(*given: Any) -> Any:
         block = _Operation(*given)
         make = block.builder
         scaled = make.fmul(block.load(2, _BLOCK), block.spread(4, _BLOCK))
         scaled = block.call("maxnum", block.call("minnum", scaled, _all(127.0, _BLOCK)), _all(-127.0, _BLOCK))
-        nearest = make.bitcast(make.fadd(scaled, _all(1.5 * 2**23, _BLOCK)), _WORDS)  # its last bits are an integer
+        nearest = make.bitcast(make.fadd(scaled, _all(1.5 * 2**23, _BLOCK)), _WORDS)  # its lowest bits are the integer
         block.store(make.trunc(nearest, _CODES), 0)
         return block.done()
 

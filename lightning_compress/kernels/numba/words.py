@@ -1,4 +1,4 @@
-"""Bits of words of 32; the compiler knows these sums, and makes one instruction of each."""
+"""Bit operations on 32-bit words. The compiler turns each into one instruction."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from numpy import uint32
 
 from lightning_compress.kernels.numba import kernel
 
-# Each result is an uint32 again, since numba would go on with 64 bits, and the instruction would not be found.
+# Results are cast to uint32, because numba would continue with 64 bits, and the compiler would miss the pattern.
 
 
 @kernel
 def ones(word: Any) -> Any:
-    """How many bits of a word are 1."""
+    """Return the number of bits that are 1."""
     word = uint32(word - uint32((word >> uint32(1)) & uint32(0x55555555)))
     word = uint32(uint32(word & uint32(0x33333333)) + uint32((word >> uint32(2)) & uint32(0x33333333)))
     word = uint32(uint32(word + uint32(word >> uint32(4))) & uint32(0x0F0F0F0F))
@@ -22,11 +22,11 @@ def ones(word: Any) -> Any:
 
 @kernel
 def lowest(word: Any) -> Any:
-    """The index of the lowest bit of a word that is not 0."""
+    """Return the index of the lowest bit that is 1."""
     return ones(uint32(uint32(~word) & uint32(word - uint32(1))))
 
 
 @kernel
 def without_lowest(word: Any) -> Any:
-    """The word with its lowest bit cleared."""
+    """Return the word with its lowest 1 bit cleared."""
     return uint32(word & uint32(word - uint32(1)))

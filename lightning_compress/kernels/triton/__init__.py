@@ -1,8 +1,8 @@
-"""What kernels for accelerators share.
+"""Code that GPU kernels share.
 
-A kernel is one pass over the numbers, which adds the residual, encodes, and writes what stays.
+A kernel is one pass over the vector: it adds the residual, encodes, and writes what was not sent.
 
-What they write equals, bit for bit, what the kernels for the CPU and the codecs' tensor operations write: products and
-sums are rounded one by one (``enable_fp_fusion=False``), and sums over a block are in float64. They never wait for
-the device and keep no state, so that a CUDA graph may hold them.
+Results are bit-identical to those of CPU kernels and tensor operations: products and sums are rounded separately
+(``enable_fp_fusion=False``), and sums over a block are in float64. Kernels never wait for the device and keep no state,
+so they can be part of a CUDA graph.
 """

@@ -1,4 +1,4 @@
-"""Random bits of a key's stream, a word for four neighbours; those of ``core/random.py``, to the bit."""
+"""Random bits of a key's stream, one word for four elements. Bit-identical to ``core/random.py``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
 def signed(state: int) -> int:
-    """An unsigned 64-bit state as kernels take it."""
+    """Return an unsigned 64-bit state as a signed integer, as kernels need it."""
     return (state + 2**63) % 2**64 - 2**63
 
 
 @triton.jit
 def hash_words(state):
-    """The random words, uint64, that follow states, each of which is ``_GAMMA`` from the one before."""
+    """Return the random words, uint64, of states. Consecutive states differ by ``_GAMMA``."""
     word = (state ^ (state >> 30)) * _FIRST
     word = (word ^ (word >> 27)) * _SECOND
     return word ^ (word >> 31)
@@ -27,7 +27,7 @@ def hash_words(state):
 
 @triton.jit
 def moved(bits, move):
-    """Sixteen random bits each, int32, plus ``move``, int32 or None, modulo 2^16: -32768 to 32767."""
+    """Return 16 random bits each, int32, plus ``move``, int32 or None, modulo 2^16: int16."""
     if move is not None:
         bits = (bits & 0xFFFF) + move
     return bits.to(tl.int16)
@@ -35,16 +35,16 @@ def moved(bits, move):
 
 @triton.jit
 def random_bits(start, first, move, WIDTH: tl.constexpr):
-    """16 bits for each element of rows that begin with the elements ``first``, int64 multiples of 4.
+    """Return 16 random bits for each element of rows.
 
     Args:
         start: int64, the state before the stream's first word.
-        first: of the rows.
+        first: int64 ``[ROWS]``, index of each row's first element; multiples of 4.
         move: added to the bits, int32 or None; see ``moved``.
-        WIDTH: of the rows.
+        WIDTH: elements of a row.
 
     Returns:
-        float32 ``[len(first), WIDTH]``: whole numbers, -32768 to 32767.
+        float32 ``[ROWS, WIDTH]``, integers from -32768 to 32767.
     """
     row = start.to(tl.uint64) + (first >> 2).to(tl.uint64) * _GAMMA
     column = tl.arange(0, WIDTH // 4).to(tl.uint64) * _GAMMA
@@ -58,12 +58,12 @@ def random_bits(start, first, move, WIDTH: tl.constexpr):
 
 @triton.jit
 def words(start, number):
-    """The words, uint64, of these numbers (int64) in the stream that begins with the state ``start`` (int64)."""
+    """Return the words, uint64, with these indices (int64) in the stream that starts with state ``start`` (int64)."""
     return hash_words(start.to(tl.uint64) + number.to(tl.uint64) * _GAMMA)
 
 
 @triton.jit
 def random16(start, number):
-    """16 bits for each of the four elements of words with these numbers (int64): int32 ``[..., 4]``, 0 to 65535."""
+    """Return 16 bits for each of the four elements of the words with these indices: int32 ``[..., 4]``, 0 to 65535."""
     shift = (tl.arange(0, PER_WORD) * 16).to(tl.uint64)
     return (tl.expand_dims(words(start, number), len(number.shape)) >> shift).to(tl.int32) & 0xFFFF
