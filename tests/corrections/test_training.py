@@ -214,7 +214,7 @@ def test_onebit_adam_trains_on_after_the_variance_froze(pools):
 @pytest.mark.parametrize("size", [1, 2])
 def test_onebit_adam_refuses_adam(pools, size):
     for answer in pools[size].run(_refused_adam):
-        assert "onebit_adam is Adam itself: give it torch.optim.SGD(lr=..., weight_decay=...)" in answer
+        assert "onebit_adam is Adam itself; use torch.optim.SGD(lr=..., weight_decay=...)" in answer
 
 
 def _refused_adam():

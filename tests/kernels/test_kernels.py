@@ -237,6 +237,6 @@ def test_where_no_folder_can_be_written_to_loops_are_compiled_in_every_process(m
     compilers = pytest.importorskip("lightning_compress.kernels.numba")
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
     compilers._warn.cache_clear()
-    with pytest.warns(UserWarning, match="set NUMBA_CACHE_DIR to a folder that can be written to"):
+    with pytest.warns(UserWarning, match="set NUMBA_CACHE_DIR to a writable folder"):
         compiled = compilers.kernel(_doubled)
     assert compiled(np.ones(3)).tolist() == [2, 2, 2]

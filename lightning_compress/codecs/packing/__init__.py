@@ -1,1 +1,1 @@
-"""Bytes of codes, places and values."""
+"""Packing of codes, positions and values into bytes."""

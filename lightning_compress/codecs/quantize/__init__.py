@@ -1,1 +1,1 @@
-"""A few bits an element."""
+"""Codecs that send a few bits per element."""

@@ -113,10 +113,10 @@ class _RangeFloatPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, codec: RangeFloat) -> None:
         super().__init__(layout)
         self._codec, self._nearest = codec, codec.rounding == "nearest"
-        self._blocks, self._codes, self._used = codec.sections(layout.numel)
+        self._blocks, self._codes, self._end = codec.sections(layout.numel)
         self._ranges = slice(16, 16 + 8 * self._blocks)
         self._planes = Planes(codec.bits, layout.numel)
-        self.message_size = aligned(self._used)
+        self.message_size = aligned(self._end)
         whole, rest = divmod(layout.numel, codec.block)
         run = RUN if device.type == "cpu" else chunk_size(device)
         rows = max(1, min(run // codec.block, whole))
@@ -149,7 +149,7 @@ class _RangeFloatPlan(Plan):
             rounded, kept = self._work.encode(inside, part)
             rows.addcmul_(rounded, kept, value=-1)
             self._planes.write(self._work.codes(rows.numel()), elements, body)
-        message[: self._codes] = message[self._used :] = 0
+        message[: self._codes] = message[self._end :] = 0
         message[:4].view(torch.int32).copy_(mantissa)
         message[self._ranges].view(torch.float32).copy_(torch.cat([self._low, self._high]))
 

@@ -1,1 +1,1 @@
-"""A sign an element."""
+"""Codecs that send one bit per element."""

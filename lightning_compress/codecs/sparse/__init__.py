@@ -1,1 +1,1 @@
-"""Few elements of many."""
+"""Codecs that send few elements."""

@@ -1,1 +1,1 @@
-"""Few coefficients of a transform."""
+"""Codecs that send few coefficients of a transform."""
