@@ -20,7 +20,7 @@ SAMPLE, LEAST = 1 << 20, 1 << 12
 WINDOWS = (8, 16, 32, 64, 128, 256, 512)
 """Rounds of a measurement. The next, longer one follows if a parameter was not sent about once in this one."""
 LITTLE = 0.002
-"""Smallest share with which ranks agree. ``threshold`` with steps too large for the model, say, is below it."""
+"""Smallest share with which ranks agree. ``threshold`` carries less if its steps are too large for the model."""
 HOPELESS = 4.0
 """A step above this multiple of the largest stable step is an error. Below, it is a warning: some models bear more."""
 

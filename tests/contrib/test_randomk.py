@@ -132,7 +132,7 @@ def test_sums_of_messages_are_messages_of_sums() -> None:
 
 
 def test_rescaled_is_not_encoded_twice() -> None:
-    with pytest.raises(ValueError, match="rescale them once more; use exchange='auto', 'all_reduce' or 'all_gather'"):
+    with pytest.raises(ValueError, match="rescale them twice; use exchange='auto', 'all_reduce' or 'all_gather'"):
         TwoShot().check(RandomK(rescale=True))
     TwoShot().check(RandomK())
 

@@ -10,8 +10,7 @@ import torch
 
 from lightning_compress.collectives import Collective, LocalCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
-from lightning_compress.contrib.reducers.signsgd import SignSGD
-from lightning_compress.contrib.reducers.tally import Tally
+from lightning_compress.contrib.reducers.signsgd import SignSGD, Tally
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
 from lightning_compress.engine.group import Group

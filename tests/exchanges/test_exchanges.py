@@ -144,7 +144,7 @@ def test_nodes_of_several_sizes_are_refused():
         ({"compressor": "dgc", "exchange": "binomial"}, "leaves what ranks sent in the residuals of others"),
         (
             {"compressor": {"name": "randomk", "rescale": True}, "exchange": "binomial"},
-            "would rescale them once more",
+            "would rescale them twice",
         ),
         ({"exchange": {"name": "ok_topk", "evaluate_every": 0}}, r"OkTopK\(evaluate_every=0\)"),
         ({"exchange": "gtopk"}, "exchange='gtopk' is gone: use 'ok_topk'"),

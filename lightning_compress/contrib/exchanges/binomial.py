@@ -84,7 +84,7 @@ class Binomial(Exchange):
         """See ``Exchange.check``."""
         if not codec.reencodable:
             raise ValueError(
-                f"exchange='binomial' encodes sums of decoded messages, and {codec} would rescale them once more; "
+                f"exchange='binomial' encodes decoded sums again, and {codec} would rescale them twice; "
                 "use exchange='auto', 'all_reduce' or 'all_gather'"
             )
         if codec.correlated:

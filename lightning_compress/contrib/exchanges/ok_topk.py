@@ -39,7 +39,7 @@ BINS = 64
 """Largest number of parts of a parameter in which selected elements are counted."""
 
 
-def declared(layout: Layout) -> Mapping[str, StateSpec]:
+def state_specs(layout: Layout) -> Mapping[str, StateSpec]:
     """Return the state: counts of selected elements, thresholds and clocks, the same on all ranks."""
     one = Layout.of((segment.name, (1,)) for segment in layout.segments)
     bins = Layout.of((segment.name, (min(BINS, segment.numel),)) for segment in layout.segments)
@@ -55,7 +55,7 @@ class Memory:
 
     Args:
         sections: side by side.
-        states: see ``declared``.
+        states: see ``state_specs``.
         device: of the vectors.
     """
 
@@ -370,7 +370,7 @@ class OkTopK(Exchange):
 
 class _Thresholds(Keeper):
     def state(self, layout: Layout) -> Mapping[str, StateSpec]:
-        return declared(layout)
+        return state_specs(layout)
 
     def plan_dense(self, exchange: Exchange, sections: Sequence[Section], world: World, states: States) -> ExchangePlan:
         """See ``Keeper``: an all-reduce that carries the state along."""

@@ -33,8 +33,8 @@ class Compact:
         self._spans = [each.span for each in sections if each.layout.numel]
         self.numel = sum(span.stop - span.start for span in self._spans)
         starts = [span.start for span in self._spans[1:]]
-        beside = starts == [span.stop for span in self._spans[:-1]]
-        self._copy = None if beside else torch.zeros(self.numel, device=device)
+        adjacent = starts == [span.stop for span in self._spans[:-1]]
+        self._copy = None if adjacent else torch.zeros(self.numel, device=device)
 
     def take(self, vector: Tensor) -> Tensor:
         """Return the sections of the vector, float32 ``[numel]``."""
