@@ -26,8 +26,8 @@ from lightning_compress.exchanges.exchange import (
     Sums,
     length_cost,
     longest,
-    of_sums,
     read_sums,
+    sections_of_sums,
     whole,
 )
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
@@ -100,7 +100,7 @@ class TwoShot(Exchange):
         shards = [[section.shard(rank, collective.size) for section in sections] for rank in range(collective.size)]
         step = OwnerStep(self.adagrad, sections, world, states or {}) if self.adagrad else None
         plans = [MessagePlan(shard, device, meter) for shard in shards]
-        finer = [of_sums(shard, collective.size, self.sums) for shard in shards]
+        finer = [sections_of_sums(shard, collective.size, self.sums) for shard in shards]
         sums = plans if finer == shards else [MessagePlan(shard, device, meter) for shard in finer]
         return _Plan(plans, sums, world, step)
 
