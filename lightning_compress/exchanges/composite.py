@@ -21,7 +21,7 @@ EXCHANGE = "exchange"
 
 
 def state_specs(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> dict[str, StateSpec]:
-    """Return the states that reducers and the exchange keep for vectors of this layout, by name.
+    """Return what reducers and the exchange keep for vectors of this layout, by the states' names.
 
     A reducer's state name contains the index of its rule, so that it stays valid when other settings change.
     """
@@ -35,14 +35,14 @@ def state_specs(sections: Sequence[Section], exchange: Pattern, layout: Layout) 
 
 
 def new_states(specs: Mapping[str, StateSpec], device: torch.device) -> States:
-    """Return new states for these declarations, at their initial values."""
+    """Return new states for these specs, at their initial values."""
     return {name: State(each.layout, device, each.initial, each.holder, each.dtype) for name, each in specs.items()}
 
 
 def plan_with_states(
     sections: Sequence[Section], exchange: Pattern, layout: Layout, world: World
 ) -> tuple[ExchangePlan, States]:
-    """Return ``plan_group`` for vectors of this layout, with new states, and these states."""
+    """Return a plan for vectors of this layout with new states, and these states; see ``plan_group``."""
     states = new_states(state_specs(sections, exchange, layout), world.device)
     return plan_group(sections, exchange, world, states), states
 
@@ -92,7 +92,8 @@ class CompositePlan(ExchangePlan):
 
     Args:
         plans: the plans; their flags are added.
-        shares: each plan's share of the vector, which scales its cost; 1.0 if the other plans' cost is not scaled.
+        shares: each plan's share of the vector, which scales its cost; 1.0 if the other plans' costs have no multiples
+            of the vector.
         description: for the log; empty: the plans' descriptions.
         one_key: the plans already draw from different random streams.
     """

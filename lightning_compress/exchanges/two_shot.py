@@ -136,9 +136,8 @@ class _Plan(ExchangePlan):
 
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         if summands is not None:
-            for span in self._shards[
-                self._collective.rank
-            ].spans:  # own shard: encoded only after the others' are added
+            own_shard = self._shards[self._collective.rank]  # encoded only after the others' are added
+            for span in own_shard.spans:
                 torch.add(summands[0][span], summands[1][span], out=vector[span])
         with whole(out, vector) as mean:
             self._mean(vector, mean, key, flag, summands)
