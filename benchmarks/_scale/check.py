@@ -22,7 +22,7 @@ from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllReduce
-from lightning_compress.exchanges.composite import encoded
+from lightning_compress.exchanges.composite import codec_sections
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import THROUGH
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds
@@ -80,7 +80,7 @@ def predict(
             plan = AllReduce().plan([Section(Dense(), Layout.of(part), 0)], World(collective, cpu, Meter(cpu)))
             costs.append((backward_s, 0.0, wire_seconds(plan.cost, link)))  # it sends its buckets as they are
             continue
-        chosen = encoded(settings.rules.sections(part)[1])
+        chosen = codec_sections(settings.rules.sections(part)[1])
         sections = [replace(each, fed_back=settings.feeds_back(each.method)) for each in chosen]
         plan = settings.exchange.plan(sections, World(collective, cpu, Meter(cpu)))
         given = str(choice["compressor"])

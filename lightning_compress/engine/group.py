@@ -95,20 +95,20 @@ class Group:
 
     @property
     def _encoded(self) -> list[Section]:
-        return composite.encoded(self._sections)
+        return composite.codec_sections(self._sections)
 
     def _make_states(self, fed_back: bool) -> None:
         settings, layout = self.settings, self.layout
         kept = {RESIDUAL: StateSpec(layout, dtype=settings.residual.dtype)} if fed_back else {}
         corrected = settings.correction.state(layout, self._compressed) if settings.correction else {}
         self._corrected = list(corrected)
-        declared = composite.declared(self._sections, settings.exchange, layout)
+        declared = composite.state_specs(self._sections, settings.exchange, layout)
         exchanged = [name for name in declared if name.startswith(f"{composite.EXCHANGE}.")]
         self._always = [*kept, *corrected, *exchanged]  # the states that dense steps write, too
         averaged = [each for each in self._sections if isinstance(settings.compensation(each.method), LoCo)]
         errors = {LOCO: LoCo.state([each for part in averaged for each in part.layout.segments])} if averaged else {}
         everything = {**kept, **declared, **corrected, **errors}
-        self.states: States = composite.states_by(everything, self._world.device)
+        self.states: States = composite.new_states(everything, self._world.device)
 
     def _plan_stages(self, unused: bool) -> list[Stage]:
         settings, world, residual = self.settings, self._world, self.residual

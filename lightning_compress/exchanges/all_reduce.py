@@ -80,8 +80,7 @@ class _Plan(ExchangePlan):
         runs = [run for _, runs in self._plans for run in runs]
         self.cost = Cost(
             bytes_sent=sum(all_reduce_bytes(run.stop - run.start, collective.size) for run in runs),
-            rounds=len(self._plans[0][1])
-            * all_reduce_rounds(collective.size),  # parts share the wire and do not wait again
+            rounds=len(self._plans[0][1]) * all_reduce_rounds(collective.size),  # parts share the wire
             encodes=1.0,
             decodes=1.0,
             calls=len(plans),

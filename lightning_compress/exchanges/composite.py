@@ -20,8 +20,8 @@ EXCHANGE = "exchange"
 """The prefix of an exchange's state names."""
 
 
-def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> dict[str, StateSpec]:
-    """Return the states that reducers and the exchange keep for vectors of this layout, by name.
+def state_specs(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> dict[str, StateSpec]:
+    """Return what reducers and the exchange keep for vectors of this layout, by the states' names.
 
     A reducer's state name contains the index of its rule, so that it stays valid when other settings change.
     """
@@ -34,20 +34,20 @@ def declared(sections: Sequence[Section], exchange: Pattern, layout: Layout) -> 
     } | {f"{EXCHANGE}.{name}": each for name, each in kept.items()}
 
 
-def states_by(declared: Mapping[str, StateSpec], device: torch.device) -> States:
-    """Return new states for these declarations, at their initial values."""
-    return {name: State(each.layout, device, each.initial, each.holder, each.dtype) for name, each in declared.items()}
+def new_states(specs: Mapping[str, StateSpec], device: torch.device) -> States:
+    """Return new states for these specs, at their initial values."""
+    return {name: State(each.layout, device, each.initial, each.holder, each.dtype) for name, each in specs.items()}
 
 
-def plan_alone(
+def plan_with_states(
     sections: Sequence[Section], exchange: Pattern, layout: Layout, world: World
 ) -> tuple[ExchangePlan, States]:
-    """Return ``plan_group`` for vectors of this layout, with new states, and these states."""
-    states = states_by(declared(sections, exchange, layout), world.device)
+    """Return a plan for vectors of this layout with new states, and these states; see ``plan_group``."""
+    states = new_states(state_specs(sections, exchange, layout), world.device)
     return plan_group(sections, exchange, world, states), states
 
 
-def encoded(sections: Sequence[Section]) -> list[Section]:
+def codec_sections(sections: Sequence[Section]) -> list[Section]:
     """Return the sections whose methods are codecs. An exchange averages them."""
     return [each for each in sections if isinstance(each.method, Codec)]
 
@@ -59,9 +59,9 @@ def plan_group(sections: Sequence[Section], exchange: Pattern, world: World, sta
         sections: what the vectors consist of.
         exchange: averages the sections of codecs.
         world: the ranks.
-        states: the states that ``declared`` names.
+        states: the states that ``state_specs`` names.
     """
-    messages = encoded(sections)
+    messages = codec_sections(sections)
     if len(messages) == len(sections):
         return exchange.plan(messages, world, states_of(EXCHANGE, states))
     carries = all(isinstance(section.codec, Dense) for section in messages)
@@ -92,7 +92,8 @@ class CompositePlan(ExchangePlan):
 
     Args:
         plans: the plans; their flags are added.
-        shares: each plan's share of the vector, which scales its cost; 1.0 if the other plans' cost is not scaled.
+        shares: each plan's share of the vector, which scales its cost; 1.0 if the other plans' costs have no multiples
+            of the vector.
         description: for the log; empty: the plans' descriptions.
         one_key: the plans already draw from different random streams.
     """

@@ -63,7 +63,7 @@ def read_sums(exchange: str, sums: object) -> Literal["refined", "same"] | Codec
     return codec
 
 
-def of_sums(sections: Sequence[Section], ranks: int, sums: object) -> list[Section]:
+def sections_of_sums(sections: Sequence[Section], ranks: int, sums: object) -> list[Section]:
     """Return the sections with the codecs that encode sums of ``ranks`` ranks.
 
     Args:
@@ -74,10 +74,10 @@ def of_sums(sections: Sequence[Section], ranks: int, sums: object) -> list[Secti
     Raises:
         ValueError: a biased codec would encode sums of a section without error feedback.
     """
-    return [_of_sum(section, ranks, sums) for section in sections]
+    return [_section_of_sums(section, ranks, sums) for section in sections]
 
 
-def _of_sum(section: Section, ranks: int, sums: object) -> Section:
+def _section_of_sums(section: Section, ranks: int, sums: object) -> Section:
     if ranks == 1 or sums == "refined" or isinstance(section.method, Dense):
         return replace(section, method=section.codec_of_sums(ranks))
     if not isinstance(sums, Codec):

@@ -26,8 +26,8 @@ from lightning_compress.exchanges.exchange import (
     Sums,
     length_cost,
     longest,
-    of_sums,
     read_sums,
+    sections_of_sums,
     whole,
 )
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
@@ -100,7 +100,7 @@ class TwoShot(Exchange):
         shards = [[section.shard(rank, collective.size) for section in sections] for rank in range(collective.size)]
         step = OwnerStep(self.adagrad, sections, world, states or {}) if self.adagrad else None
         plans = [MessagePlan(shard, device, meter) for shard in shards]
-        finer = [of_sums(shard, collective.size, self.sums) for shard in shards]
+        finer = [sections_of_sums(shard, collective.size, self.sums) for shard in shards]
         sums = plans if finer == shards else [MessagePlan(shard, device, meter) for shard in finer]
         return _Plan(plans, sums, world, step)
 
@@ -136,9 +136,8 @@ class _Plan(ExchangePlan):
 
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         if summands is not None:
-            for span in self._shards[
-                self._collective.rank
-            ].spans:  # own shard: encoded only after the others' are added
+            own_shard = self._shards[self._collective.rank]  # encoded only after the others' are added
+            for span in own_shard.spans:
                 torch.add(summands[0][span], summands[1][span], out=vector[span])
         with whole(out, vector) as mean:
             self._mean(vector, mean, key, flag, summands)

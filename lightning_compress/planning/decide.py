@@ -85,5 +85,5 @@ def _seconds(settings: RunState, codec: Codec, parameters: Parameters, world: Wo
     way = exchange if isinstance(exchange, Exchange) else None
     if isinstance(codec, Dense) and settings.optimizing is None:
         way = AllReduce()
-    sections = (composite.encoded(rules.sections(part)[1]) for part in parts(parameters))
+    sections = (composite.codec_sections(rules.sections(part)[1]) for part in parts(parameters))
     return sum(pricing.seconds(each, world, way) for each in sections)

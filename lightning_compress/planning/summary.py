@@ -221,7 +221,7 @@ def _plans(
     dry = world if exchange.plans_collectively else World(world.collective, META, Meter(META))
     for part in parts(parameters):
         sections = [settings.fed(section) for section in settings.rules.sections(part)[1]]
-        messages = composite.encoded(sections)
+        messages = composite.codec_sections(sections)
         if messages and isinstance(exchange, Auto):
             exchange.measure(messages, world)
-        yield sections, composite.plan_alone(sections, exchange, Layout.of(part), dry)[0]
+        yield sections, composite.plan_with_states(sections, exchange, Layout.of(part), dry)[0]

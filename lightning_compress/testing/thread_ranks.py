@@ -31,7 +31,7 @@ def make_plan(
     """Return the plan of a group as the rules build it, a dense section and the method's section, and its states."""
     sections = [Section(Dense(), dense, 0), Section(method, large, dense.numel)]
     whole = Layout.of((segment.name, segment.shape) for part in (dense, large) for segment in part.segments)
-    return composite.plan_alone(sections, exchange, whole, World(collective, CPU, meter))
+    return composite.plan_with_states(sections, exchange, whole, World(collective, CPU, meter))
 
 
 class Average(NamedTuple):
@@ -121,7 +121,9 @@ def variance_and_bias(exchange: Pattern, codec: Codec, collective: Collective, k
     Both are averaged over ``keys`` keys and relative to the gradient's square. For an unbiased codec, the second is
     about ``1 / keys`` of the first.
     """
-    plan, _ = composite.plan_alone([Section(codec, LARGE, 0)], exchange, LARGE, World(collective, CPU, Meter(CPU)))
+    plan, _ = composite.plan_with_states(
+        [Section(codec, LARGE, 0)], exchange, LARGE, World(collective, CPU, Meter(CPU))
+    )
     same = torch.randn(LARGE.numel, generator=torch.Generator().manual_seed(3))
     spread, total, mean = 0.0, torch.zeros(LARGE.numel, dtype=torch.float64), torch.empty_like(same)
     square = float(same.square().sum())

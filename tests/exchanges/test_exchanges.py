@@ -26,7 +26,7 @@ LAYOUT = Layout.of([("conv", (16, 9, 9, 9)), ("linear", (101, 67)), ("odd", (3, 
 
 def kept(exchange, device=CPU):
     """State as before the first step."""
-    return composite.states_by(exchange.keeper.state(LAYOUT) if exchange.keeper else {}, device)
+    return composite.new_states(exchange.keeper.state(LAYOUT) if exchange.keeper else {}, device)
 
 
 def mean(collective, exchange, codec, seed=0, flag=0.0, device=CPU):

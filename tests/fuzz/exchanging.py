@@ -114,7 +114,7 @@ def plan_of(way, collective):
         Section(second, OTHER, DENSE.numel + LARGE.numel, number=1),
     ]
     layout = Layout.of((each.name, each.shape) for part in (DENSE, LARGE, OTHER) for each in part.segments)
-    return composite.plan_alone(sections, PATTERNS[exchange], layout, World(collective, CPU, Meter(CPU)))
+    return composite.plan_with_states(sections, PATTERNS[exchange], layout, World(collective, CPU, Meter(CPU)))
 
 
 def exchange(way, size, random):

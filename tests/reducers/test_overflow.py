@@ -10,7 +10,7 @@ from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import AllGather
-from lightning_compress.exchanges.composite import plan_alone
+from lightning_compress.exchanges.composite import plan_with_states
 from lightning_compress.exchanges.message import Section
 from lightning_compress.reducers import REDUCERS
 from tests.reducers.helpers import CPU
@@ -24,7 +24,7 @@ def test_a_mean_that_is_not_finite_is_flagged_on_all_ranks(name: str, largest: s
     numel = layout.numel + bias.numel
 
     def program(collective: Collective) -> tuple[float, torch.Tensor]:
-        plan, _ = plan_alone(sections, AllGather(), layout, World(collective, CPU, Meter(CPU)))
+        plan, _ = plan_with_states(sections, AllGather(), layout, World(collective, CPU, Meter(CPU)))
         vector, out, flag = torch.ones(numel), torch.empty(numel), torch.tensor(0.0)
         vector[: layout.numel] *= 3e38 if largest == "weight" else 1.0
         vector[layout.numel :] *= 3e38 if largest == "bias" else 1.0

@@ -18,7 +18,7 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.contrib.exchanges.rounds import HEADER, Rounds, new_messages, seal
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Sums, of_sums, read_sums
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Sums, read_sums, sections_of_sums
 from lightning_compress.exchanges.message import MessagePlan, Section
 
 
@@ -99,7 +99,7 @@ class Binomial(Exchange):
         by_codecs: dict[tuple[Codec, ...], MessagePlan] = {}
         plans = []
         for rank in range(size):
-            own = of_sums(sections, summands(rank, size), self.sums)
+            own = sections_of_sums(sections, summands(rank, size), self.sums)
             codecs = tuple(section.codec for section in own)
             if codecs not in by_codecs:
                 by_codecs[codecs] = MessagePlan(own, world.device, world.meter)

@@ -96,9 +96,9 @@ class _Plan(ExchangePlan):
         self._plan.decode(self._own.all, out, 1.0, accumulate=False)
         rooms = [out[span] for span in self._plan.spans]
         with self._meter.encode:
-            held = [SparseVector.of(room) for room in rooms]
-        bounds = self._bounds(held, flag)
-        parts = zip(*(_cut(each, edges) for each, edges in zip(held, bounds, strict=True)), strict=True)
+            selected = [SparseVector.of(room) for room in rooms]
+        bounds = self._bounds(selected, flag)
+        parts = zip(*(_cut(each, edges) for each, edges in zip(selected, bounds, strict=True)), strict=True)
         received = self._to_owners([list(part) for part in parts] or [[]] * size)
         shards = [
             [room[edges[peer] : edges[peer + 1]] for room, edges in zip(rooms, bounds, strict=True)]
@@ -113,11 +113,11 @@ class _Plan(ExchangePlan):
         for room in rooms:
             zero_nonfinite(room.mul_(1 / size), flag)
 
-    def _bounds(self, held: Sequence[SparseVector], flag: Tensor) -> list[list[int]]:
+    def _bounds(self, selected: Sequence[SparseVector], flag: Tensor) -> list[list[int]]:
         """Return where shards begin and end in each section, equal on all ranks. Sums the flags on the way."""
-        size, numels = self._collective.size, [each.numel for each in held]
+        size, numels = self._collective.size, [each.numel for each in selected]
         bad = flag.isnan().long().view(1)
-        table = torch.cat([*(_quantiles(each, size) for each in held), bad])
+        table = torch.cat([*(_quantiles(each, size) for each in selected), bad])
         self._collective.all_reduce(table)
         *sums, any_bad = table.tolist()
         flag.fill_(torch.nan if any_bad else 0.0)
@@ -185,21 +185,21 @@ def expected_count(sections: Sequence[Section], ranks: int) -> float:
     return count
 
 
-def _quantiles(held: SparseVector, parts: int) -> Tensor:
+def _quantiles(selected: SparseVector, parts: int) -> Tensor:
     """Return indices that cut a sparse vector into equal shares, int64 ``[parts - 1]``; ties go to equal lengths."""
-    count, numbers = len(held.values), torch.arange(1, parts, device=held.values.device)
-    even = numbers * held.numel // parts
-    if held.indices is None or not count:
+    count, numbers = len(selected.values), torch.arange(1, parts, device=selected.values.device)
+    even = numbers * selected.numel // parts
+    if selected.indices is None or not count:
         return even
     before = (numbers * count + parts - 1) // parts  # elements before each cut
-    ends = torch.cat([held.indices, held.indices.new_tensor([held.numel])])
+    ends = torch.cat([selected.indices, selected.indices.new_tensor([selected.numel])])
     return torch.minimum(torch.maximum(even, ends[before - 1] + 1), ends[before])
 
 
-def _cut(held: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
+def _cut(selected: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     """Return the parts of a sparse vector between consecutive bounds."""
-    edges = zip(pairwise(bounds), pairwise(held.cuts(bounds)), strict=True)
-    return [held.part(start, stop, first, last) for (start, stop), (first, last) in edges]
+    edges = zip(pairwise(bounds), pairwise(selected.cuts(bounds)), strict=True)
+    return [selected.part(start, stop, first, last) for (start, stop), (first, last) in edges]
 
 
 def _add(received: Tensor, sums: Sequence[Tensor]) -> None:
