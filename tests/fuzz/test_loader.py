@@ -147,7 +147,7 @@ def test_what_only_looks_like_another_world_size(saved):
 )
 def test_files_elsewhere(saved, manifest):
     saved[1]["lightning_compress"].update(manifest)
-    assert all("elsewhere" in said for said in outcome(saved))
+    assert all("outside of its folder" in said for said in outcome(saved))
 
 
 def test_settings_that_do_not_fit_leave_none_behind(saved):

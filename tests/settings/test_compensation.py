@@ -165,7 +165,7 @@ def test_what_is_attached(pools):
 
 
 def test_asked_for_by_name_it_needs_an_optimizer(pools):
-    with pytest.raises(Exception, match=r"pass attach\(..., optimizer=optimizer\)"):
+    with pytest.raises(Exception, match=r"pass attach\(\.\.\., optimizer=optimizer\)"):
         pools[2].run(_attached, None, "auto")
 
 

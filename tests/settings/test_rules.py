@@ -234,7 +234,7 @@ def _nothing_to_take():
 def test_refused_before_training_on_every_rank(pools):
     for answer in pools[2].run(_nothing_to_take):
         assert "{'kind': 'embedding'} takes no parameter" in answer
-        assert "there are kinds conv, linear, norm" in answer
+        assert "of the kinds conv, linear, norm" in answer
 
 
 @pytest.mark.filterwarnings("ignore")

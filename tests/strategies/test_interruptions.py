@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_compress.strategies import rendezvous, signals
+from lightning_compress.strategies import rendezvous
 from lightning_compress.strategies.rendezvous import EVERY
 from tests.conformance.training import ByStep, train
 from tests.helpers.training import parameters
@@ -77,8 +77,10 @@ def _counted():
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts:
         trainer, _ = until(callbacks=[begun := Begun(broadcasts)])
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-    assert not {signals.LOOP, *signals.HANDLERS} & {*vars(loop), *vars(connector)}
-    assert all(hasattr(*each) for each in ((loop, signals.LOOP), *((connector, name) for name in signals.HANDLERS)))
+    assert not {rendezvous.LOOP, *rendezvous.HANDLERS} & {*vars(loop), *vars(connector)}
+    assert all(
+        hasattr(*each) for each in ((loop, rendezvous.LOOP), *((connector, name) for name in rendezvous.HANDLERS))
+    )
     return begun.broadcasts, begun.taken
 
 
@@ -101,9 +103,9 @@ def test_no_step_waits_for_a_broadcast_and_lightning_gets_its_own_back(pools):
 
 
 def _renamed():
-    with mock.patch.object(signals, "LOOP", "_of_another_version"):
+    with mock.patch.object(rendezvous, "LOOP", "_of_another_version"):
         trainer, _ = until(steps=3, callbacks=[begun := Begun(mock.Mock(call_count=0))])
-    return begun.taken, trainer.global_step, signals.HANDLERS[0] in vars(trainer._signal_connector)
+    return begun.taken, trainer.global_step, rendezvous.HANDLERS[0] in vars(trainer._signal_connector)
 
 
 def test_another_lightning_is_left_alone(pools):
@@ -148,7 +150,7 @@ def test_what_is_to_be_saved_is_saved_before_the_end(together):
     fake, done = Fake(), []
     fake.cluster_environment = None
     fake._slurm_sigusr_handler_fn = lambda *_: done.append(fake.received_sigterm)
-    noted = signals.Signals(fake)
+    noted = rendezvous.Signals(fake)
     noted.agreed(end=together, save=True)
     if not together:  # they meet again within the batch
         noted.agreed(end=True, save=False)
@@ -163,11 +165,11 @@ def test_clocks_of_either_package_are_only_read(package):
     timer = importlib.import_module(f"{package}.callbacks").Timer("00:00:00:01")
     fake = Fake()
     fake.callbacks = [timer]
-    noted = signals.Signals(fake)
+    noted = rendezvous.Signals(fake)
     noted.watch_clocks()
-    assert signals.CLOCK in vars(timer)
+    assert rendezvous.CLOCK in vars(timer)
     noted.release()
-    assert signals.CLOCK not in vars(timer)
+    assert rendezvous.CLOCK not in vars(timer)
 
 
 class Stream:
