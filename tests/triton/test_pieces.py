@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 from lightning_compress.codecs.quantize import levels_triton  # noqa: E402
-from lightning_compress.kernels.triton import random  # noqa: E402
+from lightning_compress.kernels.triton import random_bits  # noqa: E402
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _fit(norms, sent, factors, top: tl.constexpr, limit: tl.constexpr, size: tl.
 @triton.jit(do_not_specialize=["start", "first", "move"])
 def _draw(bits, start: tl.int64, first: tl.int64, move, rows: tl.constexpr, width: tl.constexpr):
     row = tl.arange(0, rows) * width
-    drawn = random.random_bits(start, first + row, move, width)
+    drawn = random_bits.random_bits(start, first + row, move, width)
     tl.store(bits + row[:, None] + tl.arange(0, width)[None, :], drawn)
 
 
@@ -45,5 +45,5 @@ def test_factors_are_those_of_a_cpu_and_never_round_up(top, limit, device):
 def test_random_bits_follow_from_key_and_place(first, move, device):
     expected = RandomBits(256, torch.device("cpu")).draw(2**64 - 5, first, 256, move)
     bits = torch.empty(256, device=device)
-    _draw[(1,)](bits, random.signed(word_state(2**64 - 5, 0)), first, move or None, 4, 64)
+    _draw[(1,)](bits, random_bits.signed(word_state(2**64 - 5, 0)), first, move or None, 4, 64)
     assert bits.cpu().equal(expected.float())
