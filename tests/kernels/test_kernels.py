@@ -13,9 +13,9 @@ from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector, kernel_of
 from lightning_compress.corrections.correction import zero_where_zero
 from lightning_compress.engine.group import Group
+from lightning_compress.exchanges.message import encode_by
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.testing.single_rank import encode
 from tests.cases import kernel_settings
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def _messages(given):
         message = torch.zeros(plan.message_size, dtype=torch.uint8)
         if given.get("correlated"):
             plan.correlate(7, rank, 3)
-        encode(plan, vector.clone(), message, 7 + rank, keep=False)
+        encode_by(plan, vector.clone(), message, 7 + rank, keep=False)
         again = message.clone()
         plan.encode(vector, message, 7 + rank)
         assert message.equal(again)
