@@ -224,7 +224,7 @@ class RunState:
         return self.compensation(method) == "classical"
 
     def fed(self, section: Section) -> Section:
-        """Return the section, marked with whether its errors are fed back, and its sums need more bits."""
+        """Return the section, with whether its errors are fed back and whether its sums need more bits."""
         way, method = self.compensation(section.method), section.method
         precise = isinstance(method, Codec) and method.contractive and not method.sparse and way != "classical"
         return dataclasses.replace(section, fed_back=way != "none", precise=precise)
