@@ -239,8 +239,8 @@ def _adam(compressor):
 @pytest.mark.parametrize(
     ("compressor", "warned"),
     [
-        ("onebit", ["A slow average", "LoCo(beta=0.05", "1.024"]),
-        ("topk", ["in full (error feedback)", "none is measured"]),
+        ("onebit", ["a slow average", "LoCo(beta=0.05", "1.024"]),
+        ("topk", ["added to the next gradient (error feedback)", "none is measured"]),
         ({"name": "topk", "density": 0.5}, []),
         ("bf16", []),
     ],
