@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.meprop import MeProp
     from lightning_compress.callbacks.monitor import CommunicationMonitor
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
-    from lightning_compress.callbacks.theta_recovery import ThetaRecovery
     from lightning_compress.contrib.mesimp import MeSimp
+    from lightning_compress.contrib.theta_recovery import ThetaRecovery
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
     from lightning_compress.strategies.constructors import GossipStrategy, LocalSGDStrategy
 
@@ -34,7 +34,7 @@ _LIGHTNING = {
     "MeProp": "callbacks.meprop",
     "MeSimp": "contrib.mesimp",
     "SufficientFactors": "callbacks.sufficient_factors",
-    "ThetaRecovery": "callbacks.theta_recovery",
+    "ThetaRecovery": "contrib.theta_recovery",
 }
 
 

@@ -10,7 +10,6 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from lightning_compress.callbacks.meprop import MePropMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
-from lightning_compress.callbacks.theta_recovery import RecoveryMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 from lightning_compress.strategies.constructors import GossipMixin, LocalSGDMixin
 
@@ -39,13 +38,9 @@ class SufficientFactors(SufficientFactorsMixin, Callback):
     """See ``lightning_compress.SufficientFactors``."""
 
 
-class ThetaRecovery(RecoveryMixin, Callback):
-    """See ``lightning_compress.ThetaRecovery``."""
-
-
 def __getattr__(name: str) -> object:
     """Import what is in contrib on first use, as the package itself does."""
-    if name != "MeSimp":
+    if name not in ("MeSimp", "ThetaRecovery"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("lightning_compress.contrib.pytorch_lightning"), name)
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CompressedDDPStrategy, LocalSGDStrategy, ThetaRecovery
-from lightning_compress.callbacks.theta_recovery import Stall, looser
+from lightning_compress.contrib.theta_recovery import Stall, looser
 from lightning_compress.settings.run_state import RunState
 from tests.callbacks.test_monitor import Memory
 from tests.helpers.training import Net, digits, fit, loader, parameters
