@@ -70,12 +70,12 @@ class Plan(ABC):
     @property
     def used(self) -> int:
         """Number of bytes that the last ``encode`` wrote."""
-        return self.message_size if self._used is None else self._used
+        return self._used if self.variable and self._used is not None else self.message_size
 
     @property
     def expected_size(self) -> int:
         """Typical number of bytes of a message. Exchanges are chosen by it."""
-        return self.message_size if self._expected is None else self._expected
+        return self._expected if self.variable and self._expected is not None else self.message_size
 
     def share(self, key: int) -> None:  # noqa: B027  # most codecs draw nothing in common
         """Draw what all ranks must have in common in this step.
