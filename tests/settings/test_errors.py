@@ -69,7 +69,7 @@ from tests.helpers.training import Net, fit
             {"compressor": {"name": "dgc", "warmup": False}},
             "give schedule='dgc' beside the compressor, or schedule='none'",
         ),
-        ({"compressor": {"name": "dgc", "sparsifier": "topk"}, "schedule": "dgc"}, "those of the top-k"),
+        ({"compressor": {"name": "dgc", "sparsifier": "topk"}, "schedule": "dgc"}, "are ignored with a sparsifier"),
         ({"compressor": {"name": "onebit_adam", "freeze_steps": 9}}, "any more: give warmup_steps=1000 beside"),
         ({"compressor": "onebit_adam", "warmup_steps": 0}, "warmup_steps=0: onebit_adam needs 1 or more dense steps"),
         ({"warmup_rounds": 5}, "warmup_rounds= is gone: write warmup_steps=5, which are rounds there"),

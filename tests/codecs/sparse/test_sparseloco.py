@@ -74,7 +74,7 @@ def test_what_stays_zero_is_not_sent(value: float) -> None:
     [
         ({"k": 3}, "k=3"),
         ({"k": True}, "k=True"),
-        ({"k": 65, "block": 64}, "k must be 4 to block, 64"),
+        ({"k": 65, "block": 64}, "k must be 4 to 64, the block"),
         ({"k": 64.0}, "k=64.0"),
         ({"block": 96}, "block=96"),
         ({"block": 32}, "power of two, 64 to 65536"),
