@@ -95,18 +95,18 @@ def run_threads(size: int, function: Callable[[Collective], T], timeout: float =
         function: the program of one rank.
         timeout: seconds that a rank waits for the others in a collective before it raises ``BrokenBarrierError``.
     """
-    world = _World(size, timeout)
+    world, problems = _World(size, timeout), list[BaseException]()
 
     def program(rank: int) -> T:
         try:
             return function(ThreadCollective(world, rank, size))
-        except BaseException:
+        except BaseException as error:
+            problems.append(error)  # before the barrier breaks for others
             world.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(program, rank) for rank in range(size)]
-    errors = [error for future in futures if (error := future.exception())]
-    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-        raise error
+    if problems:
+        raise problems[0]
     return [future.result() for future in futures]
