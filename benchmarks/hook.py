@@ -90,8 +90,8 @@ def safety(steps: int, images: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     for method in ("remember", "before", "after", "restore"):
         clock.watch("unused", Unused, method)
     clock.watch("commit", Compression, "after_step")
-    clock.watch("guard", DriftGuard, "note")
-    clock.watch("guard", DriftGuard, "look")
+    clock.watch("guard", DriftGuard, "record")
+    clock.watch("guard", DriftGuard, "compare")
     total = sum(step(model, optimizer, images, labels) for _ in range(steps))
     return {"step": total / steps} | {name: spent / steps for name, spent in clock.spent.items()}
 
