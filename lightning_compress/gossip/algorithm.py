@@ -96,6 +96,7 @@ class Algorithm(ABC):
     """A way to train without a global mean; a frozen dataclass of its settings.
 
     Attributes:
+        name: what logs and messages call it; the class's name in lower case by default.
         codec: default codec of its messages; None if it sends whole float32 vectors by default.
         fixed: neighbours and weights must be the same in every round.
         memory: bytes for each parameter that it keeps between rounds.
@@ -105,6 +106,10 @@ class Algorithm(ABC):
     codec: ClassVar[Codec | None] = None
     fixed: ClassVar[bool] = False
     memory: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__name__.lower()
 
     @abstractmethod
     def check_compressor(self, compressor: object) -> None:

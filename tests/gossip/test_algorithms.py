@@ -16,6 +16,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.gossip import ALGORITHMS
 from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.dpsgd import DPSGD
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 from tests.gossip.helpers import LAYOUT, NUMEL, RATE, Problem, models_of, run
@@ -242,3 +243,13 @@ def test_divergence_is_no_reason_to_hang():
     problem.start[5] = np.nan
     for method in METHODS:
         assert np.isnan(models_of(run(*method, 3, rounds=3, problem=problem))[-1]).any()
+
+
+def test_an_algorithm_from_outside_is_called_by_its_class_unless_it_says_otherwise():
+    class Slow(DPSGD):
+        pass
+
+    class Named(DPSGD):
+        name = "mine"
+
+    assert (Slow.name, Named.name, DPSGD.name) == ("slow", "mine", "dpsgd")
