@@ -71,12 +71,10 @@ class Correction(ABC):
     """Base of corrections. A subclass is a frozen dataclass of its settings.
 
     Attributes:
-        replaces_optimizer: it does part of the optimizer's work, and the optimizer gets no mean of gradients.
         counts_steps: it depends on the number of steps of all optimizers together, so only one optimizer is allowed.
         replaces_residual: it keeps what encoding left out itself, so the group keeps no residual.
     """
 
-    replaces_optimizer: ClassVar[bool] = True
     counts_steps: ClassVar[bool] = False
     replaces_residual: ClassVar[bool] = False
 

@@ -83,7 +83,7 @@ class Modulo(Averaging):
         self._margin, self._every = rule.margin, max(rule.every, self._cycle)
         self._fresh = {"base": 0.0, "measured": 0.0, "given": float(zlib.crc32(repr(self._bound).encode()))}
         self.numbers |= {**self._fresh, "failures": 0.0, "checked": 0.0}
-        self._messages = Messages(settings, layout, device)
+        self._messages = ModuloMessages(settings, layout, device)
         self.vectors |= {name: torch.zeros(len(self._messages.blocks), device=device) for name in ("growth", "worst")}
         self._forget()
         self._figures = {"theta": 0.0, "hash_failures": 0.0, "hash_bytes": 0.0, "resent_bytes": 0.0}
@@ -199,7 +199,7 @@ def _largest_difference(theirs: Tensor, own: Tensor, sizes: Tensor) -> Tensor:
     return largest.scatter_reduce_(0, torch.repeat_interleave(sizes), difference, "amax")
 
 
-class Messages:
+class ModuloMessages:
     """Writes, verifies and applies messages, a chunk at a time.
 
     A message is the codes, the first one in the lowest bits of each byte. With hashes, zeros up to a multiple of 16

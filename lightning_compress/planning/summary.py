@@ -12,12 +12,12 @@ from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.registry import name_of as registered_name
+from lightning_compress.core.registry import name_of
 from lightning_compress.exchanges import ExchangePlan, composite
 from lightning_compress.exchanges.exchange import META
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
-from lightning_compress.settings.compensation import automatic, name_of
+from lightning_compress.settings.compensation import automatic, saved_name
 from lightning_compress.settings.options import Options
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import Shape
@@ -175,14 +175,14 @@ def _compensation(settings: RunState) -> str:
     note = f", error_feedback {way if isinstance(way, str) else label(way)}"
     if settings.options.error_feedback.way is not None:
         return note
-    before = name_of(settings.method) in dict(settings.decided)
+    before = saved_name(settings.method) in dict(settings.decided)
     return f"{note} as the run began" if before else f"{note} since the optimizer is {settings.optimizer}"
 
 
 def label(compressor: object) -> str:
     """Return a compressor's name, its first setting if that is a number, and the settings that differ from defaults."""
     kind = type(compressor)
-    name = registered_name(kind, COMPRESSORS) or str(getattr(kind, "name", kind.__name__))
+    name = name_of(kind, COMPRESSORS) or str(getattr(kind, "name", kind.__name__))
     fields = dataclasses.fields(compressor) if dataclasses.is_dataclass(compressor) else ()
     shown = []
     for number, field in enumerate(fields):

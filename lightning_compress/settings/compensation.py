@@ -173,7 +173,7 @@ def beside_adam(method: Method, way: Compensation, correction: Correction | None
     return f"{said}{other}; loss relative to float32: {row.measured}"
 
 
-def name_of(method: Method) -> str:
+def saved_name(method: Method) -> str:
     """Return the name of a method in checkpoints."""
     return type(method).__name__
 
@@ -195,7 +195,7 @@ def decided_before(running: Mapping[str, object], methods: Iterable[Method]) -> 
     """
     before = running.get("compensations")
     if before is None:  # saved by a version that ignored the optimizer
-        return tuple((name_of(method), automatic(method, None)) for method in methods)
+        return tuple((saved_name(method), automatic(method, None)) for method in methods)
     return tuple((str(name), _restored(each)) for name, each in parsing.mapping("compensations", before).items())
 
 

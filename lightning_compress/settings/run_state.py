@@ -24,7 +24,7 @@ from lightning_compress.settings.compensation import (
     automatic,
     decided_before,
     described,
-    name_of,
+    saved_name,
 )
 from lightning_compress.settings.options import Options
 from lightning_compress.settings.parsing import (
@@ -217,7 +217,7 @@ class RunState:
         if feedback.residual != Residual():  # settings of a residual were given, so one is wanted
             return automatic(method, None)
         known = None if self.correction else self.optimizer
-        return dict(self.decided).get(name_of(method)) or automatic(method, known)
+        return dict(self.decided).get(saved_name(method)) or automatic(method, known)
 
     def feeds_back(self, method: Method) -> bool:
         """Return whether what the method does not send is added to the next gradient in full."""
@@ -268,7 +268,9 @@ class RunState:
             "compressor": describe(self.compressor, COMPRESSORS),
             "named": describe(self.options.compressor, COMPRESSORS),
             "error_feedback": self.error_feedback,
-            "compensations": {name_of(method): described(self.compensation(method)) for method in self.rules.methods},
+            "compensations": {
+                saved_name(method): described(self.compensation(method)) for method in self.rules.methods
+            },
             "measured": measured_by(self.exchange),
             "chosen": self.chosen and self.chosen.as_primitives(),
         }

@@ -8,7 +8,7 @@ from lightning_compress import kernels
 from lightning_compress.collectives import run_threads
 from lightning_compress.core.layout import Layout
 from lightning_compress.gossip.lattice import Blocks, Lattice, relative_error
-from lightning_compress.gossip.modulo import BLOCK, CHUNK, Messages, Modulo, cut
+from lightning_compress.gossip.modulo import BLOCK, CHUNK, Modulo, ModuloMessages, cut
 from lightning_compress.gossip.moniqua import ByRate, ByRound, Estimated, Moniqua, read_theta
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
@@ -99,7 +99,7 @@ def test_random_rounding_is_right_on_average(settings):
 
 def message_of(settings, x, key=9, by="auto"):
     with kernels.using(by):
-        messages = Messages(settings, FLAT, CPU)
+        messages = ModuloMessages(settings, FLAT, CPU)
     messages.key, messages.steps = key, settings.step(BOUNDS)
     return messages, messages.write(x)
 
