@@ -16,9 +16,35 @@ from lightning_compress.collectives.collective import Collective, Operation
 T = TypeVar("T")
 
 
+_PATIENCE = 0.5
+"""Seconds that a rank waits for its turn before it runs beside the others, which may be waiting for it elsewhere."""
+
+
+class _Turn:
+    """Have ranks run one after another: threads that compete for the interpreter spend most of their time on switches.
+
+    Threads that a rank starts itself run at any time.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    def take(self) -> None:
+        if threading.get_ident() in self.ranks and self._lock.acquire(timeout=_PATIENCE):
+            self._holder = threading.get_ident()
+
+    def leave(self) -> None:
+        if self._holder == threading.get_ident():
+            self._holder = None
+            self._lock.release()
+
+
 class _World:
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, turn: _Turn) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout)
+        self.turn = turn
         self.slots: list[Tensor | None] = [None] * size
         self.letters: list[Mapping[int, Tensor]] = [{}] * size
         self.timeout = timeout
@@ -27,7 +53,13 @@ class _World:
 
     def part(self, ranks: tuple[int, ...], number: int = 0) -> _World:
         with self.lock:
-            return self.parts.setdefault((number, *ranks), _World(len(ranks), self.timeout))
+            return self.parts.setdefault((number, *ranks), _World(len(ranks), self.timeout, self.turn))
+
+    def wait(self) -> None:
+        """Wait for the other ranks."""
+        self.turn.leave()
+        self.barrier.wait()
+        self.turn.take()
 
     def abort(self) -> None:
         self.barrier.abort()
@@ -46,9 +78,9 @@ class ThreadCollective(Collective):
 
     def _share(self, tensor: Tensor, use: Callable[[list[Tensor]], T]) -> T:
         self._world.slots[self.rank] = tensor
-        self._world.barrier.wait()
+        self._world.wait()
         result = use([slot for slot in self._world.slots if slot is not None])
-        self._world.barrier.wait()
+        self._world.wait()
         return result
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
@@ -68,13 +100,13 @@ class ThreadCollective(Collective):
         """Copy what the other ranks left for this rank."""
         letters = self._world.letters
         letters[self.rank] = sends
-        self._world.barrier.wait()
+        self._world.wait()
         for peer, tensor in receives.items():
             letter = letters[peer][self.rank]
             if letter.shape != tensor.shape:  # copy_ would broadcast it
                 raise RuntimeError(f"rank {peer} sends {tuple(letter.shape)}, not {tuple(tensor.shape)}")
             tensor.copy_(letter)
-        self._world.barrier.wait()
+        self._world.wait()
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """Return a world inside the world."""
@@ -95,15 +127,20 @@ def run_threads(size: int, function: Callable[[Collective], T], timeout: float =
         function: the program of one rank.
         timeout: seconds that a rank waits for the others in a collective before it raises ``BrokenBarrierError``.
     """
-    world, problems = _World(size, timeout), list[BaseException]()
+    turn = _Turn()
+    world, problems = _World(size, timeout, turn), list[BaseException]()
 
     def program(rank: int) -> T:
+        turn.ranks.add(threading.get_ident())
+        turn.take()
         try:
             return function(ThreadCollective(world, rank, size))
         except BaseException as error:
             problems.append(error)  # before the barrier breaks for others
             world.abort()
             raise
+        finally:
+            turn.leave()
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(program, rank) for rank in range(size)]

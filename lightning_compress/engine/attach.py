@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,10 +168,12 @@ def compress(
     if idle and separate:
         compression.at_close(lambda: None if compression.active else separate.close())
 
+    model = weakref.ref(ddp)  # whose hook holds the compression: as a cycle, neither would ever be freed
+
     def loaded() -> None:
         """Switch to what the loaded state runs."""
-        runs = compression.next_settings
-        if counting and separate and not (compression.active or (runs.plain and not runs.error_feedback)):
+        runs, ddp = compression.next_settings, model()
+        if ddp and counting and separate and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
             hook.register(compression, ddp, separate)
         compression.run_summary = run_summary(runs, parameters, world)

@@ -204,13 +204,14 @@ def count_only(compression: Compression, ddp: DistributedDataParallel, ranks: in
     """Let ``ddp`` average by itself while ``compression`` counts its bytes; return a function that stops counting."""
     parameters = [parameter for _, parameter in checks.trained_parameters(ddp.module, ddp.parameters_to_ignore)]
     sent = all_reduce_bytes(sum(parameter.nbytes for parameter in parameters), ranks)
+    model, counting = weakref.ref(ddp), weakref.ref(compression)  # a cycle through a parameter's hook is never freed
     last = -1
 
     def count(_: Tensor) -> None:
         """Count the bytes at the first gradient of each backward pass that synchronises."""
         nonlocal last
-        task = torch._C._current_graph_task_id()
-        if task != last and ddp.require_backward_grad_sync:
+        task, ddp, compression = torch._C._current_graph_task_id(), model(), counting()
+        if task != last and ddp and compression and ddp.require_backward_grad_sync:
             last = task
             compression.count(sent, sent)
 

@@ -1,8 +1,10 @@
 """A bare DistributedDataParallel model: state, flags, unused parameters, dtypes."""
 
+import gc
 import inspect
 import math
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -436,3 +438,18 @@ def test_a_scaler_that_skips_one_of_two_optimizers_rolls_back_its_parameters_alo
     for moved, finite in pools[2].run(_scaler_skips_one_half):
         assert finite
         assert moved == [{"left.weight": False, "right.weight": True}, {"left.weight": True, "right.weight": True}]
+
+
+def is_freed(compressor):
+    """A step of a model that is then forgotten, with a compression that nobody closed."""
+    model = _model()
+    held = [weakref.ref(model), weakref.ref(attach(model, compressor=compressor))]
+    model(_data(0), "left").sum().backward()
+    del model
+    gc.collect()
+    return [each() is None for each in held]
+
+
+@pytest.mark.parametrize("compressor", ["topk", "none"])
+def test_a_model_that_nobody_holds_is_freed(pools, compressor):
+    assert pools[2].run(is_freed, compressor) == [[True, True]] * 2
