@@ -12,11 +12,18 @@ if not torch.cuda.is_available():
 from tests.helpers import labs, link
 from tests.helpers.data import public_data
 from tests.helpers.processes import Pools
+from tests.turns import mark_thorough
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not wanted are left out
+def pytest_collection_modifyitems(items):
+    mark_thorough(items)
 
 
 def pytest_collection_finish():
     """Collections of garbage, of which some tests ask for many, need not look at thousands of tests and modules."""
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.turns import EVERY
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_compress"
 SOURCES = sorted(
@@ -165,3 +167,10 @@ def test_kernels_that_are_asked_for_are_there():
         there = {by for by in ("numba", "triton") if path.with_name(f"{path.stem}_{by}.py").exists()}
         for by in call.findall(path.read_text()):
             assert by in there if by else there, path
+
+
+@pytest.mark.parametrize("place", EVERY)
+def test_what_runs_by_turns_is_there(place):
+    path, _, name = place.partition("::")
+    assert (ROOT / "tests" / path).exists()
+    assert not name or f"def {name}(" in (ROOT / "tests" / path).read_text()

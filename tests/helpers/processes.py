@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -17,7 +18,8 @@ from benchmarks._gpu.nccl import share_a_gpu
 from tests.helpers.loopback import enter
 
 NUMBA = "lightning_compress.core.vector_numba"
-PRELOADED = (*PRELOAD, "tests.helpers.training", "sklearn.datasets", NUMBA, "tests.helpers.frozen")
+USED = ("omegaconf", "sklearn.datasets", "torch.profiler")
+PRELOADED = (*PRELOAD, *USED, NUMBA, "tests.helpers.training", "tests.cases", "tests.helpers.frozen")
 
 
 class RankError(AssertionError):
@@ -93,6 +95,7 @@ class Pool:
         """
         broken, self.broken = self.broken, True  # until all have answered
         assert not broken, "a rank did not answer, and the next answer would be of another function"
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, arguments))
         replies: dict[int, tuple] = {}
@@ -109,10 +112,16 @@ class Pool:
                 self.broken = any(other for other, _ in replies.values())
                 raise RankError(f"rank {rank}:\n{result}")
         self.broken = False
+        self._signal(signal.SIGSTOP)  # between tests, threads of Gloo would wake 100 times a second
         return [replies[rank][1] for rank in range(self.size)]
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            os.kill(process.pid, number)
 
     def close(self) -> None:
         """End the processes."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(None)

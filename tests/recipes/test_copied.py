@@ -32,7 +32,12 @@ if __name__ == "__main__":
     [
         ("resnet", "digits.Digits", "", "module.ResNetModule"),
         ("lstm_speech", "spoken.Spoken", "", "module.SpeechModule"),
-        ("nmt", "numbers.Numbers", "vocab_size=300", "module.TranslationModule"),
+        (
+            "nmt",
+            "numbers.Numbers",
+            "vocab_size=300, train_size=400, val_size=20, test_size=20",
+            "module.TranslationModule",
+        ),
     ],
 )
 def test_a_copied_folder_trains(tmp_path, recipe, data, small, module):
