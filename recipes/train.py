@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -25,7 +22,7 @@ from recipes.predict import refuse_other_recipe
 from recipes.tables.idle import Outlasted, refuse_idle
 from recipes.tables.lineage import start_lineage
 from recipes.tables.portrait import Portrait
-from recipes.tables.record import Recorder, describe, writable, write_result
+from recipes.tables.record import Recorder, describe, report, writable
 from recipes.task import Score, Task
 from recipes.tracking import WandbLogger, close, go_on_writing, log_settings
 
@@ -71,7 +68,8 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     if cfg.test_only:
         trainer.test(model, datamodule=data, ckpt_path=cfg.ckpt_path, verbose=False)
         value = float(trainer.callback_metrics[model.score.metric])
-        _say(f"test {model.score.label} {model.score.written(value)}")
+        if trainer.is_global_zero:
+            print(f"test {model.score.label} {model.score.written(value)}")
     else:
         trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
         fitted = dict(trainer.callback_metrics)
@@ -84,7 +82,7 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
         trainer.test(model, datamodule=data, verbose=False)
         facts = {"recipe": model.recipe, "choices": config.choices(), "seed": cfg.seed, "ranks": trainer.world_size}
         result = describe(model.score, fitted | trainer.callback_metrics, **facts)
-        _report(result, folder, getattr(trainer.checkpoint_callback, "best_model_path", ""))
+        report(result, folder, getattr(trainer.checkpoint_callback, "best_model_path", ""))
         value = result["score"]["value"]
     close(trainer.loggers)
     return model.score, value
@@ -95,20 +93,6 @@ def callbacks(cfg: DictConfig, trainer: Trainer) -> list[Any]:
     backward = [config.build(cfg.backward)] if cfg.get("backward") else []
     watching = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
     return [*backward, Recorder(), Outlasted.of(cfg), *([Portrait()] if watching else [])]
-
-
-@rank_zero_only
-def _say(line: str) -> None:
-    print(line)
-
-
-@rank_zero_only
-def _report(result: dict[str, Any], folder: Path, checkpoint: str) -> None:
-    saving = f", {result['ratio']:.1f} x fewer bytes than float32" if result["ratio"] > 1 else ""
-    print(f"test {result['score']['label']} {result['written']}{saving}")
-    if checkpoint:
-        print(f"try it: python -m recipes.predict {shlex.quote(os.path.relpath(checkpoint))} INPUT")
-    write_result(folder, result)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

@@ -17,12 +17,13 @@ from typing import Any, TextIO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from recipes.loading import release
 from recipes.task import Score
 
-__all__ = ["FILE", "Recorder", "describe", "read_result", "writable", "write_result", "write_whole"]
+__all__ = ["FILE", "Recorder", "describe", "read_result", "report", "writable", "write_result", "write_whole"]
 
 FILE = "result.json"
 WARM_STEPS = 10
@@ -200,6 +201,16 @@ def writable(folder: str | Path, *, make: bool = True) -> Path:
     except OSError as error:
         problem = f"takes no folder ({error.strerror})"
     raise ValueError(f"output folder {str(folder)!r}: {there} {problem}; choose another, as in hydra.run.dir=DIR")
+
+
+@rank_zero_only
+def report(result: dict[str, Any], folder: Path, checkpoint: str) -> None:
+    """Print a finished run's score and how to use its checkpoint, "" if none was kept, and write the result."""
+    saving = f", {result['ratio']:.1f} x fewer bytes than float32" if result["ratio"] > 1 else ""
+    print(f"test {result['score']['label']} {result['written']}{saving}")
+    if checkpoint:
+        print(f"try it: python -m recipes.predict {shlex.quote(os.path.relpath(checkpoint))} INPUT")
+    write_result(folder, result)
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

@@ -33,9 +33,8 @@ from recipes.config import (
 )
 from recipes.tables.idle import Outlasted, refuse_idle
 from recipes.tables.lineage import PARENT
-from recipes.tables.record import read_result
+from recipes.tables.record import read_result, report
 from recipes.tracking import go_on_writing
-from recipes.train import _report
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
 from tests.helpers.ports import free_port
@@ -292,11 +291,11 @@ def test_a_checkpoint_is_scored_alone(
 
 def test_a_run_says_how_to_try_what_it_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = {"ratio": 1.0, "score": {"label": "accuracy"}, "written": "50.00 %"}
-    _report(result, tmp_path, f"{Path.cwd()}/outputs/epoch=9.ckpt")
+    report(result, tmp_path, f"{Path.cwd()}/outputs/epoch=9.ckpt")
     assert capsys.readouterr().out == (
         "test accuracy 50.00 %\ntry it: python -m recipes.predict outputs/epoch=9.ckpt INPUT\n"
     )
-    _report(result, tmp_path, "")  # nothing was kept
+    report(result, tmp_path, "")  # nothing was kept
     assert "predict" not in capsys.readouterr().out
 
 
