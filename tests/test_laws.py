@@ -264,7 +264,7 @@ def test_every_codec_has_a_case():
     assert {case.name for case in CASES} >= {*known}
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", CODECS.complete().values(), ids=CODECS.complete())
 def test_kernels_have_settings_to_be_compared_with(codec):
     own = Path(inspect.getfile(codec))
     for compiler in ("numba", "triton"):

@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
+
+from lightning_compress.codecs.packing.planes import Planes
 
 pytest.importorskip("numba")
 
 from numba import njit
 
+from lightning_compress.codecs.quantize import levels_numba
 from lightning_compress.kernels.numba import simd, words
 
 FLOAT, LANES = np.float32, simd.LANES
@@ -201,41 +205,33 @@ def test_to_numbers(rng):
     same(tile, wanted)
 
 
-@kernel
-def _add_codes(tile, at, codes, index, steps, column, shift, sign):
-    simd.add_codes(tile, at, codes, index, steps, column, shift, sign)
-
-
-@kernel
-def _add_nibbles(tile, at, codes, index, steps, column, shift, sign):
-    simd.add_nibbles(tile, at, codes, index, steps, column, shift, sign)
-
-
 @pytest.mark.parametrize("shift", [0.0, 0.5])
-@pytest.mark.parametrize("bits", [2, 4, 5, 8])
-def test_add_codes(bits, shift, rng):
-    (tile, steps), (at, index, column) = numbers(rng, (2, 50)), rng.integers(34, size=3)
-    levels = rng.integers(-(1 << bits - 1), 1 << bits - 1, 50)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_rows_of_codes(bits, shift, rng):
+    """A row of levels goes to its planes and comes back, between rows that stay as they are."""
+    count, first = 96, 16 * int(rng.integers(6))
+    planes = Planes(bits, count)
+    (tile, steps), (at, column) = numbers(rng, (2, 50)), rng.integers(34, size=2)
+    levels = rng.integers(-(1 << bits - 1), 1 << bits - 1, count)
+    codes, body, again = ((levels & (1 << bits) - 1).astype(np.uint8), *np.zeros((2, planes.size), np.uint8))
+    planes.write(torch.from_numpy(codes), slice(0, count), torch.from_numpy(body))
+    again[:] = body
+    row, places = slice(first, first + LANES), planes.places(0)
+    for plane, width in enumerate((4 if bits < 8 else 8, 2, 1), 1):
+        if bits & width:
+            begin = places[plane] + first * width // 8
+            again[begin : begin + LANES * width // 8] = 255
+    levels_numba.pack(levels[row].astype(FLOAT), again, places, first)
+    same(again, body)
     wanted = tile.copy()
     with np.errstate(all="ignore"):
-        value = (levels[index : index + LANES].astype(FLOAT) + FLOAT(shift)) * steps[column : column + LANES]
-        wanted[at : at + LANES] += value
-    codes = (levels & (1 << bits) - 1).astype(np.uint8)
-    _add_codes(tile, at, codes, index, steps, column, FLOAT(shift), np.int32(1 << bits - 1))
+        wanted[at : at + LANES] += (levels[row].astype(FLOAT) + FLOAT(shift)) * steps[column : column + LANES]
+    levels_numba.add_row(tile, at, body, places, first, steps, column, FLOAT(shift), np.int32(1 << bits - 1))
     same(tile, wanted)
-
-
-@pytest.mark.parametrize("shift", [0.0, 0.5])
-def test_add_nibbles(shift, rng):
-    (tile, steps), (at, index, column) = numbers(rng, (2, 50)), rng.integers(34, size=3)
-    levels = rng.integers(-8, 8, 100)
-    wanted = tile.copy()
-    with np.errstate(all="ignore"):
-        value = levels[2 * index : 2 * index + LANES].astype(FLOAT) + FLOAT(shift)
-        wanted[at : at + LANES] += value * steps[column : column + LANES]
-    packed = ((levels[::2] & 15) | (levels[1::2] & 15) << 4).astype(np.uint8)
-    _add_nibbles(tile, at, packed, index, steps, column, FLOAT(shift), np.int32(8))
-    same(tile, wanted)
+    assert [levels_numba.unpack_one(body, places, index) for index in range(count)] == codes.tolist()
+    for index in range(count):
+        levels_numba.pack_one(codes[index], again, places, index)
+    same(again, body)
 
 
 @kernel

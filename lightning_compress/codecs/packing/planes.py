@@ -82,6 +82,16 @@ class Planes:
                 unpack_plane(body[_place(elements, width, offset)], low, width, high)
             codes.add_(shifted.copy_(high), alpha=256)
 
+    def places(self, first: int) -> npt.NDArray[np.int64]:
+        """Return what kernels need: the bits of a code, at most 8, and where the planes of 4 or 8, 2 and 1 bits begin.
+
+        Args:
+            first: the code at whose byte each plane is to begin; a multiple of 8.
+        """
+        starts = {min(width, 4): start + first * width // 8 for _, width, start in self._low}
+        bits = sum(width for _, width, _ in self._low)
+        return np.array([bits, *(starts.get(width, 0) for width in (4, 2, 1))])
+
 
 def pack_codes(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     """Return the bytes, uint8 ``[code_bytes(n, bits)]``, of n codes below ``2^bits``; ``bits`` is 0 to 16."""

@@ -166,7 +166,7 @@ class LevelPlan(FusedPlan):
         bits: see ``Quantiser``.
         shift: see ``Quantiser``.
         pieces: what is handled at a time, in order.
-        fast: the CPU kernels, or None. They access each number in memory once, and pack codes of 4 bits themselves.
+        fast: the CPU kernels, or None. They access each number in memory once.
         largest: blocks with a larger norm are not sent.
     """
 
@@ -183,26 +183,24 @@ class LevelPlan(FusedPlan):
         super().__init__(layout)
         blocks, count = (pieces[-1].blocks.stop, pieces[-1].numbers.stop) if pieces else (0, 0)
         most = max((p.numbers.stop - p.numbers.start for p in pieces if p.kernel_arguments is None), default=0)
-        self._pieces, self._fast, self._largest, self._nibbles = pieces, fast, largest, bits == 4
+        self._pieces, self._fast, self._largest = pieces, fast, largest
         self._quantiser = Quantiser(bits, shift, count, most, device)
         self._header = 4 * blocks
         self._body = aligned(self._header)
         self.message_size = self._body + self._quantiser.size
         self._norms = torch.empty(blocks, dtype=torch.float32, device=device)
+        self._places = [self._quantiser.planes.places(piece.numbers.start) for piece in pieces]
 
     def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
         """See ``FusedPlan.encode``."""
         self.load_sum(vector, message, summands)
         stream, body = self.stream(key), message[self._body :]
-        for piece in self._pieces:
+        for piece, places in zip(self._pieces, self._places, strict=True):
             part, norms = vector[piece.elements], self._norms[piece.blocks]
             if self._fast and piece.kernel_arguments is not None:
-                codes = self._codes_of(body[None], piece)
                 random = np.uint64(word_state(stream.key, piece.numbers.start)), np.int16(stream.offset)
                 inputs = part.numpy(), *piece.kernel_arguments, self._quantiser.top, self._largest, *random
-                self._fast.encode(*inputs, codes[0].numpy(), self._nibbles, norms.numpy(), keep)
-                if not self._nibbles:
-                    self._quantiser.planes.write(codes[0], piece.numbers, body)
+                self._fast.encode(*inputs, body.numpy(), places, norms.numpy(), keep)
                 continue
             numbers = self.forward(part, piece)
             sent, factors = fit(self.norms_of(numbers), self._quantiser.top, self._largest)
@@ -219,13 +217,10 @@ class LevelPlan(FusedPlan):
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
         bodies = messages[:, self._body :]
-        for piece in self._pieces:
+        for piece, places in zip(self._pieces, self._places, strict=True):
             part, piece_steps = out[piece.elements], steps[:, piece.blocks]
             if self._fast and piece.kernel_arguments is not None:
-                codes = self._codes_of(bodies, piece)
-                for row, body in zip(codes, bodies, strict=True) if not self._nibbles else ():
-                    self._quantiser.planes.read(row, piece.numbers, body)
-                inputs = codes.numpy(), self._nibbles, np.int32(self._quantiser.sign), piece_steps.numpy()
+                inputs = bodies.numpy(), places, np.int32(self._quantiser.sign), piece_steps.numpy()
                 self._fast.decode(*inputs, *piece.kernel_arguments, part.numpy(), accumulate)
                 continue
             if not accumulate:
@@ -233,14 +228,6 @@ class LevelPlan(FusedPlan):
             piece_steps = piece_steps.reshape(-1, piece.shape[0], 1, *piece.shape[2:])
             decoded = (self._quantiser.decode(body, piece.numbers, piece.shape) for body in bodies)
             self.add(part, piece, (numbers.mul_(step) for numbers, step in zip(decoded, piece_steps, strict=True)))
-
-    def _codes_of(self, bodies: Tensor, piece: Piece) -> Tensor:
-        """Return the buffer of a piece's codes for a kernel, one row per message."""
-        start, stop = piece.numbers.start, piece.numbers.stop
-        if self._nibbles:
-            return bodies[:, start // 2 : stop // 2]
-        codes = scratch("codes of a kernel", len(bodies) * (stop - start), torch.uint8, bodies.device)
-        return codes.view(len(bodies), stop - start)
 
     @abstractmethod
     def norms_of(self, numbers: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.codecs.quantize.levels_numba import fit, step, to_codes, to_nibbles
+from lightning_compress.codecs.quantize.levels_numba import add_row, fit, pack, step
 from lightning_compress.kernels.numba import kernel, simd
 
 LANES = simd.LANES
@@ -17,7 +17,7 @@ _NOTHING = np.float32(0)
 
 
 @kernel
-def encode(vector, width, top, limit, start, move, codes, nibbles, norms, keep):
+def encode(vector, width, top, limit, start, move, body, places, norms, keep):
     """Encode whole buckets.
 
     Args:
@@ -27,8 +27,8 @@ def encode(vector, width, top, limit, start, move, codes, nibbles, norms, keep):
         limit: a larger norm is sent as 0.
         start: uint64, the state before the first random word.
         move: int16, added to the random numbers.
-        codes: uint8 ``[buckets * width]``, or half of that with ``nibbles``; overwritten.
-        nibbles: write two codes per byte.
+        body: uint8, the planes of the codes; overwritten.
+        places: see ``levels_numba.pack``.
         norms: float32 ``[buckets]``, overwritten by the largest magnitudes.
         keep: subtract what is sent from the vector. If False, the vector is not changed.
     """
@@ -45,10 +45,7 @@ def encode(vector, width, top, limit, start, move, codes, nibbles, norms, keep):
             for index in range(begin, end, 2 * LANES):
                 state = start + np.uint64(index // 4) * _GAMMA
                 simd.round_levels(levels, index - begin, vector, index, factors, 0, offset, state, move)
-            if nibbles:
-                to_nibbles(levels, codes[begin // 2 : end // 2])
-            else:
-                to_codes(levels, codes[begin:end])
+            pack(levels[: end - begin], body, places, begin)
             if keep:
                 _subtract(vector[begin:end], levels, step(norms[bucket], top))
 
@@ -60,12 +57,12 @@ def _subtract(vector, levels, step):
 
 
 @kernel
-def decode(codes, nibbles, sign, steps, width, out, accumulate):
+def decode(bodies, places, sign, steps, width, out, accumulate):
     """Sum the decoded buckets of several messages, in order.
 
     Args:
-        codes: uint8 ``[messages, buckets * width]``, or half of that with ``nibbles``; two's complements.
-        nibbles: each byte holds two codes.
+        bodies: uint8 ``[messages, bytes]``, the planes of the codes.
+        places: see ``levels_numba.pack``.
         sign: the highest bit of a code.
         steps: float32 ``[messages, buckets]``.
         width: elements of a bucket.
@@ -77,10 +74,7 @@ def decode(codes, nibbles, sign, steps, width, out, accumulate):
         first = bucket * width
         if not accumulate:
             out[first : first + width] = 0
-        for message in range(len(codes)):
+        for message in range(len(bodies)):
             step_row[:] = steps[message, bucket]
             for index in range(first, first + width, LANES):
-                if nibbles:
-                    simd.add_nibbles(out, index, codes[message], index // 2, step_row, 0, _NOTHING, sign)
-                else:
-                    simd.add_codes(out, index, codes[message], index, step_row, 0, _NOTHING, sign)
+                add_row(out, index, bodies[message], places, index, step_row, 0, _NOTHING, sign)

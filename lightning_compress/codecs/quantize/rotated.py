@@ -136,9 +136,8 @@ class _RotatedPlan(LevelPlan):
         if fast:
             tile = scratch("rotated tile", COLUMNS * block, torch.float32, device)
             arguments = self._signs.view(-1).numpy(), np.float32(0.5), tile.numpy()
-        whole = fast and codec.bits == 4 and blocks
         parts = []
-        for part in [slice(0, blocks)] if whole else _cut(layout.numel, block):
+        for part in [slice(0, blocks)] if fast and blocks else _cut(layout.numel, block):
             count, numbers = part.stop - part.start, slice(part.start * block, part.stop * block)
             columns = min(COLUMNS, count)
             elements = slice(numbers.start, min(numbers.stop, layout.numel))

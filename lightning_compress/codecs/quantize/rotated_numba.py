@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.codecs.quantize.levels_numba import fit, step, to_codes, to_nibbles
+from lightning_compress.codecs.quantize.levels_numba import add_row, fit, pack, pack_one, step, unpack_one
 from lightning_compress.kernels.numba import kernel, simd
 
 TILE = simd.LANES
@@ -35,7 +35,7 @@ def _halves(upper, lower):
 
 
 @kernel
-def encode(vector, signs, shift, tile, top, limit, start, move, codes, nibbles, norms, keep):
+def encode(vector, signs, shift, tile, top, limit, start, move, body, places, norms, keep):
     """Encode blocks.
 
     Args:
@@ -47,8 +47,8 @@ def encode(vector, signs, shift, tile, top, limit, start, move, codes, nibbles, 
         limit: a larger norm is sent as 0.
         start: uint64, the state before the first random word.
         move: int16, added to the random numbers.
-        codes: uint8 ``[rows * blocks]``, or half of that with ``nibbles``; overwritten.
-        nibbles: write two codes per byte.
+        body: uint8, the planes of the codes; overwritten.
+        places: see ``levels_numba.pack``.
         norms: float32 ``[blocks]``, overwritten.
         keep: subtract what is sent from the vector. If False, the vector is not changed.
     """
@@ -72,18 +72,14 @@ def encode(vector, signs, shift, tile, top, limit, start, move, codes, nibbles, 
             norms[block + column], factors[column] = fit(largest[column], top, limit)
             largest[column] = step(norms[block + column], top)
         if columns < TILE:
-            _round_rest(tile, factors, offset, start, move, codes, nibbles, first, columns)
+            _round_rest(tile, factors, offset, start, move, body, places, first, columns)
         else:
             for row in range(0, count, 2):
                 state = start + np.uint64((first + row * TILE) // 4) * _GAMMA
                 simd.round_levels(tile, row * TILE, tile, row * TILE, factors, 0, offset, state, move)
                 for ahead in (row, row + 1):  # rows of the next run
                     simd.fetch(vector, first + (count + ahead) * TILE)
-            last = first + count * TILE
-            if nibbles:
-                to_nibbles(tile, codes[first // 2 : last // 2])
-            else:
-                to_codes(tile, codes[first:last])
+            pack(tile[: count * TILE], body, places, first)
         if keep:
             for row in range(count):
                 simd.to_numbers(tile, row * TILE, largest, 0, np.float32(shift))
@@ -101,7 +97,7 @@ def _load(tile, signs, vector, first, columns):
 
 
 @kernel
-def _round_rest(tile, factors, offset, start, move, codes, nibbles, first, columns):
+def _round_rest(tile, factors, offset, start, move, body, places, first, columns):
     """Round the last run to levels, and write its codes; see ``simd.round_levels``."""
     word = np.uint64(0)
     for element in range(len(tile) // TILE * columns):
@@ -115,13 +111,7 @@ def _round_rest(tile, factors, offset, start, move, codes, nibbles, first, colum
         random = np.int16(np.int64(word & np.uint64(0xFFFF)) + move)
         word >>= np.uint64(16)
         tile[at] = np.floor(offset + (tile[at] * factors[column] + np.float32(random)) * np.float32(1 / 65536))
-        code = np.uint8(np.int32(tile[at]))
-        if not nibbles:
-            codes[index] = code
-        elif index % 2:
-            codes[index // 2] |= code << 4
-        else:
-            codes[index // 2] = code & 15
+        pack_one(np.int32(tile[at]), body, places, index)
 
 
 @kernel
@@ -137,12 +127,12 @@ def _add(vector, tile, signs, first, columns, whole, factor):
 
 
 @kernel
-def decode(codes, nibbles, sign, steps, signs, shift, tile, out, accumulate):
+def decode(bodies, places, sign, steps, signs, shift, tile, out, accumulate):
     """Sum the decoded blocks of several messages, in order.
 
     Args:
-        codes: uint8 ``[messages, rows * blocks]``, or half of that with ``nibbles``; two's complements.
-        nibbles: each byte holds two codes.
+        bodies: uint8 ``[messages, bytes]``, the planes of the codes.
+        places: see ``levels_numba.pack``.
         sign: the highest bit of a code.
         steps: float32 ``[messages, blocks]``.
         signs: float32 ``[rows]``, 1 or -1.
@@ -156,18 +146,14 @@ def decode(codes, nibbles, sign, steps, signs, shift, tile, out, accumulate):
         columns, first = min(TILE, steps.shape[1] - block), block * count
         whole = first + count * TILE <= len(out)
         tile[:] = 0
-        for message in range(len(codes)):
+        for message in range(len(bodies)):
             if columns < TILE:
-                _add_rest(tile, codes[message], nibbles, sign, shift, steps[message], block, columns)
+                _add_rest(tile, bodies[message], places, sign, shift, steps[message], block, columns)
             else:
                 for row in range(count):
                     index = first + row * TILE
                     simd.fetch(out, index)
-                    if nibbles:
-                        source = index // 2
-                        simd.add_nibbles(tile, row * TILE, codes[message], source, steps[message], block, shift, sign)
-                    else:
-                        simd.add_codes(tile, row * TILE, codes[message], index, steps[message], block, shift, sign)
+                    add_row(tile, row * TILE, bodies[message], places, index, steps[message], block, shift, sign)
         _transform(tile, count)
         if accumulate:
             _add(out, tile, signs, first, columns, whole, np.float32(1))
@@ -180,12 +166,12 @@ def decode(codes, nibbles, sign, steps, signs, shift, tile, out, accumulate):
 
 
 @kernel
-def _add_rest(tile, codes, nibbles, sign, shift, steps, block, columns):
-    """Add the last run's numbers to the tile; see ``simd.add_codes`` and ``simd.add_nibbles``."""
+def _add_rest(tile, body, places, sign, shift, steps, block, columns):
+    """Add the last run's numbers to the tile; see ``add_row``."""
     count = len(tile) // TILE
     for element in range(count * columns):
         row, column = divmod(element, columns)
         index = block * count + element
-        code = np.int32(codes[index // 2] >> (index % 2 * 4)) & 15 if nibbles else np.int32(codes[index])
+        code = np.int32(unpack_one(body, places, index))
         level = np.float32((code ^ sign) - sign)
         tile[row * TILE + column] += (level + shift) * steps[block + column]

@@ -18,83 +18,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lightning_compress import kernels
+from lightning_compress.kernels.numba.llvm import FLOAT, FLOATS, INT, LANES, Operation, constant
 
-LANES = kernels.TILE
-"""Elements of a row."""
 GAMMA = 0x9E3779B97F4A7C15
 """Difference between the states of consecutive random words."""
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Factors of the hash that turns a state into a random word; see ``core/random.py``."""
-_INT, _FLOAT = ir.IntType(32), ir.FloatType()
-_FLOATS, _INTS, _BYTES = (ir.VectorType(each, LANES) for each in (_FLOAT, _INT, ir.IntType(8)))
-_PAIRS, _HALF = ir.VectorType(ir.IntType(16), LANES // 2), ir.VectorType(ir.IntType(8), LANES // 2)
+_INTS, _BYTES = (ir.VectorType(each, LANES) for each in (INT, ir.IntType(8)))
 _RANDOM, _SHORTS = ir.VectorType(ir.IntType(64), LANES // 2), ir.VectorType(ir.IntType(16), 2 * LANES)
 _FIRST, _SECOND = (ir.Constant(_INTS, list(range(start, start + LANES))) for start in (0, LANES))
-_MANY, _BITS = ir.VectorType(_FLOAT, 32), ir.VectorType(ir.IntType(1), 32)
-_BLOCK, _CODES, _WORDS = (ir.VectorType(each, 64) for each in (_FLOAT, ir.IntType(8), _INT))
-
-
-class _Operation:
-    """The arguments of an operation in LLVM."""
-
-    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        self._context, self.builder = context, builder
-        self._kinds, self.arguments = signature.args, arguments
-
-    def pointer(self, number: int, vector: Any, step: int = 0, ahead: int = 0) -> Any:
-        """Return a pointer to a vector in an array.
-
-        Args:
-            number: position of the array among the arguments. The next argument is the index of the first element.
-            vector: type of the vector.
-            step: move on by this multiple of the argument after the index.
-            ahead: move on by this number of rows.
-        """
-        array = self._context.make_array(self._kinds[number])(self._context, self.builder, self.arguments[number])
-        index = self.arguments[number + 1]
-        if step:
-            index = self.builder.add(index, self.builder.mul(self.arguments[number + 2], index.type(step)))
-        if ahead:
-            index = self.builder.add(index, index.type(ahead * LANES))
-        return self.builder.bitcast(self.builder.gep(array.data, [index]), vector.as_pointer())
-
-    def load(self, number: int, vector: Any = _FLOATS, step: int = 0, ahead: int = 0) -> Any:
-        """Load a vector; see ``pointer``."""
-        return self.builder.load(self.pointer(number, vector, step, ahead), align=_bytes(vector))
-
-    def store(self, value: Any, number: int, step: int = 0, ahead: int = 0) -> None:
-        """Store a vector; see ``pointer``."""
-        self.builder.store(value, self.pointer(number, value.type, step, ahead), align=_bytes(value.type))
-
-    def spread(self, number: int, vector: Any = _FLOATS) -> Any:
-        """Return the scalar argument ``number`` in all lanes of a vector."""
-        first = ir.Constant(ir.VectorType(_INT, vector.count), [0] * vector.count)
-        scalar = self.builder.insert_element(ir.Constant(vector, ir.Undefined), self.arguments[number], _INT(0))
-        return self.builder.shuffle_vector(scalar, scalar, first)
-
-    def call(self, name: str, *values: Any) -> Any:
-        """Call an LLVM intrinsic of float32 vectors by name."""
-        vector = values[0].type
-        name = f"llvm.{name}.v{vector.count}f32"
-        known = self.builder.module.globals.get(name)
-        kind = ir.FunctionType(vector, [vector] * len(values))
-        return self.builder.call(known or ir.Function(self.builder.module, kind, name), values)
-
-    def word(self, booleans: Any) -> Any:
-        """Return 32 booleans as the bits of a word, the first lowest."""
-        return self.builder.bitcast(booleans, _INT)
-
-    def done(self) -> Any:
-        return self._context.get_dummy_value()
-
-
-def _bytes(vector: Any) -> int:
-    return {_FLOAT: 4, _INT: 4, ir.IntType(16): 2, ir.IntType(8): 1}[vector.element]
-
-
-def _all(value: float, vector: Any = _FLOATS) -> Any:
-    return ir.Constant(vector, [value] * vector.count)
+_MANY, _BITS = ir.VectorType(FLOAT, 32), ir.VectorType(ir.IntType(1), 32)
+_BLOCK, _CODES, _WORDS = (ir.VectorType(each, 64) for each in (FLOAT, ir.IntType(8), INT))
 
 
 # Operations on 32 elements and a word
@@ -105,8 +39,8 @@ def signs(typing: Any, values: Any, index: Any) -> Any:
     """Return a word with bit j set if ``values[index + j] >= 0``: uint32."""
 
     def generate(*given: Any) -> Any:
-        many = _Operation(*given)
-        return many.word(many.builder.fcmp_ordered(">=", many.load(0, _MANY), _all(0.0, _MANY)))
+        many = Operation(*given)
+        return many.word(many.builder.fcmp_ordered(">=", many.load(0, _MANY), constant(0.0, _MANY)))
 
     return types.uint32(values, index), generate
 
@@ -116,8 +50,8 @@ def nonzero(typing: Any, values: Any, index: Any) -> Any:
     """Return a word with bit j set if ``values[index + j] != 0``, also for NaN: uint32."""
 
     def generate(*given: Any) -> Any:
-        many = _Operation(*given)
-        return many.word(many.builder.fcmp_unordered("!=", many.load(0, _MANY), _all(0.0, _MANY)))
+        many = Operation(*given)
+        return many.word(many.builder.fcmp_unordered("!=", many.load(0, _MANY), constant(0.0, _MANY)))
 
     return types.uint32(values, index), generate
 
@@ -127,7 +61,7 @@ def reaching(typing: Any, values: Any, index: Any, least: Any) -> Any:
     """Return a word with bit j set if ``abs(values[index + j]) >= least``: uint32."""
 
     def generate(*given: Any) -> Any:
-        many = _Operation(*given)
+        many = Operation(*given)
         return many.word(many.builder.fcmp_ordered(">=", many.call("fabs", many.load(0, _MANY)), many.spread(2, _MANY)))
 
     return types.uint32(values, index, types.float32), generate
@@ -138,8 +72,8 @@ def write_chosen(typing: Any, out: Any, index: Any, word: Any, high: Any, low: A
     """Write ``high`` to ``out[index + j]`` if bit j of the word is 1, else ``low``; -0.0 becomes 0.0."""
 
     def generate(*given: Any) -> Any:
-        many = _Operation(*given)
-        many.store(many.builder.fadd(_chosen(many), _all(0.0, _MANY)), 0)
+        many = Operation(*given)
+        many.store(many.builder.fadd(_chosen(many), constant(0.0, _MANY)), 0)
         return many.done()
 
     return types.void(out, index, types.uint32, types.float32, types.float32), generate
@@ -150,14 +84,14 @@ def add_chosen(typing: Any, out: Any, index: Any, word: Any, high: Any, low: Any
     """Add ``high`` to ``out[index + j]`` if bit j of the word is 1, else ``low``."""
 
     def generate(*given: Any) -> Any:
-        many = _Operation(*given)
+        many = Operation(*given)
         many.store(many.builder.fadd(many.load(0, _MANY), _chosen(many)), 0)
         return many.done()
 
     return types.void(out, index, types.uint32, types.float32, types.float32), generate
 
 
-def _chosen(many: _Operation) -> Any:
+def _chosen(many: Operation) -> Any:
     bits = many.builder.bitcast(many.arguments[2], _BITS)
     return many.builder.select(bits, many.spread(3, _MANY), many.spread(4, _MANY))
 
@@ -165,14 +99,14 @@ def _chosen(many: _Operation) -> Any:
 # Operations on rows of 16 elements
 
 
-def _pair(row: _Operation, upper: Any, lower: Any) -> tuple[Any, Any]:
+def _pair(row: Operation, upper: Any, lower: Any) -> tuple[Any, Any]:
     total = row.builder.fadd(upper, lower)
     return total, _multiply_add(row, lower, -2.0, total)
 
 
-def _multiply_add(row: _Operation, value: Any, power: float, other: Any) -> Any:
+def _multiply_add(row: Operation, value: Any, power: float, other: Any) -> Any:
     """Return ``value * power + other``. ``power`` is a power of two, so a fused operation gives the same bits."""
-    return row.call("fmuladd", value, _all(power), other)
+    return row.call("fmuladd", value, constant(power), other)
 
 
 @intrinsic
@@ -180,7 +114,7 @@ def butterflies(typing: Any, tile: Any, first: Any, distance: Any) -> Any:
     """Do two steps of a Walsh-Hadamard transform, ``a, b = a + b, (a + b) - 2 b``, on four rows at this distance."""
 
     def generate(*given: Any) -> Any:
-        row = _Operation(*given)
+        row = Operation(*given)
         a, b, c, d = (row.load(0, step=number) for number in range(4))
         (a, b), (c, d) = _pair(row, a, b), _pair(row, c, d)
         (a, c), (b, d) = _pair(row, a, c), _pair(row, b, d)
@@ -196,8 +130,8 @@ def scale(typing: Any, out: Any, at: Any, source: Any, index: Any, factor: Any) 
     """Write ``out = source * factor``; -0.0 becomes 0.0."""
 
     def generate(*given: Any) -> Any:
-        row = _Operation(*given)
-        row.store(row.builder.fadd(row.builder.fmul(row.load(2), row.spread(4)), _all(0.0)), 0)
+        row = Operation(*given)
+        row.store(row.builder.fadd(row.builder.fmul(row.load(2), row.spread(4)), constant(0.0)), 0)
         return row.done()
 
     return types.void(out, at, source, index, types.float32), generate
@@ -208,7 +142,7 @@ def fetch(typing: Any, source: Any, at: Any) -> Any:
     """Prefetch a row into the caches. It may be beyond the array's end."""
 
     def generate(*given: Any) -> Any:
-        row = _Operation(*given)
+        row = Operation(*given)
         make, integer = row.builder, ir.IntType(32)
         pointer = row.pointer(0, _BYTES.element)
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, integer, integer, integer])
@@ -224,7 +158,7 @@ def add_scaled(typing: Any, out: Any, at: Any, source: Any, index: Any, factor: 
     """Compute ``out += source * factor``."""
 
     def generate(*given: Any) -> Any:
-        row = _Operation(*given)
+        row = Operation(*given)
         row.store(row.builder.fadd(row.load(0), row.builder.fmul(row.load(2), row.spread(4))), 0)
         return row.done()
 
@@ -236,7 +170,7 @@ def raise_to(typing: Any, largest: Any, at: Any, source: Any, index: Any, distan
     """Compute ``largest = max(largest, abs(source))`` for four rows at this distance."""
 
     def generate(*given: Any) -> Any:
-        row = _Operation(*given)
+        row = Operation(*given)
         rows = [row.call("fabs", row.load(2, step=number)) for number in range(4)]
         pairs = _greater(row, rows[0], rows[1]), _greater(row, rows[2], rows[3])
         row.store(_greater(row, _greater(row, *pairs), row.load(0)), 0)
@@ -245,11 +179,11 @@ def raise_to(typing: Any, largest: Any, at: Any, source: Any, index: Any, distan
     return types.void(largest, at, source, index, distance), generate
 
 
-def _greater(row: _Operation, one: Any, other: Any) -> Any:
+def _greater(row: Operation, one: Any, other: Any) -> Any:
     return row.builder.select(row.builder.fcmp_ordered(">", one, other), one, other)
 
 
-def _random(row: _Operation) -> Any:
+def _random(row: Operation) -> Any:
     """Return 16 random bits for each element of two rows, as int16: eight words of ``core/random.py``."""
     make = row.builder
     word = row.spread(7, _RANDOM)
@@ -271,11 +205,11 @@ def round_levels(
     """
 
     def generate(*given: Any) -> Any:
-        row = _Operation(*given)
+        row = Operation(*given)
         make = row.builder
         factors, random = row.load(4), make.add(_random(row), row.spread(8, _SHORTS))
         for number, half in enumerate((_FIRST, _SECOND)):
-            bits = make.sitofp(make.shuffle_vector(random, random, half), _FLOATS)
+            bits = make.sitofp(make.shuffle_vector(random, random, half), FLOATS)
             level = make.fadd(make.fmul(row.load(2, ahead=number), factors), bits)
             level = _multiply_add(row, level, 1 / 65536, row.spread(6))
             row.store(row.call("floor", level), 0, ahead=number)
@@ -289,55 +223,103 @@ def to_numbers(typing: Any, tile: Any, at: Any, steps: Any, first: Any, shift: A
     """Compute ``tile = (tile + shift) * steps``."""
 
     def generate(*given: Any) -> Any:
-        row = _Operation(*given)
+        row = Operation(*given)
         row.store(row.builder.fmul(row.builder.fadd(row.load(0), row.spread(4)), row.load(2)), 0)
         return row.done()
 
     return types.void(tile, at, steps, first, types.float32), generate
 
 
-@intrinsic
-def add_codes(
-    typing: Any, tile: Any, at: Any, codes: Any, index: Any, steps: Any, column: Any, shift: Any, sign: Any
-) -> Any:
-    """Compute ``tile += (level + shift) * steps`` of codes, two's complements whose highest bit is ``sign``."""
-
-    def generate(*given: Any) -> Any:
-        row = _Operation(*given)
-        _stand_for(row, row.load(2, _BYTES))
-        return row.done()
-
-    return types.void(tile, at, codes, index, steps, column, types.float32, types.int32), generate
+# Operations on a row of 16 codes, whose bits lie in planes (codecs/packing/planes.py)
 
 
-@intrinsic
-def add_nibbles(
-    typing: Any, tile: Any, at: Any, packed: Any, index: Any, steps: Any, column: Any, shift: Any, sign: Any
-) -> Any:
-    """Do ``add_codes`` for two codes per byte."""
-
-    def generate(*given: Any) -> Any:
-        row = _Operation(*given)
-        make = row.builder
-        pairs = make.zext(row.load(2, _HALF), _PAIRS)
-        pairs = make.and_(make.or_(pairs, make.shl(pairs, _each(4))), _each(0x0F0F))
-        _stand_for(row, make.bitcast(pairs, _BYTES))
-        return row.done()
-
-    return types.void(tile, at, packed, index, steps, column, types.float32, types.int32), generate
-
-
-def _stand_for(row: _Operation, codes: Any) -> None:
-    """Add the numbers of codes to the tile; see ``add_codes``."""
+def _spread_bits(row: Operation, packed: Any, width: int) -> Any:
+    """Return the bits of a plane, ``packed``, as a code each."""
     make = row.builder
-    sign = row.spread(7, _INTS)
-    level = make.sub(make.xor(make.zext(codes, _INTS), sign), sign)
-    value = make.fmul(make.fadd(make.sitofp(level, _FLOATS), row.spread(6)), row.load(4))
-    row.store(make.fadd(row.load(0), value), 0)
+    if width == 8:
+        return packed
+    if width == 1:
+        return make.zext(make.bitcast(packed, ir.VectorType(ir.IntType(1), LANES)), _BYTES)
+    lane = ir.VectorType(ir.IntType(64 // width), packed.type.count)
+    spread = make.zext(packed, lane)
+    for shift, mask in ((4, 0x0F0F),) if width == 4 else ((12, 0x000F000F), (6, 0x03030303)):
+        spread = make.and_(make.or_(spread, make.shl(spread, constant(shift, lane))), constant(mask, lane))
+    return make.bitcast(spread, _BYTES)
 
 
-def _each(value: int) -> Any:
-    return ir.Constant(_PAIRS, [value] * (LANES // 2))
+def _gather_bits(row: Operation, codes: Any, width: int) -> Any:
+    """Undo ``_spread_bits``."""
+    make = row.builder
+    if width == 8:
+        return codes
+    if width == 1:
+        return make.bitcast(make.trunc(codes, ir.VectorType(ir.IntType(1), LANES)), _plane(1))
+    lane = ir.VectorType(ir.IntType(64 // width), _plane(width).count)
+    folded = make.bitcast(make.and_(codes, constant(2**width - 1, _BYTES)), lane)
+    for shift in (4,) if width == 4 else (6, 12):
+        folded = make.or_(folded, make.lshr(folded, constant(shift, lane)))
+    return make.trunc(folded, _plane(width))
+
+
+def _plane(width: int) -> Any:
+    return ir.VectorType(ir.IntType(8), LANES * width // 8)
+
+
+def _adder(bits: int) -> Any:
+    def add_codes(
+        typing: Any,
+        tile: Any,
+        at: Any,
+        body: Any,
+        wide: Any,
+        two: Any,
+        one: Any,
+        steps: Any,
+        column: Any,
+        shift: Any,
+        sign: Any,
+    ) -> Any:
+        def generate(*given: Any) -> Any:
+            row = Operation(*given)
+            make, codes, low = row.builder, None, 0
+            for number, width in enumerate((8 if bits == 8 else 4, 2, 1), 1):
+                if bits & width:
+                    plane = _spread_bits(row, row.load(2, _plane(width), index=number), width)
+                    codes = make.or_(codes, make.shl(plane, constant(low, _BYTES))) if codes else plane
+                    low += width
+            sign = row.spread(9, _INTS)
+            level = make.sub(make.xor(make.zext(codes, _INTS), sign), sign)
+            value = make.fmul(make.fadd(make.sitofp(level, FLOATS), row.spread(8)), row.load(6))
+            row.store(make.fadd(row.load(0), value), 0)
+            return row.done()
+
+        places = wide, two, one
+        return types.void(tile, at, body, *places, steps, column, types.float32, types.int32), generate
+
+    return intrinsic(add_codes)
+
+
+def _writer(width: int) -> Any:
+    def write(typing: Any, body: Any, index: Any, levels: Any, at: Any, low: Any) -> Any:
+        def generate(*given: Any) -> Any:
+            row = Operation(*given)
+            make = row.builder
+            codes = make.trunc(make.fptosi(row.load(2), _INTS), _BYTES)
+            row.store(_gather_bits(row, make.lshr(codes, row.spread(4, _BYTES)), width), 0)
+            return row.done()
+
+        return types.void(body, index, levels, at, types.uint8), generate
+
+    return intrinsic(write)
+
+
+add_2, add_3, add_4, add_5, add_6, add_7, add_8 = (_adder(bits) for bits in range(2, 9))
+"""Compute ``tile += (level + shift) * steps`` of codes of 2 to 8 bits, two's complements whose highest bit is ``sign``.
+
+``wide``, ``two`` and ``one`` are the row's first bytes in the planes of 4 or 8, 2 and 1 bits, as far as there are any.
+"""
+write_1, write_2, write_4, write_8 = (_writer(width) for width in (1, 2, 4, 8))
+"""Write a row's bits from position ``low`` on of levels, float32, as two's complements, to a plane of this width."""
 
 
 # Operations on blocks of 64 codes and a scale
@@ -350,7 +332,7 @@ def mix_codes(
     """Write ``out = codes * factor + values * share``; return its largest magnitude as the bits of a float32."""
 
     def generate(*given: Any) -> Any:
-        block = _Operation(*given)
+        block = Operation(*given)
         old = _coded(block, 2, 6)
         mixed = block.builder.fadd(old, block.builder.fmul(block.load(4, _BLOCK), block.spread(7, _BLOCK)))
         block.store(mixed, 0)
@@ -364,7 +346,7 @@ def add_block(typing: Any, out: Any, at: Any, codes: Any, first: Any, values: An
     """Write ``out = values + codes * factor``; return the values' largest magnitude as the bits of a float32."""
 
     def generate(*given: Any) -> Any:
-        block = _Operation(*given)
+        block = Operation(*given)
         values = block.load(4, _BLOCK)
         block.store(block.builder.fadd(values, _coded(block, 2, 6)), 0)
         return _largest(block, values)
@@ -377,24 +359,26 @@ def round_codes(typing: Any, codes: Any, first: Any, tile: Any, index: Any, fact
     """Write ``codes = tile * factor``, rounded to nearest, ties to even, and clamped to -127 to 127."""
 
     def generate(*given: Any) -> Any:
-        block = _Operation(*given)
+        block = Operation(*given)
         make = block.builder
         scaled = make.fmul(block.load(2, _BLOCK), block.spread(4, _BLOCK))
-        scaled = block.call("maxnum", block.call("minnum", scaled, _all(127.0, _BLOCK)), _all(-127.0, _BLOCK))
-        nearest = make.bitcast(make.fadd(scaled, _all(1.5 * 2**23, _BLOCK)), _WORDS)  # its lowest bits are the integer
+        scaled = block.call("maxnum", block.call("minnum", scaled, constant(127.0, _BLOCK)), constant(-127.0, _BLOCK))
+        nearest = make.bitcast(
+            make.fadd(scaled, constant(1.5 * 2**23, _BLOCK)), _WORDS
+        )  # its lowest bits are the integer
         block.store(make.trunc(nearest, _CODES), 0)
         return block.done()
 
     return types.void(codes, first, tile, index, types.float32), generate
 
 
-def _coded(block: _Operation, number: int, factor: int) -> Any:
+def _coded(block: Operation, number: int, factor: int) -> Any:
     make = block.builder
     return make.fmul(make.sitofp(block.load(number, _CODES), _BLOCK), block.spread(factor, _BLOCK))
 
 
-def _largest(block: _Operation, values: Any) -> Any:
+def _largest(block: Operation, values: Any) -> Any:
     make, name = block.builder, "llvm.vector.reduce.umax.v64i32"
     bits = make.and_(make.bitcast(values, _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * _WORDS.count))
     known = make.module.globals.get(name)
-    return make.call(known or ir.Function(make.module, ir.FunctionType(_INT, [_WORDS]), name), [bits])
+    return make.call(known or ir.Function(make.module, ir.FunctionType(INT, [_WORDS]), name), [bits])
