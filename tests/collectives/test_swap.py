@@ -49,6 +49,29 @@ def test_threads(size):
     assert all(all(good) for good in run_threads(size, lambda each: swaps(OrderedCollective(each), (1, -1, 2), 7)))
 
 
+def collects(collective, numel):
+    """An all-to-all of rows and an all-gather of messages."""
+    rank, size = collective.rank, collective.size
+    rows, out = (torch.zeros(size, numel, dtype=torch.int64) for _ in range(2))
+    for peer in range(size):
+        rows[peer] = letter(rank, peer, numel)
+    collective.all_to_all(rows, out)
+    good = [out[peer].equal(letter(peer, rank, numel)) for peer in range(size)]
+    collective.all_gather(letter(rank, 7, numel), out)
+    return good + [out[peer].equal(letter(peer, 7, numel)) for peer in range(size)]
+
+
+def _collects(numel):
+    return collects(TorchCollective(), numel)
+
+
+@pytest.mark.parametrize("numel", [5, 300_000])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_and_messages_of_any_length(pools, size, numel):
+    """Long ones go from rank to rank."""
+    assert all(all(good) for good in pools[size].run(_collects, numel))
+
+
 def _over_sockets(numel):
     return swaps(TorchCollective(), (1, -1, 2), numel)
 
