@@ -6,8 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_compress.codecs import CODECS, QSGD, Codec, Dense, Rotated
+from lightning_compress.codecs import CODECS, FFT, QSGD, Codec, Dense, Rotated
 from lightning_compress.collectives import LocalCollective, TorchCollective, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.codecs.atomo import ATOMO
@@ -256,6 +257,31 @@ def test_sums_are_encoded_with_less_noise_than_is_left_of_the_messages(codec):
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.codec, Codec)], ids=lambda case: case.name)
 def test_the_sum_of_one_rank_is_its_message(case):
     assert case.codec.refined(1) == case.codec
+
+
+def sum_and_summands(collective, case, exchange):
+    """What a mean leaves in the vector and gives, of a sum and of its two summands: whether they are equal."""
+    gradient, residual = thread_ranks.vector(collective.rank), thread_ranks.vector(collective.rank, 1)
+    found = []
+    for summands in (None, (gradient, residual)):
+        plan = group_plan(case.codec, exchange, collective, Meter(CPU))
+        vector = torch.full_like(gradient, 7.0) if summands else gradient + residual
+        mean, flag = torch.full_like(gradient, 7.0), torch.tensor(0.0)
+        plan.mean(vector, mean, 5, flag, summands)
+        found.append((vector, mean, flag))
+    return all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_summands_are_sent_as_their_sum(case, size):
+    for exchange in (each for each in ("all_gather", "two_shot", "auto") if can_travel(case, each, size)):
+        assert all(run_threads(size, lambda ranks, exchange=exchange: sum_and_summands(ranks, case, exchange)))
+
+
+def test_spectra_keep_more_of_sums():
+    assert FFT(theta=0.7).refined(4).theta == pytest.approx(0.4)
+    assert FFT(theta=0.7).refined(16).theta == 0
 
 
 def test_every_codec_has_a_case():
