@@ -1,6 +1,6 @@
 """Where a test has many cases of one kind, every n-th runs in each run of the tests; all run with ``-m thorough``.
 
-The laws (``tests/test_laws.py``, ``tests/codecs/test_laws.py``) look at every case of what is tried here by turns.
+The laws (``tests/test_laws.py``, ``tests/codecs/test_laws.py``) are thinned only where they run over sockets as well.
 """
 
 from collections import Counter

@@ -49,8 +49,9 @@ def test_threads(size):
     assert all(all(good) for good in run_threads(size, lambda each: swaps(OrderedCollective(each), (1, -1, 2), 7)))
 
 
-def collects(collective, numel):
+def _collects(numel):
     """An all-to-all of rows and an all-gather of messages."""
+    collective = TorchCollective()
     rank, size = collective.rank, collective.size
     rows, out = (torch.zeros(size, numel, dtype=torch.int64) for _ in range(2))
     for peer in range(size):
@@ -59,10 +60,6 @@ def collects(collective, numel):
     good = [out[peer].equal(letter(peer, rank, numel)) for peer in range(size)]
     collective.all_gather(letter(rank, 7, numel), out)
     return good + [out[peer].equal(letter(peer, 7, numel)) for peer in range(size)]
-
-
-def _collects(numel):
-    return collects(TorchCollective(), numel)
 
 
 @pytest.mark.parametrize("numel", [5, 300_000])

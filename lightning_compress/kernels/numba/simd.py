@@ -363,9 +363,8 @@ def round_codes(typing: Any, codes: Any, first: Any, tile: Any, index: Any, fact
         make = block.builder
         scaled = make.fmul(block.load(2, _BLOCK), block.spread(4, _BLOCK))
         scaled = block.call("maxnum", block.call("minnum", scaled, constant(127.0, _BLOCK)), constant(-127.0, _BLOCK))
-        nearest = make.bitcast(
-            make.fadd(scaled, constant(1.5 * 2**23, _BLOCK)), _WORDS
-        )  # its lowest bits are the integer
+        moved = make.fadd(scaled, constant(1.5 * 2**23, _BLOCK))
+        nearest = make.bitcast(moved, _WORDS)  # its lowest bits are the integer
         block.store(make.trunc(nearest, _CODES), 0)
         return block.done()
 
