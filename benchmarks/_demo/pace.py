@@ -3,8 +3,8 @@
 # No `from __future__ import annotations` here: DistributedDataParallel looks at the hook's annotations.
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import Compression
 from lightning_compress.collectives import Collective, TorchCollective
-from lightning_compress.collectives.collective import Operation
+from lightning_compress.collectives.collective import Operation, Overlapping, Wait
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.engine.hook import Background
 
@@ -32,14 +32,12 @@ class Wire:
         self.bytes_per_s: float | None = None
         self._free = 0.0
 
-    @contextmanager
-    def carrying(self, sent: Callable[[], int]) -> Iterator[None]:
-        """Make what happens inside last until the bytes that ``sent`` returns in the end have had their time."""
-        start = time.perf_counter()
-        yield
-        if self.bytes_per_s:
-            self._free = max(self._free, start) + sent() / self.bytes_per_s
-            time.sleep(max(0.0, self._free - time.perf_counter()))
+    def carry(self, size: int) -> Callable[[], None]:
+        """Begin to carry so many bytes; return a function that waits until they have arrived."""
+        if not self.bytes_per_s:
+            return lambda: None
+        arrival = self._free = max(self._free, time.perf_counter()) + size / self.bytes_per_s
+        return lambda: time.sleep(max(0.0, arrival - time.perf_counter()))
 
 
 def pace(ddp: DistributedDataParallel, compression: Compression, wire: Wire) -> None:
@@ -66,34 +64,34 @@ class _PacedCollective(Collective):
         self._inner, self._wire, self._meter, self._seen = inner, wire, meter, meter.bytes_sent
         self.rank, self.size = inner.rank, inner.size
 
-    def _sent(self) -> int:
+    def _carry(self) -> Callable[[], None]:
+        """Begin to carry what was counted since the last call."""
         last, self._seen = self._seen, self._meter.bytes_sent
-        return self._seen - last
+        return self._wire.carry(self._seen - last)
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
-        with self._wire.carrying(self._sent):
-            self._inner.all_reduce(tensor, operation)
+        arrive = self._carry()
+        self._inner.all_reduce(tensor, operation)
+        arrive()
 
-    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
-        wait = self._inner.begin_all_reduce(tensor, operation)
-
-        def paced() -> None:
-            with self._wire.carrying(self._sent):
-                wait()
-
-        return paced
+    def begin(self, name: Overlapping, *arguments: Any) -> Wait:
+        arrive, wait = self._carry(), self._inner.begin(name, *arguments)
+        return lambda: (wait(), arrive())
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        with self._wire.carrying(self._sent):
-            self._inner.all_gather(tensor, out)
+        arrive = self._carry()
+        self._inner.all_gather(tensor, out)
+        arrive()
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
-        with self._wire.carrying(self._sent):
-            self._inner.all_to_all(send, receive)
+        arrive = self._carry()
+        self._inner.all_to_all(send, receive)
+        arrive()
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        with self._wire.carrying(self._sent):
-            self._inner.swap(sends, receives)
+        arrive = self._carry()
+        self._inner.swap(sends, receives)
+        arrive()
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         return _PacedCollective(self._inner.part(ranks), self._wire, self._meter)
@@ -116,6 +114,7 @@ class _PacedMean:
         return future
 
     def _mean(self, buffer: Tensor) -> None:
-        with self._wire.carrying(lambda: all_reduce_bytes(buffer.nbytes, self._ranks.size)):
-            buffer.div_(self._ranks.size)
-            dist.all_reduce(buffer, group=self._ranks.group)
+        arrive = self._wire.carry(all_reduce_bytes(buffer.nbytes, self._ranks.size))
+        buffer.div_(self._ranks.size)
+        dist.all_reduce(buffer, group=self._ranks.group)
+        arrive()

@@ -211,13 +211,11 @@ class Recorder:
 @contextmanager
 def wrapped_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Have every collective of ours over a process group be what ``wrap`` makes of it, and every wait for one, too."""
-    begin = wrap(TorchCollective.begin_all_reduce)
+    begin = wrap(TorchCollective.begin)
     with ExitStack() as patches:
         for name in COLLECTIVES:
             patches.enter_context(mock.patch.object(TorchCollective, name, wrap(getattr(TorchCollective, name))))
-        patches.enter_context(
-            mock.patch.object(TorchCollective, "begin_all_reduce", lambda *given: wrap(begin(*given)))
-        )
+        patches.enter_context(mock.patch.object(TorchCollective, "begin", lambda *given: wrap(begin(*given))))
         yield
 
 

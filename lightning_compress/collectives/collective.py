@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Operation = Literal["sum", "max"]
 """How an all-reduce combines the ranks' tensors, element by element."""
+Overlapping = Literal["all_reduce", "all_gather", "all_to_all"]
+"""The collectives that ``Collective.begin`` starts."""
+Wait = Callable[[], object]
+"""Waits for a collective that was started; on NCCL, only the device's stream waits."""
 
 
 class Collective(ABC):
-    """Synchronous collectives among ``size`` ranks, issued by all of them in the same order.
+    """Collectives among ``size`` ranks, issued by all of them in the same order, and synchronous but for ``begin``.
 
     Attributes:
         rank: this rank, 0 <= rank < size.
@@ -33,9 +37,14 @@ class Collective(ABC):
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Sum or maximise over the ranks, in place, in the tensor's dtype; every rank gets the same bits."""
 
-    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
-        """Start an ``all_reduce`` that may overlap with later ones; call the returned function to wait for it."""
-        self.all_reduce(tensor, operation)
+    def begin(self, name: Overlapping, *arguments: Any) -> Wait:
+        """Start a collective that may overlap with later ones, which every rank starts in the same order.
+
+        Args:
+            name: of the method.
+            arguments: of the method. Until the wait is over, its tensors must not be used.
+        """
+        getattr(self, name)(*arguments)
         return lambda: None
 
     def broadcast(self, tensor: Tensor, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective, Operation
+from lightning_compress.collectives.collective import Collective, Operation, Overlapping, Wait
 
 SPANS = ("encode", "exchange", "decode")
 
@@ -175,21 +175,21 @@ class CountingCollective(Collective):
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Count a bandwidth-optimal all-reduce."""
-        self._count(all_reduce_bytes(tensor.nbytes, self.size), self._inner.all_reduce, tensor, operation)
+        self._count(_BYTES["all_reduce"](tensor, self.size), self._inner.all_reduce, tensor, operation)
 
-    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
+    def begin(self, name: Overlapping, *arguments: Any) -> Wait:
         """Count the bytes when it begins; its time is the time spent waiting for it."""
-        self._meter.bytes_sent += all_reduce_bytes(tensor.nbytes, self.size)
-        wait = self._inner.begin_all_reduce(tensor, operation)
+        self._meter.bytes_sent += _BYTES[name](arguments[0], self.size)
+        wait = self._inner.begin(name, *arguments)
         return lambda: self._count(0, wait)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Count one message to every other rank."""
-        self._count((self.size - 1) * tensor.nbytes, self._inner.all_gather, tensor, out)
+        self._count(_BYTES["all_gather"](tensor, self.size), self._inner.all_gather, tensor, out)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Count the rows for other ranks."""
-        self._count((self.size - 1) * send[0].nbytes, self._inner.all_to_all, send, receive)
+        self._count(_BYTES["all_to_all"](send, self.size), self._inner.all_to_all, send, receive)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Count what is sent."""
@@ -203,6 +203,13 @@ class CountingCollective(Collective):
 def all_reduce_bytes(size: int, ranks: int) -> int:
     """Return the bytes that each of ``ranks`` ranks sends in an all-reduce of ``size`` bytes."""
     return round(2 * (ranks - 1) / ranks * size)
+
+
+_BYTES: dict[str, Callable[[Tensor, int], int]] = {
+    "all_reduce": lambda tensor, ranks: all_reduce_bytes(tensor.nbytes, ranks),
+    "all_gather": lambda tensor, ranks: (ranks - 1) * tensor.nbytes,
+    "all_to_all": lambda rows, ranks: (ranks - 1) * rows[0].nbytes,
+}
 
 
 def all_reduce_rounds(ranks: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_compress.collectives.collective import Collective, Operation
+from lightning_compress.collectives.collective import Collective, Operation, Overlapping, Wait
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -42,6 +42,15 @@ def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return whole
 
 
+def _works(work: dist.Work | None) -> list[dist.Work]:
+    return [] if work is None else [work]
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
 class TorchCollective(Collective):
     """Collectives of one process group, issued synchronously.
 
@@ -59,34 +68,40 @@ class TorchCollective(Collective):
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Sum or maximise over the ranks with the backend's own algorithm."""
-        dist.all_reduce(tensor, _OPERATIONS[operation], group=self.group)
+        self._all_reduce(tensor, operation)
 
-    def begin_all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Callable[[], object]:
-        """Start the backend's asynchronous all-reduce."""
-        work = dist.all_reduce(tensor, _OPERATIONS[operation], group=self.group, async_op=True)
-        assert work is not None
-        return lambda: work.wait()
+    def _all_reduce(self, tensor: Tensor, operation: Operation = "sum", async_op: bool = False) -> list[dist.Work]:
+        return _works(dist.all_reduce(tensor, _OPERATIONS[operation], group=self.group, async_op=async_op))
+
+    def begin(self, name: Overlapping, *arguments: Any) -> Wait:
+        """Start the backend's asynchronous collective, or the transfers that replace it."""
+        works: list[dist.Work] = getattr(self, f"_{name}")(*arguments, async_op=True)
+        return lambda: _wait(works)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Collect one tensor from each rank."""
+        _wait(self._all_gather(tensor, out))
+
+    def _all_gather(self, tensor: Tensor, out: Tensor, async_op: bool = False) -> list[dist.Work]:
         if self.size == 2 and self._prefers_swap(tensor):  # among more ranks, Gloo's ring is as fast as the link
             rows, peer = out.view(2, -1), 1 - self.rank
             rows[self.rank].copy_(tensor)
-            self.swap({peer: tensor}, {peer: rows[peer]})
-            return
-        _all_gather(out.view(-1), tensor, group=self.group)
+            return self._transfers({peer: tensor}, {peer: rows[peer]})
+        return _works(_all_gather(out.view(-1), tensor, group=self.group, async_op=async_op))
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """Exchange rows pairwise."""
+        _wait(self._all_to_all(send, receive))
+
+    def _all_to_all(self, send: Tensor, receive: Tensor, async_op: bool = False) -> list[dist.Work]:
         if self._prefers_swap(send[0]):
             receive[self.rank].copy_(send[self.rank])
             peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-            self.swap({peer: send[peer] for peer in peers}, {peer: receive[peer] for peer in peers})
-            return
-        dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group)
+            return self._transfers({peer: send[peer] for peer in peers}, {peer: receive[peer] for peer in peers})
+        return _works(dist.all_to_all_single(receive.view(-1), send.view(-1), group=self.group, async_op=async_op))
 
     def _prefers_swap(self, row: Tensor) -> bool:
-        """Return whether ``swap`` is faster; Gloo's own calls send before they receive, so one way after the other."""
+        """Return whether transfers are faster: Gloo's own calls send before they receive, one way after the other."""
         return self._gloo and row.device.type == "cpu" and row.nbytes >= _LONG
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
@@ -102,6 +117,9 @@ class TorchCollective(Collective):
             devices = [tensor.device for tensor in (*sends.values(), *receives.values())]
             dist.all_reduce(torch.zeros(1, device=devices[0] if devices else "cuda"), group=self.group)
             self._met = True
+        _wait(self._transfers(sends, receives))
+
+    def _transfers(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[dist.Work]:
         # receives first: on Gloo, their ready messages would wait behind the data sent over the same connection
         group = _whole(self.group)
         moves = [
@@ -110,8 +128,7 @@ class TorchCollective(Collective):
             for peer, tensor in tensors.items()
             if tensor.numel()
         ]
-        for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()
+        return dist.batch_isend_irecv(moves) if moves else []
 
     def apart(self) -> TorchCollective:
         """Return the same ranks over a separate process group, which ``close`` destroys; a collective call."""

@@ -89,7 +89,7 @@ class Unused(Stage):
                 mean = vector.pieces[block.number].float()
                 self._earlier.append((block, part, mean.clone() if vector.scale is None else mean / vector.scale))
         self._find(self._mixed, self._mixed_parts, vector.summands or (vector.made(),))
-        self._wait = self._collective.begin_all_reduce(self._mask, "max")
+        self._wait = self._collective.begin("all_reduce", self._mask, "max")
 
     def after(self, vector: Vector) -> None:
         """Zero the means of what no rank uses, or keep earlier ones, and zero what encoding made of zeros."""

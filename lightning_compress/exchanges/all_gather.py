@@ -15,6 +15,7 @@ from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, length_cost, longest
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
+from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.kernels import Summands
 
 
@@ -28,36 +29,42 @@ class AllGather(Exchange):
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        return _Plan(MessagePlan(sections, world.device, world.meter), world.collective, world.device)
+        whole = MessagePlan(sections, world.device, world.meter)
+        count = 1 if whole.variable or whole.in_pieces else part_count(sections, world)
+        cut = parts_of(sections, count)
+        parts = [whole] if count == 1 else [MessagePlan(part, world.device, world.meter) for part in cut]
+        return _Plan(parts, world.collective, world.device)
 
 
 class _Plan(ExchangePlan):
     description = "all_gather"
 
-    def __init__(self, plan: MessagePlan, collective: Collective, device: torch.device) -> None:
-        self._plan = plan
+    def __init__(self, plans: Sequence[MessagePlan], collective: Collective, device: torch.device) -> None:
         self._collective = collective
-        self._own = Messages(1, plan.size, device)
-        self._messages = Messages(collective.size, plan.size, device)
-        size = collective.size
-        self.in_pieces = plan.in_pieces
-        self.cost = length_cost(plan, size) + Cost(
-            bytes_sent=(size - 1) * plan.expected_size,
-            rounds=all_gather_rounds(size),
+        size, first = collective.size, plans[0]
+        self._parts = [(plan, Messages(1, plan.size, device), Messages(size, plan.size, device)) for plan in plans]
+        self.in_pieces = len(plans) == 1 and first.in_pieces
+        self.cost = length_cost(first, size) + Cost(
+            bytes_sent=(size - 1) * sum(plan.expected_size for plan in plans),
+            rounds=all_gather_rounds(size),  # parts share the wire
             encodes=1.0,
             decodes=float(size),
-            calls=2,
+            calls=2 * len(plans),
         )
 
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         rank, size = self._collective.rank, self._collective.size
-        self._plan.agree(key, rank, size)
-        message = self._own.all[0]
-        used = self._plan.encode(vector, message, mix(key, rank), flag, keep=False, summands=summands)
-        width = self._plan.size
-        if self._plan.variable:
-            width = longest(used, width, self._collective, vector.device)
-        messages = self._messages.all.view(-1)[: size * width].view(size, width)
-        self._collective.all_gather(message[:width], messages)
-        flag.copy_(self._plan.flags(messages))
-        self._plan.decode(messages, out, 1 / size, accumulate=False)
+        begun = []
+        for number, (plan, own, all_messages) in enumerate(self._parts):
+            part_key = mix(key, number) if number else key
+            plan.agree(part_key, rank, size)
+            message = own.all[0]
+            used = plan.encode(vector, message, mix(part_key, rank), flag, keep=False, summands=summands)
+            width = longest(used, plan.size, self._collective, vector.device) if plan.variable else plan.size
+            messages = all_messages.all.view(-1)[: size * width].view(size, width)
+            begun.append((messages, self._collective.begin("all_gather", message[:width], messages)))
+        flag.zero_()
+        for (plan, _, _), (messages, wait) in zip(self._parts, begun, strict=True):
+            wait()
+            flag.add_(plan.flags(messages))
+            plan.decode(messages, out, 1 / size, accumulate=False)

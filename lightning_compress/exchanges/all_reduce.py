@@ -20,12 +20,9 @@ from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages, chunk_size
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
+from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.kernels import Summands
 
-PART = 1 << 20
-"""Elements per message of a long vector: at 10 Gbit/s they travel for a few milliseconds."""
-MOST = 8
-"""The maximum number of messages per vector."""
 Piece = tuple[int, int, int]
 """A stretch of a gradient: the gradient's index, the first element, and one past the last."""
 
@@ -49,24 +46,13 @@ class AllReduce(Exchange):
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         collective, device, meter = world
-        parts = _parts(sections, device, collective.size)
+        parts = parts_of(sections, part_count(sections, world))
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)
         plan.dense_spans = [each.span for each in sections if isinstance(each.codec, Dense)]
         plan.from_gradients = _InPlace.of(parts, plan.messages, world)
         plan.in_place = plan.from_gradients is not None
         return plan
-
-
-def _parts(sections: Sequence[Section], device: torch.device, ranks: int) -> list[list[Section]]:
-    """Split long vectors on a CPU, so that some parts travel while others are encoded or decoded."""
-    numel = sum(section.layout.numel for section in sections)
-    count = min(MOST, numel // PART)
-    divisible = device.type == "cpu" and ranks > 1 and not any(section.codec.sparse for section in sections)
-    if not divisible or count < 2:
-        return [list(sections)]
-    parts = [[section.shard(number, count) for section in sections] for number in range(count)]
-    return [[section for section in part if section.layout.numel] for part in parts]
 
 
 class _Plan(ExchangePlan):
@@ -108,7 +94,7 @@ class _Plan(ExchangePlan):
             part_key = mix(key, number) if number else key
             plan.share(part_key)
             plan.encode(vector, message[0], mix(part_key, rank), flag)
-            waits.append([self._collective.begin_all_reduce(values) for values in sums])
+            waits.append([self._collective.begin("all_reduce", values) for values in sums])
         flag.zero_()
         for (plan, message, _), begun in zip(self._parts, waits, strict=True):
             for wait in begun:
@@ -159,7 +145,7 @@ class _InPlace:
                 torch._foreach_copy_(rows, parts)
             if self._meter.sampling:
                 self._note_error(rows, parts)
-            begun.append(self._collective.begin_all_reduce(message))
+            begun.append(self._collective.begin("all_reduce", message))
         flag.zero_()
         for (message, rows, pieces), wait in zip(self._cuts, begun, strict=True):
             wait()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
-from lightning_compress.collectives import World
+from lightning_compress.collectives import Collective, World
+from lightning_compress.collectives.collective import Wait
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.state import States
@@ -32,6 +33,7 @@ from lightning_compress.exchanges.exchange import (
 )
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
+from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.exchanges.remote_error import DeferredError
 from lightning_compress.kernels import Summands
 
@@ -96,55 +98,98 @@ class TwoShot(Exchange):
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        collective, device, meter = world
-        shards = [[section.shard(rank, collective.size) for section in sections] for rank in range(collective.size)]
+        size = world.collective.size
         step = OwnerStep(self.adagrad, sections, world, states or {}) if self.adagrad else None
-        plans = [MessagePlan(shard, device, meter) for shard in shards]
-        finer = [sections_of_sums(shard, collective.size, self.sums) for shard in shards]
-        sums = plans if finer == shards else [MessagePlan(shard, device, meter) for shard in finer]
-        return _Plan(plans, sums, world, step)
+        shards = [[section.shard(rank, size) for section in sections] for rank in range(size)]
+        parts = [_Part(shards, self.sums, world, step)]
+        count = part_count(sections, world)
+        if count > 1 and not step and not parts[0].variable:
+            cut = [parts_of(shard, count) for shard in shards]
+            parts = [_Part(part, self.sums, world, None) for part in zip(*cut, strict=True)]
+        return _Plan(parts, world.collective)
 
 
 class _Plan(ExchangePlan):
     description = "two_shot"
 
-    def __init__(
-        self, shards: list[MessagePlan], sums: list[MessagePlan], world: World, step: OwnerStep | None
-    ) -> None:
-        self._shards, self._sums = shards, sums
-        self._collective, device, _ = world
-        self._step = step
-        self._correlated = any(plan.correlated for plan in shards)
-        size = self._collective.size
-        self._widest, self._widest_sum = (max(plans, key=lambda plan: plan.size) for plans in (shards, sums))
-        width, sum_width = self._widest.size, self._widest_sum.size
-        self._send = Messages(size, width, device)
-        self._receive = Messages(size, max(width, sum_width), device)
-        self._sum = Messages(1, sum_width, device)
-        expected = sum(max(plan.expected_size for plan in plans) for plans in (shards, sums))
-        lengths = length_cost(self._widest, size) + length_cost(self._widest_sum, size)
-        self.cost = lengths + Cost(
-            bytes_sent=(size - 1) * expected,
-            rounds=all_to_all_rounds(size) + all_gather_rounds(size),
+    def __init__(self, parts: Sequence[_Part], collective: Collective) -> None:
+        self._parts = parts
+        self._own = [span for part in parts for span in part.own.spans]
+        size = collective.size
+        self.cost = parts[0].lengths + Cost(
+            bytes_sent=(size - 1) * sum(part.expected for part in parts),
+            rounds=all_to_all_rounds(size) + all_gather_rounds(size),  # parts share the wire
             encodes=1.0,
             decodes=2.0 - 1 / size,  # own shard from all others, then all shards
             sum_encodes=1 / size,
             sum_decodes=1.0,
-            calls=2 * size + 2,
+            calls=len(parts) * (2 * size + 2),
         )
-        self.sum_ranks = 1 if sums is shards else size
+        self.sum_ranks = 1 if parts[0].same else size
 
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
         if summands is not None:
-            own_shard = self._shards[self._collective.rank]  # encoded only after the others' are added
-            for span in own_shard.spans:
+            for span in self._own:  # encoded only after the others' are added
                 torch.add(summands[0][span], summands[1][span], out=vector[span])
         with whole(out, vector) as mean:
             self._mean(vector, mean, key, flag, summands)
 
     def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor, summands: Summands) -> None:
+        error = DeferredError()
+        keys = [mix(key, number) if number else key for number in range(len(self._parts))]
+        with_keys = list(zip(self._parts, keys, strict=True))
+        waits = [part.send(vector, part_key, flag, summands) for part, part_key in with_keys]
+        for number, (part, part_key) in enumerate(with_keys):
+            waits[number]()
+            waits[number] = part.send_sum(vector, part_key, flag, error)
+        for part, wait in zip(self._parts, waits, strict=True):
+            wait()
+            error.raise_own()  # by now, every rank was sent the mark
+            part.read_sums(out, flag)
+        for part in self._parts:
+            part.check(flag, error)
+
+
+class _Part:
+    """A part of every shard: its two messages, and what is between them.
+
+    Args:
+        shards: the part's sections of each shard.
+        sums: how sums are encoded; see ``sections_of_sums``.
+        world: the ranks.
+        step: AdaGrad at the owner, or None.
+
+    Attributes:
+        own: encodes this rank's shard.
+        same: sums are encoded as each rank's own values are.
+        variable: messages vary in length.
+        expected: expected bytes of both messages.
+        lengths: the cost of agreeing on their lengths.
+    """
+
+    def __init__(self, shards: Sequence[Sequence[Section]], sums: Sums, world: World, step: OwnerStep | None) -> None:
+        self._collective, device, meter = world
+        size, self._step = self._collective.size, step
+        self._shards = [MessagePlan(shard, device, meter) for shard in shards]
+        finer = [sections_of_sums(shard, size, sums) for shard in shards]
+        self.same = all(list(shard) == each for shard, each in zip(shards, finer, strict=True))
+        self._sums = self._shards if self.same else [MessagePlan(shard, device, meter) for shard in finer]
+        self.own = self._shards[self._collective.rank]
+        self._correlated = any(plan.correlated for plan in self._shards)
+        both = self._shards, self._sums
+        self._widest, self._widest_sum = (max(plans, key=lambda plan: plan.size) for plans in both)
+        self.variable = self._widest.variable or self._widest_sum.variable
+        self.expected = sum(max(plan.expected_size for plan in plans) for plans in both)
+        self.lengths = length_cost(self._widest, size) + length_cost(self._widest_sum, size)
+        width, sum_width = self._widest.size, self._widest_sum.size
+        self._send = Messages(size, width, device)
+        self._receive = Messages(size, max(width, sum_width), device)
+        self._sum = Messages(1, sum_width, device)
+        self._received = torch.empty(0)
+
+    def send(self, vector: Tensor, key: int, flag: Tensor, summands: Summands) -> Wait:
+        """Send every owner its shard of the vector."""
         rank, size = self._collective.rank, self._collective.size
-        own_shard = self._shards[rank]
         used = 0
         places = permutation(key, size) if self._correlated else []
         for peer, shard in enumerate(self._shards):
@@ -156,34 +201,43 @@ class _Plan(ExchangePlan):
                 message = self._send.all[peer, : shard.size]
                 used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, summands))
         width = self._width(self._widest, used)
-        received = self._rows(width)
-        self._collective.all_to_all(self._send.all[:, :width].contiguous(), received)
-        error = DeferredError()
-        for others in (received[:rank, : own_shard.size], received[rank + 1 :, : own_shard.size]):
+        self._received = self._rows(width)
+        return self._collective.begin("all_to_all", self._send.all[:, :width].contiguous(), self._received)
+
+    def send_sum(self, vector: Tensor, key: int, flag: Tensor, error: DeferredError) -> Wait:
+        """Add what arrived to the own shard of the vector, and send the sum to all."""
+        rank, own, received = self._collective.rank, self.own, self._received
+        for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             if len(others):
                 with error.deferred():
-                    own_shard.decode(others, vector, 1.0, accumulate=True)
-                flag.add_(own_shard.flags(others))
-        own_shard.zero_nonfinite(vector, flag)
+                    own.decode(others, vector, 1.0, accumulate=True)
+                flag.add_(own.flags(others))
+        own.zero_nonfinite(vector, flag)
         error.mark(flag)
         if self._step:
             self._step.before(vector)
         total = self._sums[rank]
         message = self._sum.all[0, : total.size]
-        used = total.encode(vector, message, mix(key, rank, size), flag, keep=self._step is not None)
+        used = total.encode(vector, message, mix(key, rank, self._collective.size), flag, keep=self._step is not None)
         width = self._width(self._widest_sum, used)
         if self._step:
             self._step.after(vector)
-        received = self._rows(width)
-        self._collective.all_gather(self._sum.all[0, :width], received)
-        error.raise_own()
+        self._received = self._rows(width)
+        return self._collective.begin("all_gather", self._sum.all[0, :width], self._received)
+
+    def read_sums(self, out: Tensor, flag: Tensor) -> None:
+        """Decode every shard's sum."""
+        weight = 1.0 if self._step else 1 / self._collective.size
         for peer, shard in enumerate(self._sums):
-            message = received[peer : peer + 1, : shard.size]
-            shard.decode(message, out, 1.0 if self._step else 1 / size, accumulate=False)
+            message = self._received[peer : peer + 1, : shard.size]
+            shard.decode(message, out, weight, accumulate=False)
             flag.add_(shard.flags(message))
+
+    def check(self, flag: Tensor, error: DeferredError) -> None:
+        """Raise ValueError if an owner could not read what it received."""
         # reading the flag waits for the device: only where decoding can fail
         if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
-            error.check(shard.reports_error(received[peer]) for peer, shard in enumerate(self._sums))
+            error.check(shard.reports_error(self._received[peer]) for peer, shard in enumerate(self._sums))
 
     def _width(self, widest: MessagePlan, used: int) -> int:
         """Return the bytes of each rank's row; collective if lengths vary."""

@@ -148,7 +148,7 @@ class Rendezvous(Meeting):
             self.signals.act()
 
     def _begin(self, words: Tensor) -> Callable[[], Tensor]:
-        wait = self.ranks.begin_all_reduce(words, "max")
+        wait = self.ranks.begin("all_reduce", words, "max")
         return lambda: (wait(), words)[1]
 
     def _take(self) -> None:
@@ -180,7 +180,7 @@ class _Stream:
                 self._on_device = torch.zeros(len(words), dtype=torch.int64, device=self._device)
         self._words.copy_(words)
         with torch.cuda.stream(self._stream):
-            self._ranks.begin_all_reduce(self._on_device.copy_(self._words, non_blocking=True), "max")()
+            self._ranks.begin("all_reduce", self._on_device.copy_(self._words, non_blocking=True), "max")()
             self._words.copy_(self._on_device, non_blocking=True)
             event = self._stream.record_event()
         reduced = self._words

@@ -125,7 +125,7 @@ def average_ordinary(
             reduce_now(compression, trained, gradients)
             continue
         torch._foreach_div_(gradients, collective.size)
-        waits += [collective.begin_all_reduce(each) for each in gradients]
+        waits += [collective.begin("all_reduce", each) for each in gradients]
     for wait in waits:
         wait()
     return list(layers) if waits else []
