@@ -28,8 +28,9 @@ from lightning_compress import Compression, attach
 from lightning_compress.collectives import TorchCollective
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "swap")
-DENSE = ("no communication", "DDP", "PyTorch fp16")
-"""Those of PyTorch's methods that can be taken down; here their hooks are written out, to look inside."""
+DENSE = {"no communication": None, "DDP": None, "PyTorch fp16": torch.float16, "PyTorch bf16": torch.bfloat16}
+"""Those of PyTorch's methods that can be taken down, and the dtype they cast to; their hooks are written out here, to
+look inside."""
 
 
 class Turn:
@@ -169,7 +170,7 @@ class Recorder:
     def _dense_hook(self, name: str) -> Callable[..., Any]:
         if name not in DENSE:
             raise ValueError(f"{name!r} cannot be taken down; of PyTorch's methods these can: {', '.join(DENSE)}")
-        dtype = torch.float16 if name == "PyTorch fp16" else None
+        dtype = DENSE[name]
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
             start = time.perf_counter()
