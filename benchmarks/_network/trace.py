@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -211,11 +212,31 @@ class Recorder:
 
 @contextmanager
 def wrapped_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Have every collective of ours over a process group be what ``wrap`` makes of it, and every wait for one, too."""
+    """Have every collective of ours over a process group be what ``wrap`` makes of it, and every wait for one, too.
+
+    One that another one is made of, as an all-gather is of a swap, is a part of that one.
+    """
+    inside = threading.local()
+
+    def outermost(collective: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = wrap(collective)
+
+        @functools.wraps(collective)
+        def called(*arguments: Any) -> Any:
+            if getattr(inside, "one", False):
+                return collective(*arguments)
+            inside.one = True
+            try:
+                return wrapped(*arguments)
+            finally:
+                inside.one = False
+
+        return called
+
     begin = wrap(TorchCollective.begin_all_reduce)
     with ExitStack() as patches:
         for name in COLLECTIVES:
-            patches.enter_context(mock.patch.object(TorchCollective, name, wrap(getattr(TorchCollective, name))))
+            patches.enter_context(mock.patch.object(TorchCollective, name, outermost(getattr(TorchCollective, name))))
         patches.enter_context(
             mock.patch.object(TorchCollective, "begin_all_reduce", lambda *given: wrap(begin(*given)))
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import network
+from benchmarks._gossip.rank import METHODS as OVER_LINKS
 from benchmarks._network import lab, methods, plot, relay, show
 from benchmarks._network.launch import run_ranks
 from lightning_compress.core.layout import Layout
@@ -29,13 +30,34 @@ def namespaces(pid=None):
 @root
 def test_bytes_on_the_wire_are_those_of_the_formula():
     wanted = ["onebit", '{"compressor": "topk", "exchange": "split_gather"}', '{"compressor": "bf16"}']
-    given = ["DDP", "no communication", "PyTorch bf16", *wanted]
-    found = network.measure(2, "1gbit", "mlp", given, 1, 1, warm=2)
+    found = network.measure(2, "1gbit", "mlp", ["DDP", "no communication", *wanted], 1, 1, warm=2)
     for name in wanted:
         assert found["wire_bytes"][name] == pytest.approx(found["formula_bytes"][name], rel=0.03)
-    assert found["wire_bytes"]["PyTorch bf16"] == pytest.approx(found["formula_bytes"][wanted[-1]], rel=0.03)
     assert found["wire_bytes"]["DDP"] > 40e6 > 1e5 > found["wire_bytes"]["no communication"]
     assert not namespaces()
+
+
+def _pytorch_means():
+    """Of equal gradients on a rank, by PyTorch's hooks under DDP, and under gossip's stand-in for a bucket."""
+    found = []
+    for name in ("PyTorch fp16", "PyTorch bf16", "PyTorch PowerSGD 1"):
+        model, _ = methods.make(name)(torch.nn.Linear(40, 40, bias=False))
+        for _ in range(4):  # the first two of PowerSGD are not compressed
+            model.zero_grad()
+            model(torch.full((1, 40), 1.0 + torch.distributed.get_rank())).sum().backward()
+        found.append(model.module.weight.grad.mean().item())
+    for name in ("PyTorch bf16", "PyTorch PowerSGD 1"):
+        step = OVER_LINKS[name](1010)
+        for number in range(4):
+            vector = torch.full((1010,), 1.0 + torch.distributed.get_rank())
+            step(vector, number)
+        found.append(vector.mean().item())
+    return found
+
+
+def test_pytorchs_hooks_run_over_gloo(pools):
+    for found in pools[2].run(_pytorch_means):
+        assert found == pytest.approx([1.5] * 5, rel=1e-3)
 
 
 @root
