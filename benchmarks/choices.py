@@ -3,16 +3,21 @@
     sudo python -m benchmarks.choices --json choices.json
     sudo python -m benchmarks.choices --models mlp,resnet20 --rates 1gbit --ranks 2,4 --compressors onebit
 
-A cell is a model, a rate, a number of ranks and a compressor; plans take turns in one run over shaped links (see
+A cell is a model, a rate, a number of ranks and a compressor; plans take turns over shaped links (see
 ``benchmarks.network``: Linux, root, iproute2). DistributedDataParallel is one of the plans; where its bytes alone take
 longer than ``--patience`` it is not run, and stands in the tables with what its bytes take, which is a lower bound.
-Cells that are in the JSON already are not measured again.
+
+All plans are measured, then all again: figures are geometric means of both, and the ratio of both says what noise is. A
+choice that is the best plan counts as 1.00 x of it. What ``auto`` predicts for its own choice, computing as long as a
+step without communication, stands beside what its step took. Cells that are in the JSON already are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import statistics
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +28,8 @@ from benchmarks._network.cells import measure
 from benchmarks._network.lab import bits_per_second
 from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw, panels
+from benchmarks._network.show import FREE
+from benchmarks._scale.check import BACKWARD, backward_seconds
 from lightning_compress.collectives.counting import all_reduce_bytes
 
 Cell = dict[str, Any]
@@ -34,12 +41,13 @@ COMPRESSORS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "bf16": ("bf16", ("all_reduce",)),
 }
 """By name: the arguments, and the exchanges that ``auto`` chooses between for its like."""
-NEAR, SLOWER = 1.10, 1.05
-"""What a choice may take of the best plan's time, and of DistributedDataParallel's."""
+NEAR, SLOWER, CLOSE = 1.10, 1.05, 0.20
+"""What a choice may take of the best plan's time, and of DistributedDataParallel's; by what a prediction may be off."""
+PREDICTED = re.compile(r"for (\d+) elements, ([\d.]+) ms by the cost model")
 
 
 def measure_cell(model: str, ranks: int, rate: str, compressor: str, arguments: argparse.Namespace) -> Cell:
-    """Milliseconds by plan, which of them are lower bounds, and what ``auto`` said."""
+    """Milliseconds by plan, their noise, which are lower bounds, and what ``auto`` said and predicts."""
     given, exchanges = COMPRESSORS[compressor]
     chooses = {"name": "auto", "fallback": "dense"}  # also float32
     plans = {
@@ -49,18 +57,42 @@ def measure_cell(model: str, ranks: int, rate: str, compressor: str, arguments: 
     }
     elements = sum(each.numel() for each in MODELS[model][0]().parameters())
     least_s = all_reduce_bytes(4 * elements, ranks) * 8 / bits_per_second(rate)
-    names = [DDP] * (least_s <= arguments.patience) + list(plans.values())
-    found = measure(ranks, rate, model, names, arguments.steps, arguments.rounds, arguments.warm)
-    ms = {name: found["ms"][method] for name, method in plans.items()}
+    plans |= {DDP: DDP} if least_s <= arguments.patience else {}
+    names = [FREE, *plans.values()]
+    passes = [measure(ranks, rate, model, names, arguments.steps, 1, arguments.warm) for _ in range(2)]
+    pairs = {name: [found["ms"][method] for found in passes] for name, method in plans.items()}
+    ms = {name: statistics.geometric_mean(pair) for name, pair in pairs.items()}
+    computing_ms = statistics.geometric_mean([found["ms"][FREE] for found in passes])
+    said = passes[1]["said"].get(plans[AUTO], [])
     return {
         "model": model,
         "ranks": ranks,
         "rate": rate,
         "compressor": compressor,
-        "ms": ms | {DDP: found["ms"].get(DDP, 1e3 * least_s)},
-        "bounds": [] if DDP in found["ms"] else [DDP],
-        "said": found["said"].get(plans[AUTO], []),
+        "ms": ms | {DDP: ms.get(DDP, 1e3 * least_s)},
+        "noise": {name: max(pair) / min(pair) for name, pair in pairs.items()},
+        "bounds": [] if DDP in ms else [DDP],
+        "said": said,
+        "predicted_ms": predicted_ms(said, elements, computing_ms),
     }
+
+
+def predicted_ms(said: list[str], elements: int, computing_ms: float) -> float:
+    """A step by the cost model, whose groups, in the order of backward, are exchanged beside it one after the other.
+
+    Args:
+        said: by ``auto``, a line for each of its groups, and perhaps for those of the first step before them.
+        elements: of the model.
+        computing_ms: a step without communication.
+    """
+    groups: list[tuple[int, float]] = []
+    for line in reversed(said):
+        match = PREDICTED.search(line)
+        if match and sum(numel for numel, _ in groups) < elements:
+            groups.insert(0, (int(match[1]), float(match[2])))
+    backward_ms = computing_ms * BACKWARD
+    costs = [(backward_ms * numel / elements, 0.0, exchange_ms) for numel, exchange_ms in groups]
+    return computing_ms - backward_ms + backward_seconds(costs)
 
 
 def best(cell: Cell) -> str:
@@ -70,7 +102,9 @@ def best(cell: Cell) -> str:
 
 
 def over(cell: Cell, plan: str) -> float:
-    """How many times as long as this plan ``auto`` took."""
+    """How many times as long as this plan ``auto`` took; 1 where it chose this plan, of float32 DDP's."""
+    if chosen(cell) == {DDP: "float32"}.get(plan, plan):
+        return 1.0
     ratio: float = cell["ms"][AUTO] / cell["ms"][plan]
     return ratio
 
@@ -87,7 +121,7 @@ def show(cells: list[Cell]) -> None:
     """Print every cell, and what the issue is: how often the choice is near the best, and how far from DDP."""
     table = Table(title="milliseconds of a step; >: its bytes alone take so long")
     plans = list(dict.fromkeys(name for cell in cells for name in cell["ms"] if name not in (AUTO, DDP)))
-    names = ["cell", DDP, *plans, "chosen", AUTO, "/ best", "/ DDP"]
+    names = ["cell", DDP, *plans, "chosen", AUTO, "/ best", "/ DDP", "noise", "predicted"]
     for name in names:
         table.add_column(name, no_wrap=name in ("cell", "chosen"))
     for cell in cells:
@@ -96,13 +130,20 @@ def show(cells: list[Cell]) -> None:
         dense = f"{'> ' if DDP in cell['bounds'] else ''}{ms[DDP]:.1f}"
         others = [f"{ms[name]:.1f}" if name in ms else "" for name in plans]
         ratios = [f"{over(cell, plan):.2f}" for plan in (best(cell), DDP)]
-        table.add_row(label, dense, *others, chosen(cell), f"{ms[AUTO]:.1f}", *ratios)
-    Console(width=150).print(table)
+        also = f"{max(cell['noise'].values()):.2f}", f"{cell['predicted_ms']:.1f}"
+        table.add_row(label, dense, *others, chosen(cell), f"{ms[AUTO]:.1f}", *ratios, *also)
+    Console(width=170).print(table)
     near, against = [over(cell, best(cell)) for cell in cells], [over(cell, DDP) for cell in cells]
+    noise = [ratio for cell in cells for ratio in cell["noise"].values()]
+    off = [abs(cell["predicted_ms"] / cell["ms"][AUTO] - 1) for cell in cells]
     winners = sorted({best(cell) for cell in cells})
     print(f"{len(cells)} cells; {sum(each <= NEAR for each in near)} choices within {NEAR:.2f} x of the best plan")
     print(f"{sum(each <= SLOWER for each in against)} within {SLOWER:.2f} x of DDP, at most {max(against):.2f} x")
     print(f"plans that win somewhere: {', '.join(winners)}")
+    print(f"noise: the same plan twice differs by {statistics.median(noise):.2f} x, at most {max(noise):.2f} x")
+    print(
+        f"predictions within {CLOSE:.0%}: {sum(each <= CLOSE for each in off)} of {len(cells)} cells".replace("%", " %")
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -113,9 +154,8 @@ def parse() -> argparse.Namespace:
     add("--rates", default="100mbit,300mbit,1gbit,3gbit,10gbit")
     add("--ranks", type=positives, default=[2, 4, 8], help="by commas (2,4,8)")
     add("--compressors", default="topk", help=f"of {', '.join(COMPRESSORS)}, by commas")
-    add("--steps", type=positive, default=6)
-    add("--rounds", type=positive, default=2, help="plans take turns so many times, each time another one first")
-    add("--warm", type=natural, default=3, help="steps in each round before those that count")
+    add("--steps", type=positive, default=3, help="that count, of each plan in each of the two passes")
+    add("--warm", type=natural, default=3, help="steps before those")
     add(
         "--patience",
         type=above_zero,
@@ -129,8 +169,6 @@ def parse() -> argparse.Namespace:
         setattr(arguments, name, getattr(arguments, name).split(","))
         if unknown := [each for each in getattr(arguments, name) if each not in known]:
             parser.error(f"--{name} {unknown[0]} is none of {', '.join(known)}")
-    if arguments.steps < arguments.rounds:
-        parser.error(f"--steps {arguments.steps}: at least one a round, so --rounds {arguments.steps} at most")
     arguments.rates = arguments.rates.split(",")
     try:
         for rate in arguments.rates:
@@ -148,6 +186,7 @@ def main() -> None:
     arguments = parse()
     cells: list[Cell] = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
     keys = ("model", "ranks", "rate", "compressor")
+    cells = [cell for cell in cells if "noise" in cell]  # others were measured once
     done = {tuple(cell[key] for key in keys) for cell in cells}
     wanted = [
         (model, ranks, rate, compressor)

@@ -7,7 +7,7 @@
 
 For accuracy ranks are threads of one process. A run is a row of the CSV file, written when it ends; those that are
 there are not run again, so that it may be interrupted. All methods have the same steps, batches, first weights and
-learning rates.
+learning rates. Titles of ``network`` say kappa, as those of ``benchmarks.network``.
 """
 
 from __future__ import annotations

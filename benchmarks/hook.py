@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._arguments import file_to_write, positive
+from benchmarks._network.methods import PYTORCH
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.drift import DriftGuard
@@ -108,6 +109,8 @@ def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> Non
         "onebit": lambda: hooked("onebit"),
         "onebit, measured in every step": lambda: hooked("onebit", sample_every=1),
         "topk": lambda: hooked("topk"),
+        "PyTorch bf16": lambda: PYTORCH["PyTorch bf16"](ResNet(20))[0],
+        "PyTorch PowerSGD 1": lambda: PYTORCH["PyTorch PowerSGD 1"](ResNet(20))[0],
     }
     built = {name: make() for name, make in models.items()}
     optimizers = {name: torch.optim.SGD(model.parameters(), 0.01) for name, model in built.items()}

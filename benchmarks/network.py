@@ -13,6 +13,8 @@ everything is taken down again, also after Ctrl-C. iproute2 is needed. Methods t
 steps of rank 0, whose interface counts what it sends, TCP, IP and Ethernet headers included. A delay is made by a
 process that carries frames from link to link; the table says what a byte there and back takes. With ``--trainer`` our
 methods train by Lightning, each with and without its broadcast of a flag in every batch, which the strategy replaces.
+A title's kappa is the time that DDP's bytes take at the links' rate, over that of a step without communication: far
+below 1 messages can hide behind computing, far above 1 a step costs what it sends.
 
 Ranks that share two cores wait for each other, and cannot fill a fast link. So steps can be recorded, each rank
 computing alone, and played again with sleeps in place of computing, over links of any speed, all slowed by one factor:
@@ -211,15 +213,16 @@ def chosen_methods(arguments: argparse.Namespace) -> list[str]:
     sets = arguments.set.split(",") if arguments.set else []
     if unknown := [each for each in sets if each not in (*SETS, "local")]:
         raise ValueError(f"--set {unknown[0]} is none of {', '.join(SETS)}, local")
+    taking = arguments.record or arguments.validate
     if sets:
         named = [name for each in sets for name in (BESIDE_LOCAL if each == "local" else SETS[each])]
-        chosen = [*(() if arguments.trainer else DENSE), *named]
+        rivals = [*DENSE] if taking or arguments.replay else [*DENSE, "PyTorch PowerSGD 1"]
+        chosen = named if arguments.trainer else [*rivals, *named]
     elif arguments.methods:
         chosen = names(arguments.methods)
     elif arguments.replay:
         chosen = list(arguments.recorded["traces"])
     else:
-        taking = arguments.record or arguments.validate
         chosen = REPLAYED if taking else list(OURS) if arguments.trainer else [*PYTORCH, *OURS, *FACTORS]
     for name in chosen:
         make(name)

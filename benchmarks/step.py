@@ -5,7 +5,8 @@
 ResNet-50 (64 images of 224 x 224), a Transformer of the shape of GPT-2's smallest and a large LSTM on synthetic data:
 forward, backward and SGD through DistributedDataParallel, in TensorFloat-32 and under bfloat16 autocast. One process
 has no peers: its hook gathers its own message eight times (``benchmarks/_gpu/echo.py``), so that a step encodes, and
-decodes 8 messages a bucket, while nothing travels. Methods take turns, some steps each; medians.
+decodes 8 messages a bucket, while nothing travels; PyTorch's hooks cast or factor, and sum over one. Methods take
+turns, some steps each; medians.
 """
 
 from __future__ import annotations

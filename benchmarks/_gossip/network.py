@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._gossip.rank import LOCAL_STEPS, METHODS
+from benchmarks._gossip.rank import DDP, LOCAL_STEPS, METHODS
 from benchmarks._network.lab import Lab
 from benchmarks._network.launch import run_ranks
+from benchmarks._network.show import FREE, kappa
 
 
 def measure(
@@ -41,7 +42,7 @@ def _show(cell: dict[str, Any]) -> None:
     title = (
         f"{cell['numel']:,} parameters, {cell['ranks']} ranks, {cell['rate']}, round trip of {cell['delay_ms']:g} ms "
         f"(measured {cell['ping_ms']:.1f}); computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
-    )
+    ) + kappa(cell["rate"], cell["wire_bytes"][DDP], cell["ms"][FREE])
     table = Table("method", "ms a step", "of it not asleep", "kB sent a step", title=title)
     for name in cell["methods"]:
         table.add_row(

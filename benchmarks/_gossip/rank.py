@@ -8,13 +8,16 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from benchmarks._network.methods import bf16_mean, power_sgd_state
 from benchmarks._network.ping import round_trip_ms
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
@@ -28,6 +31,7 @@ from lightning_compress.gossip.topology import build_topology
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 LOCAL_STEPS = 16
+DDP = "DDP's all-reduce"
 Step = Callable[[Tensor, int], object]
 
 
@@ -63,9 +67,34 @@ def _moniqua(bits: int) -> dict[str, object]:
     return {"name": "moniqua", "bits": bits, "theta": 1.0}
 
 
+class _Bucket:
+    """What PyTorch's hooks ask of DDP's bucket: a vector, whose matrix is as square as can be.
+
+    Args:
+        vector: float32 [N].
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        side = isqrt(vector.numel())
+        matrix, rest = vector.split([side * side, vector.numel() - side * side])
+        parts = [matrix.view(side, side), rest]
+        self.index, self.is_last = lambda: 0, lambda: True
+        self.buffer, self.gradients = lambda: vector, lambda: parts
+
+
+def _pytorch(hook: Callable[..., Any], state: Callable[[], object] = lambda: None) -> Callable[[int], Step]:
+    def make(numel: int) -> Step:
+        kept = state()
+        return lambda vector, step: hook(kept, _Bucket(vector)).wait()
+
+    return make
+
+
 METHODS: dict[str, Callable[[int], Step]] = {
     "no communication": lambda numel: lambda vector, step: None,
-    "DDP's all-reduce": _all_reduce(1),
+    DDP: _all_reduce(1),
+    "PyTorch bf16": _pytorch(bf16_mean),
+    "PyTorch PowerSGD 1": _pytorch(powerSGD_hook.powerSGD_hook, lambda: power_sgd_state(1)),
     "rotated, 4 bits": _compressed(Rotated()),
     "onebit": _compressed(OneBit()),
     f"local SGD, every {LOCAL_STEPS}": _all_reduce(LOCAL_STEPS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ from benchmarks._gpu.isolated import FATAL, Row, Task, breaks_device, said
 from benchmarks._gpu.memory import allocated, give_back
 from benchmarks._gpu.trace import overlap
 from benchmarks._models import MODELS, SMALL, Training
+from benchmarks._network.methods import PYTORCH
 from benchmarks._timing import waits_for_device
 from lightning_compress.engine.optimizers import unwatch, watch
 
@@ -31,8 +32,10 @@ METHODS: dict[str, dict[str, object]] = {
     "dgc": {"name": "dgc"},
     "powersgd": {"name": "powersgd"},
     "fft": {"name": "fft"},
+    "PyTorch bf16": {},
+    "PyTorch PowerSGD 1": {},
 }
-"""What is compared; "none" has no hook."""
+"""What is compared; "none" has no hook. PyTorch's reduce over this process alone, by its back end."""
 WARM = 6
 """Steps before anything is measured: buckets are rebuilt after the first, kernels compiled, memory taken."""
 BLOCK = 6
@@ -45,19 +48,21 @@ class Trainer:
 
     Args:
         training: the model and its data.
-        method: what ``compressor=`` takes; empty for no hook.
+        name: of ``METHODS``.
         ranks: that are pretended.
         precision: "tf32", or "bf16" for autocast.
         device: where.
     """
 
-    def __init__(
-        self, training: Training, method: Mapping[str, object], ranks: int, precision: str, device: torch.device
-    ) -> None:
+    def __init__(self, training: Training, name: str, ranks: int, precision: str, device: torch.device) -> None:
+        method = METHODS[name]
         torch.manual_seed(0)
         module = training.make().to(device)
         self._device, self._bf16 = device, precision == "bf16"
-        self._ddp = DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
+        if name in PYTORCH:
+            self._ddp = PYTORCH[name](module)[0]
+        else:
+            self._ddp = DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
         self._compression = echo.compress(self._ddp, method, ranks) if method else None
         if self._compression is not None:
             unwatch(self._compression)
@@ -124,7 +129,9 @@ def measure(task: Task) -> Row:
     row: Row = {**task, "measured": found}
     end = time.monotonic() + task["setup"]
     try:
-        Trainer(training, {}, 1, task["precision"], device).steps(2)  # libraries take memory once, which is no method's
+        Trainer(training, "none", 1, task["precision"], device).steps(
+            2
+        )  # libraries take memory once, which is no method's
         for name in task["methods"]:
             late = {"error": "not measured: setting up the others took too long"}
             found[name] = late if time.monotonic() > end else _begin(name, trainers, training, task, device)
@@ -160,7 +167,7 @@ def _begin(name: str, trainers: dict[str, Trainer], training: Training, task: Ta
     give_back(device)
     before = allocated(device)
     try:
-        trainer = Trainer(training, METHODS[name], task["ranks"], task["precision"], device)
+        trainer = Trainer(training, name, task["ranks"], task["precision"], device)
         trainer.steps(WARM)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

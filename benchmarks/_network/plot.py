@@ -10,20 +10,24 @@ from typing import Any
 from benchmarks._network.lab import bits_per_second
 
 Cell = dict[str, Any]
-LINES = 8
+LINES = 9
 """In one panel; of more methods those come first that are in ``FIRST``."""
 FIRST = (
     "no communication",
     "DDP",
     "PyTorch fp16",
+    "PyTorch bf16",
     "PyTorch PowerSGD 1",
     "onebit",
     "rotated",
     "topk 1 %",
     "dgc 0.1 %",
 )
-COLORS = ("#999999", "#000000", "#7f7f7f", "#bcbd22", "#1f77b4", "#9467bd", "#2ca02c", "#d62728", "#ff7f0e", "#17becf")
-MARKERS = "xos^DvP*<>"
+COLORS = (
+    *("#999999", "#000000", "#7f7f7f", "#8c564b", "#bcbd22", "#1f77b4"),
+    *("#9467bd", "#2ca02c", "#d62728", "#ff7f0e", "#17becf"),
+)
+MARKERS = "xosp^DvP*<>"
 
 
 def draw(cells: list[Cell], path: Path) -> None:

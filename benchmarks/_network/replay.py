@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from benchmarks._network import methods
 from benchmarks._network.models import MODELS, batch
-from benchmarks._network.trace import wrapped_collectives
+from benchmarks._network.trace import DENSE, wrapped_collectives
 from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.settings.run_state import RunState
@@ -89,8 +89,8 @@ class Player(ExitStack):
         known = dict(module.named_parameters())
         self._buckets = [[known[each] for each in names] for names in trace["buckets"]]
         self._sources = [torch.cat([_gradient(each) for each in bucket]) for bucket in self._buckets]
-        if name == "PyTorch fp16":
-            self._sources = [each.half() for each in self._sources]
+        if dtype := DENSE.get(name):
+            self._sources = [each.to(dtype) for each in self._sources]
         self._buffers = [each.clone() for each in self._sources]
         self._gradients = [_views(*each) for each in zip(self._buffers, self._buckets, strict=True)]
         self._optimizer = methods.optimizer(module)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._network.lab import bits_per_second
 from benchmarks._network.methods import ALONE, PAPER
+from benchmarks._network.models import MODELS
+from lightning_compress.collectives.counting import all_reduce_bytes
 
 FREE = "no communication"
 CAPTION = "best hook: of PyTorch's. bits: of a message, per element encoded; a step: sent, per parameter of the model"
@@ -20,7 +24,31 @@ def title(cell: dict[str, Any]) -> str:
     """What was measured where."""
     said = f"{cell['model']}, {cell['ranks']} ranks, {cell['rate']}"
     said += f", round trip {cell['ping_ms']:.2f} ms" if cell.get("ping_ms") else ""
+    medians = cell["ms"]
+    sent = cell["wire_bytes"].get("DDP") or all_reduce_bytes(4 * _parameters(cell["model"]), cell["ranks"])
+    said += kappa(cell["rate"], sent, medians.get(FREE, medians.get(ALONE)))
     return f"{said}; {cell['how']}" if "how" in cell else said
+
+
+def kappa(rate: str, sent: float, computing_ms: float | None) -> str:
+    """What a title says of the time that DDP's messages take on a link, over that of a step's computing.
+
+    Args:
+        rate: of the link; "none": not limited.
+        sent: bytes that a rank sends in a step of DDP.
+        computing_ms: a step without communication; None: it was not measured.
+
+    Returns:
+        ``", kappa 3.2"``; nothing where the rate or the step is not known.
+    """
+    if rate == "none" or not computing_ms:
+        return ""
+    return f", kappa {8e3 * sent / bits_per_second(rate) / computing_ms:.2g}"
+
+
+def _parameters(model: str) -> int:
+    with torch.device("meta"):
+        return sum(each.numel() for each in MODELS[model][0]().parameters())
 
 
 def show(found: dict[str, Any], said: str) -> None:

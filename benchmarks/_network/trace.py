@@ -26,10 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._network import methods
 from lightning_compress import Compression, attach
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.engine.attach import BUCKET_CAP_MB
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "swap")
-DENSE = ("no communication", "DDP", "PyTorch fp16")
-"""Those of PyTorch's methods that can be taken down; here their hooks are written out, to look inside."""
+DENSE = {"no communication": None, "DDP": None, "PyTorch fp16": torch.float16, "PyTorch bf16": torch.bfloat16}
+"""Those of PyTorch's methods that can be taken down, and the dtype they cast to; their hooks are written out here, to
+look inside."""
 
 
 class Turn:
@@ -78,8 +80,10 @@ class Recorder:
         self._place = -1
         self._since = self._chunk = self._last = 0.0
         self.trace: dict[str, Any] = {"buckets": [], "steps": []}
-        self.model = DistributedDataParallel(module, broadcast_buffers=False)  # which would be a collective in forward
         given = methods.settings(name)
+        cap = None if given is None else BUCKET_CAP_MB
+        # broadcasting buffers would be a collective in forward
+        self.model = DistributedDataParallel(module, broadcast_buffers=False, bucket_cap_mb=cap)
         self.compression: Compression | None = None
         if given is None:
             self.model.register_comm_hook(None, self._dense_hook(name))
@@ -169,7 +173,7 @@ class Recorder:
     def _dense_hook(self, name: str) -> Callable[..., Any]:
         if name not in DENSE:
             raise ValueError(f"{name!r} cannot be taken down; of PyTorch's methods these can: {', '.join(DENSE)}")
-        dtype = torch.float16 if name == "PyTorch fp16" else None
+        dtype = DENSE[name]
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
             start = time.perf_counter()

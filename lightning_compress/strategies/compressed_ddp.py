@@ -21,7 +21,7 @@ from lightning_compress.collectives import TorchCollective
 from lightning_compress.core.registry import name_of
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
-from lightning_compress.engine.attach import check_setup, compress
+from lightning_compress.engine.attach import BUCKET_CAP_MB, check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
 from lightning_compress.exchanges import Pattern
@@ -141,6 +141,16 @@ class CompressedDDPMixin(CommonMixin):
             clip(optimizer, clip_val, *args, **kwargs)
 
         plugin.clip_gradients = checked  # type: ignore[method-assign]
+
+    def configure_ddp(self) -> None:
+        """Build DistributedDataParallel, on CPUs with smaller buckets than its own default."""
+        if (
+            self.root_device.type == "cpu"
+            and not self._settings.plain
+            and self._ddp_kwargs.get("bucket_cap_mb") is None
+        ):
+            self._ddp_kwargs["bucket_cap_mb"] = BUCKET_CAP_MB
+        super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
         # The base class registers hooks on CUDA only, and silently none on CPU.
@@ -361,8 +371,9 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             from rank 0.
         check_drift_every: Steps between these checks, which compare checksums: an integer from 0; default 100. 0: never
             check.
-        **kwargs: Arguments of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``bucket_cap_mb``,
-            ``start_method``, ...
+        **kwargs: Arguments of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``start_method``, ...
+            ``bucket_cap_mb=None`` means 5 where CPUs compress, so that messages travel while backward goes on, and
+            otherwise DistributedDataParallel's 25.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, or an argument does not work with

@@ -114,8 +114,19 @@ def test_overlap_is_that_of_the_second_busiest_stream(tmp_path):
 
 def test_steps_are_measured(tmp_path, monkeypatch, capsys):
     out = tmp_path / "step.json"
+    theirs = ["PyTorch bf16", "PyTorch PowerSGD 1"]
     given = ["--device", "cpu", "--small", "--models", "lstm", "--precisions", "tf32", "--seconds", "100"]
-    given += ["--methods", "none", "onebit", "powersgd", "--json", str(out), "--trace", str(tmp_path / "trace.json.gz")]
+    given += [
+        "--methods",
+        "none",
+        "onebit",
+        "powersgd",
+        *theirs,
+        "--json",
+        str(out),
+        "--trace",
+        str(tmp_path / "trace.json.gz"),
+    ]
     monkeypatch.setattr(sys, "argv", ["step", *given])
     monkeypatch.setattr(
         isolated, "run", lambda function, given, *_: [function(task | {"seconds": 0}) for task in given]
@@ -123,7 +134,7 @@ def test_steps_are_measured(tmp_path, monkeypatch, capsys):
     with kernels.using("torch"):
         step.main()
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["measured"].keys() == {"none", "onebit", "powersgd"}
+    assert row["measured"].keys() == {"none", "onebit", "powersgd", *theirs}
     for found in row["measured"].values():
         assert found["ms"] > 0
         assert found["finite"]

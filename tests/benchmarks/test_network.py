@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks import network
-from benchmarks._network import lab, methods, plot, relay
+from benchmarks._gossip.rank import METHODS as OVER_LINKS
+from benchmarks._network import lab, methods, plot, relay, show
 from benchmarks._network.launch import run_ranks
 from lightning_compress.core.layout import Layout
 from lightning_compress.settings.run_state import RunState
@@ -34,6 +35,29 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
         assert found["wire_bytes"][name] == pytest.approx(found["formula_bytes"][name], rel=0.03)
     assert found["wire_bytes"]["DDP"] > 40e6 > 1e5 > found["wire_bytes"]["no communication"]
     assert not namespaces()
+
+
+def _pytorch_means():
+    """Of equal gradients on a rank, by PyTorch's hooks under DDP, and under gossip's stand-in for a bucket."""
+    found = []
+    for name in ("PyTorch fp16", "PyTorch bf16", "PyTorch PowerSGD 1"):
+        model, _ = methods.make(name)(torch.nn.Linear(40, 40, bias=False))
+        for _ in range(4):  # the first two of PowerSGD are not compressed
+            model.zero_grad()
+            model(torch.full((1, 40), 1.0 + torch.distributed.get_rank())).sum().backward()
+        found.append(model.module.weight.grad.mean().item())
+    for name in ("PyTorch bf16", "PyTorch PowerSGD 1"):
+        step = OVER_LINKS[name](1010)
+        for number in range(4):
+            vector = torch.full((1010,), 1.0 + torch.distributed.get_rank())
+            step(vector, number)
+        found.append(vector.mean().item())
+    return found
+
+
+def test_pytorchs_hooks_run_over_gloo(pools):
+    for found in pools[2].run(_pytorch_means):
+        assert found == pytest.approx([1.5] * 5, rel=1e-3)
 
 
 @root
@@ -159,7 +183,9 @@ def test_lists_of_rates_and_ranks(monkeypatch):
     assert (given.ranks, given.rates, given.methods) == ([2, 4], ["100mbit", "none"], ["DDP", "onebit"])
     assert parse(monkeypatch, "--ranks", "8", "--rate", "2.5gbit").rates == ["2.5gbit"]
     assert "PyTorch PowerSGD 4" in parse(monkeypatch).methods
-    assert "terngrad, 2 bits" in parse(monkeypatch, "--set", "2_bits,papers").methods
+    for name in ("terngrad, 2 bits", "PyTorch bf16", "PyTorch PowerSGD 1"):
+        assert name in parse(monkeypatch, "--set", "2_bits,papers,local").methods
+    assert "PyTorch bf16" in parse(monkeypatch, "--validate").methods
 
 
 @pytest.mark.parametrize(
@@ -212,6 +238,15 @@ def test_sets_send_equal_bits(family, bits):
         method = RunState.of(**arguments).method
         found = 8 * method.plan(layout, torch.device("cpu")).message_size / layout.numel
         assert found == pytest.approx(bits, rel=0.03), name
+
+
+def test_titles_say_how_long_messages_take_beside_computing():
+    named = {"model": "mlp", "ranks": 2, "rate": "1gbit"}
+    given = named | {"ms": {"DDP": 600.0, "no communication": 200.0}, "wire_bytes": {"DDP": 75e6}}
+    assert show.title(given) == "mlp, 2 ranks, 1gbit, kappa 3"
+    assert show.title(given | {"wire_bytes": {"onebit": 1.0}}) == "mlp, 2 ranks, 1gbit, kappa 2"  # of 12.5 M parameters
+    assert show.title(given | {"ms": {"DDP": 600.0}}) == "mlp, 2 ranks, 1gbit"
+    assert show.title(given | {"rate": "none"}) == "mlp, 2 ranks, none"
 
 
 def cell(ranks, rate, methods=("DDP", "onebit")):

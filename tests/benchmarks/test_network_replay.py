@@ -14,7 +14,7 @@ from lightning_compress.collectives import TorchCollective
 from tests.benchmarks.test_network import namespaces
 from tests.helpers.labs import forked_ranks, only_lab, root
 
-METHODS = ["no communication", "DDP", "bf16", "onebit", "powersgd 1"]
+METHODS = ["no communication", "DDP", "PyTorch bf16", "bf16", "onebit", "powersgd 1"]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,12 @@ def test_traces_are_of_whole_steps(recorded):
     assert chunks == {
         "no communication": {0},
         "DDP": {2},  # before the all-reduce, and after it
+        "PyTorch bf16": {2},
         "bf16": {3},  # before the all-reduce has begun, until it is waited for, and after it
-        "onebit": {2},  # around an all-gather
-        "powersgd 1": {3},  # around two all-reduces
+        "onebit": {
+            4
+        },  # around an all-gather, beside which ranks vote on what none uses: begun before it, waited for after
+        "powersgd 1": {5},  # around two all-reduces, the same
     }
 
 
@@ -60,7 +63,7 @@ def test_a_replay_takes_as_long_and_sends_as_much(recorded, methods):
     assert list(found["ms"]) == methods
     for name, value in found["ms"].items():
         steps = recorded["traces"][name][0]["steps"]
-        if name not in METHODS[:2]:  # what is computed beside backward adds nothing
+        if name not in METHODS[:3]:  # what is computed beside backward adds nothing
             steps = [each | {"chunks": []} for each in steps]
         assert value >= 1e3 * min(computed(steps))
         assert found["wire_bytes"][name] == pytest.approx(recorded["wire_bytes"][name], rel=0.1, abs=1e4)
