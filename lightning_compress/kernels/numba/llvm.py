@@ -49,9 +49,13 @@ class Operation:
 
     def spread(self, number: int, vector: Any = FLOATS) -> Any:
         """Return the scalar argument ``number`` in all lanes of a vector."""
+        return self.fill(self.arguments[number], vector)
+
+    def fill(self, scalar: Any, vector: Any) -> Any:
+        """Return a scalar in all lanes of a vector."""
         first = ir.Constant(ir.VectorType(INT, vector.count), [0] * vector.count)
-        scalar = self.builder.insert_element(ir.Constant(vector, ir.Undefined), self.arguments[number], INT(0))
-        return self.builder.shuffle_vector(scalar, scalar, first)
+        lane = self.builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, INT(0))
+        return self.builder.shuffle_vector(lane, lane, first)
 
     def call(self, name: str, *values: Any) -> Any:
         """Call an LLVM intrinsic of float32 vectors by name."""

@@ -183,6 +183,10 @@ def _greater(row: Operation, one: Any, other: Any) -> Any:
     return row.builder.select(row.builder.fcmp_ordered(">", one, other), one, other)
 
 
+def _lesser(row: Operation, one: Any, other: Any) -> Any:
+    return row.builder.select(row.builder.fcmp_ordered("<", one, other), one, other)
+
+
 def _random(row: Operation) -> Any:
     """Return 16 random bits for each element of two rows, as int16: eight words of ``core/random.py``."""
     make = row.builder
@@ -326,19 +330,32 @@ write_1, write_2, write_4, write_8 = (_writer(width) for width in (1, 2, 4, 8))
 
 
 @intrinsic
-def mix_codes(
+def blend_codes(
     typing: Any, out: Any, at: Any, codes: Any, first: Any, values: Any, index: Any, factor: Any, share: Any
 ) -> Any:
-    """Write ``out = codes * factor + values * share``; return its largest magnitude as the bits of a float32."""
+    """Write ``codes * factor + values * share`` as codes, rounded to nearest, ties to even; return their exponent.
+
+    The exponent of the largest magnitude is uint8, or 0 where it is too small or too large for codes, which are then 0.
+    Numbers stay in registers.
+    """
 
     def generate(*given: Any) -> Any:
         block = Operation(*given)
-        old = _coded(block, 2, 6)
-        mixed = block.builder.fadd(old, block.builder.fmul(block.load(4, _BLOCK), block.spread(7, _BLOCK)))
-        block.store(mixed, 0)
-        return _largest(block, mixed)
+        make = block.builder
+        mixed = make.fadd(_coded(block, 2, 6), make.fmul(block.load(4, _BLOCK), block.spread(7, _BLOCK)))
+        exponent = make.lshr(_largest(block, mixed), INT(23))
+        valid = make.icmp_unsigned("<", make.sub(exponent, INT(7)), INT(247))  # 7 to 253; see core/blocks.py
+        exponent = make.select(valid, exponent, INT(0))
+        inverse = make.select(valid, make.shl(make.sub(INT(260), exponent), INT(23)), INT(0))
+        scaled = make.fmul(mixed, block.fill(make.bitcast(inverse, FLOAT), _BLOCK))
+        scaled = _lesser(block, scaled, constant(127.0, _BLOCK))
+        scaled = _greater(block, scaled, constant(-127.0, _BLOCK))
+        moved = make.fadd(scaled, constant(1.5 * 2**23, _BLOCK))
+        nearest = make.bitcast(moved, _WORDS)  # its lowest bits are the integer
+        block.store(make.trunc(nearest, _CODES), 0)
+        return make.trunc(exponent, ir.IntType(8))
 
-    return types.int32(out, at, codes, first, values, index, types.float32, types.float32), generate
+    return types.uint8(out, at, codes, first, values, index, types.float32, types.float32), generate
 
 
 @intrinsic
@@ -352,23 +369,6 @@ def add_block(typing: Any, out: Any, at: Any, codes: Any, first: Any, values: An
         return _largest(block, values)
 
     return types.int32(out, at, codes, first, values, index, types.float32), generate
-
-
-@intrinsic
-def round_codes(typing: Any, codes: Any, first: Any, tile: Any, index: Any, factor: Any) -> Any:
-    """Write ``codes = tile * factor``, rounded to nearest, ties to even, and clamped to -127 to 127."""
-
-    def generate(*given: Any) -> Any:
-        block = Operation(*given)
-        make = block.builder
-        scaled = make.fmul(block.load(2, _BLOCK), block.spread(4, _BLOCK))
-        scaled = block.call("maxnum", block.call("minnum", scaled, constant(127.0, _BLOCK)), constant(-127.0, _BLOCK))
-        moved = make.fadd(scaled, constant(1.5 * 2**23, _BLOCK))
-        nearest = make.bitcast(moved, _WORDS)  # its lowest bits are the integer
-        block.store(make.trunc(nearest, _CODES), 0)
-        return block.done()
-
-    return types.void(codes, first, tile, index, types.float32), generate
 
 
 def _coded(block: Operation, number: int, factor: int) -> Any:
