@@ -94,19 +94,19 @@ class Held(trace.Turn):
 
 def _turns(path):
     """Of a step whose messages take long: whether this rank had the turn when each bucket was ready, and at the end."""
-    turn, had, gathered = Held(path), [], TorchCollective.all_gather
-    module = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))  # a bucket each
+    turn, had, begin = Held(path), [], TorchCollective.begin
+    module = nn.Sequential(nn.Linear(600, 2400), nn.Linear(2400, 600))  # a bucket each
 
     def slow(*arguments):
         time.sleep(0.2)
-        gathered(*arguments)
+        return begin(*arguments)
 
     def ready(self, bucket):
         had.append(turn.held)
         inner(self, bucket)
 
     inner = trace.Recorder._ready
-    with mock.patch.object(TorchCollective, "all_gather", slow), mock.patch.object(trace.Recorder, "_ready", ready):
+    with mock.patch.object(TorchCollective, "begin", slow), mock.patch.object(trace.Recorder, "_ready", ready):
         recorder = trace.Recorder("onebit", module, turn)
         with recorder.watching():
             for step in range(3):  # buckets are rebuilt in the second
