@@ -102,7 +102,7 @@ def walk_of_a_step(compressor, exchange, ranks):
 
 @pytest.mark.parametrize(
     ("compressor", "exchange", "ranks", "files", "most"),
-    [("topk", "all_gather", 2, 18, 45), ("rotated", "all_gather", 2, 18, 52), ("onebit", "two_shot", 4, 21, 109)],
+    [("topk", "all_gather", 2, 19, 48), ("rotated", "all_gather", 2, 19, 55), ("onebit", "two_shot", 4, 22, 115)],
 )
 def test_a_gradient(compressor, exchange, ranks, files, most):
     found = walk_of_a_step(compressor, exchange, ranks)

@@ -101,7 +101,7 @@ class Player(ExitStack):
         self._beside: _Beside | None = None  # of ours
         given = methods.settings(name)
         if given is not None:
-            self._compression = Compression(module, RunState.of(**given), TorchCollective())
+            self._compression = Compression(module, RunState.of(**given), TorchCollective(), unused=False)
             self._compression.active = True
             self.callback(self._compression.close)
             self.enter_context(wrapped_collectives(self._paced))
