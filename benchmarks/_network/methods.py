@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -63,7 +64,8 @@ def _power_sgd(rank: int) -> Any:
 
 def _ours(arguments: dict[str, Any]) -> Any:
     def make(module: nn.Module) -> tuple[DistributedDataParallel, Compression]:
-        model = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
+        cap = BUCKET_CAP_MB if dist.get_world_size() <= (os.cpu_count() or 1) else None
+        model = DistributedDataParallel(module, bucket_cap_mb=cap)
         return model, attach(model, **arguments)
 
     return make

@@ -28,7 +28,10 @@ from lightning_compress.settings.run_state import RunState
 log = logging.getLogger("lightning_compress")
 
 BUCKET_CAP_MB = 5
-"""Bucket size on CPUs where the user names none: backward goes on while these are encoded and travel."""
+"""Bucket size on CPUs where the user names none: backward goes on while these are encoded and travel.
+
+Where ranks share cores, smaller buckets only cost more calls, so DistributedDataParallel's default stays.
+"""
 _FIRST_BUCKET = 1 << 20
 """Bytes of DistributedDataParallel's first bucket, unless the user set a cap."""
 

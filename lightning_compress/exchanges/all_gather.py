@@ -30,7 +30,7 @@ class AllGather(Exchange):
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         whole = MessagePlan(sections, world.device, world.meter)
-        count = 1 if whole.variable or whole.in_pieces else part_count(sections, world)
+        count = 1 if whole.variable or whole.in_pieces else part_count(sections, whole.size, world)
         cut = parts_of(sections, count)
         parts = [whole] if count == 1 else [MessagePlan(part, world.device, world.meter) for part in cut]
         return _Plan(parts, world.collective, world.device)

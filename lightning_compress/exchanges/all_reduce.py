@@ -46,7 +46,8 @@ class AllReduce(Exchange):
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         collective, device, meter = world
-        parts = parts_of(sections, part_count(sections, world))
+        size = sum(each.layout.numel * (each.codec.sum_dtype or torch.float32).itemsize for each in sections)
+        parts = parts_of(sections, part_count(sections, size, world))
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)
         plan.dense_spans = [each.span for each in sections if isinstance(each.codec, Dense)]

@@ -102,7 +102,7 @@ class TwoShot(Exchange):
         step = OwnerStep(self.adagrad, sections, world, states or {}) if self.adagrad else None
         shards = [[section.shard(rank, size) for section in sections] for rank in range(size)]
         parts = [_Part(shards, self.sums, world, step)]
-        count = part_count(sections, world)
+        count = part_count(sections, parts[0].size, world)
         if count > 1 and not step and not parts[0].variable:
             cut = [parts_of(shard, count) for shard in shards]
             parts = [_Part(part, self.sums, world, None) for part in zip(*cut, strict=True)]
@@ -162,6 +162,7 @@ class _Part:
     Attributes:
         own: encodes this rank's shard.
         same: sums are encoded as each rank's own values are.
+        size: bytes of the messages to all owners.
         variable: messages vary in length.
         expected: expected bytes of both messages.
         lengths: the cost of agreeing on their lengths.
@@ -178,6 +179,7 @@ class _Part:
         self._correlated = any(plan.correlated for plan in self._shards)
         both = self._shards, self._sums
         self._widest, self._widest_sum = (max(plans, key=lambda plan: plan.size) for plans in both)
+        self.size = sum(plan.size for plan in self._shards)
         self.variable = self._widest.variable or self._widest_sum.variable
         self.expected = sum(max(plan.expected_size for plan in plans) for plans in both)
         self.lengths = length_cost(self._widest, size) + length_cost(self._widest_sum, size)

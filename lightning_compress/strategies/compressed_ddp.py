@@ -144,11 +144,8 @@ class CompressedDDPMixin(CommonMixin):
 
     def configure_ddp(self) -> None:
         """Build DistributedDataParallel, on CPUs with smaller buckets than its own default."""
-        if (
-            self.root_device.type == "cpu"
-            and not self._settings.plain
-            and self._ddp_kwargs.get("bucket_cap_mb") is None
-        ):
+        own_core = self.root_device.type == "cpu" and self.num_processes <= (os.cpu_count() or 1)
+        if own_core and not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
             self._ddp_kwargs["bucket_cap_mb"] = BUCKET_CAP_MB
         super().configure_ddp()
 
@@ -372,8 +369,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         check_drift_every: Steps between these checks, which compare checksums: an integer from 0; default 100. 0: never
             check.
         **kwargs: Arguments of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``start_method``, ...
-            ``bucket_cap_mb=None`` means 5 where CPUs compress, so that messages travel while backward goes on, and
-            otherwise DistributedDataParallel's 25.
+            ``bucket_cap_mb=None`` means 5 where CPUs compress and each rank has a core, so that messages travel while
+            backward goes on, and otherwise DistributedDataParallel's 25.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, or an argument does not work with

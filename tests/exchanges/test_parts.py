@@ -29,7 +29,7 @@ def averaged(ranks, exchange, codec, part, spoilt=None):
         plan.mean(vector, mean, 7, flag)
         return mean, vector, before, flag, meter.bytes_sent, plan.cost.bytes_sent
 
-    with mock.patch.object(parts, "PART", part):
+    with mock.patch.multiple(parts, PART=part, BYTES=64):
         return run_threads(ranks, program)
 
 
