@@ -43,7 +43,7 @@ COMPRESSORS: dict[str, tuple[Any, tuple[str, ...]]] = {
 """By name: the arguments, and the exchanges that ``auto`` chooses between for its like."""
 NEAR, SLOWER, CLOSE = 1.10, 1.05, 0.20
 """What a choice may take of the best plan's time, and of DistributedDataParallel's; by what a prediction may be off."""
-PREDICTED = re.compile(r"for (\d+) elements, ([\d.]+) ms by the cost model")
+PREDICTED = re.compile(r"for (\d+) elements, ([\d.]+) ms by the cost model, ([\d.]+) of them computing")
 
 
 def measure_cell(model: str, ranks: int, rate: str, compressor: str, arguments: argparse.Namespace) -> Cell:
@@ -85,13 +85,16 @@ def predicted_ms(said: list[str], elements: int, computing_ms: float) -> float:
         elements: of the model.
         computing_ms: a step without communication.
     """
-    groups: list[tuple[int, float]] = []
+    groups: list[tuple[int, float, float]] = []
     for line in reversed(said):
         match = PREDICTED.search(line)
-        if match and sum(numel for numel, _ in groups) < elements:
-            groups.insert(0, (int(match[1]), float(match[2])))
+        if match and sum(numel for numel, *_ in groups) < elements:
+            groups.insert(0, (int(match[1]), float(match[2]), float(match[3])))
     backward_ms = computing_ms * BACKWARD
-    costs = [(backward_ms * numel / elements, 0.0, exchange_ms) for numel, exchange_ms in groups]
+    costs = [
+        (backward_ms * numel / elements, device_ms, max(0.0, exchange_ms - device_ms))
+        for numel, exchange_ms, device_ms in groups
+    ]
     return computing_ms - backward_ms + backward_seconds(costs)
 
 

@@ -13,6 +13,10 @@ from typing import Any
 
 from benchmarks._network.lab import Here, Lab, die_with_parent
 
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""For glibc, which would give gradients' memory back in some runs and not in others: page faults then take up to 10 ms
+of a core in a step, by chance."""
+
 
 def run_ranks(
     lab: Lab | Here, told: dict[str, Any], module: str = "benchmarks._network.rank", *, heard: bool = False
@@ -60,7 +64,7 @@ def _start(
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(
             words,
-            env=os.environ | own,
+            env=os.environ | KEEPING | own,
             stdout=None if heard else log,
             stderr=log,
             start_new_session=True,

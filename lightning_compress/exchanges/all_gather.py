@@ -50,6 +50,7 @@ class _Plan(ExchangePlan):
             encodes=1.0,
             decodes=float(size),
             calls=2 * len(plans),
+            parts=len(plans),
         )
 
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:

@@ -71,6 +71,7 @@ class _Plan(ExchangePlan):
             encodes=1.0,
             decodes=1.0,
             calls=len(plans),
+            parts=len(plans),
         )
 
     @cached_property

@@ -325,6 +325,7 @@ class Cost:
         calls: calls of the codec, to encode or to decode.
         inner_bytes: the part of ``bytes_sent`` that stays within a node.
         inner_rounds: the part of ``rounds`` within a node.
+        parts: parts of the vector, of which some travel while others are encoded or decoded; 0 or 1: none do.
     """
 
     bytes_sent: int = 0
@@ -337,9 +338,11 @@ class Cost:
     calls: int = 0
     inner_bytes: int = 0
     inner_rounds: int = 0
+    parts: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Cost)))
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Cost)}
+        return Cost(**sums | {"parts": max(self.parts, other.parts)})
 
     def scaled(self, share: float) -> Cost:
         """Return the cost for a share of the vector: multiples of the vector are scaled; bytes and counts are not."""

@@ -124,6 +124,7 @@ class _Plan(ExchangePlan):
             sum_encodes=1 / size,
             sum_decodes=1.0,
             calls=len(parts) * (2 * size + 2),
+            parts=len(parts),
         )
         self.sum_ranks = 1 if parts[0].same else size
 

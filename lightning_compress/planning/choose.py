@@ -34,8 +34,8 @@ GAIN = 0.9
 SPARSE: tuple[Exchange, ...] = (AllGather(), SplitGather())
 """Exchanges of sparse messages that lead to the same sum."""
 
-THROUGH = 2.0
-"""Additional copies of encoded data: gradient plus residual into a vector, and the mean back."""
+THROUGH = 3.0
+"""Additional copies of encoded data: gradient plus residual into a vector, the new residual, and the mean back."""
 
 INSIDE = 10
 """How many times faster links within a node are at least, if that was not measured."""
@@ -136,7 +136,7 @@ class Auto(Planner):
     def _choice(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> _Offer:
         collective = world.collective
         if collective.size == 1:
-            return _Offer(Float32(), Float32().plan(sections, world), 0.0)
+            return _Offer(Float32(), Float32().plan(sections, world), 0.0, 0.0)
         if self.node_size and collective.size > self.node_size and collective.size % self.node_size:
             raise ValueError(
                 f"Auto(node_size={self.node_size}): it must divide the {collective.size} ranks; set it to the ranks "
@@ -160,7 +160,8 @@ class Auto(Planner):
             way: the exchange; None: the best one.
         """
         self.measure(sections, world)
-        dry = world if way is not None and way.plans_collectively else world._replace(device=META)
+        real = world.device.type == "cpu" or (way is not None and way.plans_collectively)  # parts only exist on CPUs
+        dry = world if real else world._replace(device=META)
         offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
         spared = all_reduce_rounds(world.collective.size) - offer.plan.compared.rounds
         link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]
@@ -174,7 +175,8 @@ class Auto(Planner):
             offers = [self._in_one_message(each, world) for each in parts]
             way = Apart(tuple(offer.exchange for offer in offers))
             plan = way.of([offer.plan for offer in offers], parts)
-            apart = _Offer(way, plan, sum(offer.seconds for offer in offers))
+            seconds, device_s = (sum(getattr(each, name) for each in offers) for name in ("seconds", "device_s"))
+            apart = _Offer(way, plan, seconds, device_s)
             apart.others = [other for offer in offers for other in offer.others]
             apart.fell_back = any(offer.fell_back for offer in offers)
             if apart.seconds < GAIN * choice.seconds and plan.compared.bytes_sent < choice.plan.compared.bytes_sent:
@@ -219,7 +221,9 @@ class Auto(Planner):
             link = links.get("between", links["ranks"]) if plan.compared.inner_rounds else links["ranks"]
             wire = cost.wire_seconds(plan.compared, link, links.get("inside"))
         through = 0.0 if plan.in_place else THROUGH * copy_s * sum(numel for numel, _ in work)
-        return _Offer(way, plan, wire + cost.device_seconds(plan.compared, work, copy_s, finer) + through)
+        device = cost.device_seconds(plan.compared, work, copy_s, finer)
+        seconds = cost.overlapped_seconds(wire, device, plan.compared.parts) + through
+        return _Offer(way, plan, seconds, device + through)
 
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:
@@ -236,7 +240,8 @@ class Auto(Planner):
         others = ", ".join(choice.others)
         link = self.link or self._measured.links["ranks"]
         text = f"{choice.plan.description}: {choice.plan.cost.bytes_sent:,} bytes a rank for {numel} elements"
-        text += f", {1e3 * choice.seconds:.2f} ms by the cost model ({others}) at {link}"
+        text += f", {1e3 * choice.seconds:.2f} ms by the cost model, {1e3 * choice.device_s:.2f} of them computing"
+        text += f" ({others}) at {link}"
         if choice.fell_back and "fell back" not in self._warned:
             self._warned.add("fell back")
             log.warning("%s; to compress nevertheless, leave out fallback='dense' of exchange='auto'", text)
@@ -246,11 +251,12 @@ class Auto(Planner):
 
 @dataclass(eq=False)
 class _Offer:
-    """An exchange, its plan, its predicted seconds, and a description of the rejected offers."""
+    """An exchange, its plan, its predicted seconds and those of the device among them, and the rejected offers."""
 
     exchange: Exchange
     plan: ExchangePlan
     seconds: float
+    device_s: float
     name: str = ""
     others: Sequence[str] = ()
     fell_back: bool = False

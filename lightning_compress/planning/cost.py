@@ -112,6 +112,17 @@ def device_seconds(cost: Cost, work: Work, copy_s: float = 0.0, sums: Work | Non
     return once
 
 
+def overlapped_seconds(wire_s: float, device_s: float, parts: int) -> float:
+    """Return the seconds of an exchange in parts, of which some travel while others are encoded or decoded.
+
+    Args:
+        wire_s: seconds that all of it travels.
+        device_s: seconds that the device works.
+        parts: of the vector; 0 or 1: one waits for the other.
+    """
+    return max(wire_s, device_s) + min(wire_s, device_s) / max(1, parts)
+
+
 def link_of(given: object) -> Link:
     """Return a link, built from a mapping of its two numbers if necessary.
 

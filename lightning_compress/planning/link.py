@@ -18,14 +18,17 @@ from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.nodes import Cluster, nodes_of
 from lightning_compress.planning.cost import Link, Speeds
 
-SMALL, LARGE = 1 << 14, 1 << 20
-"""Elements with which a codec is timed: the difference gives the time per element, the rest the time per call."""
+SMALL, LARGE = 1 << 14, 1 << 22
+"""Elements with which a codec is timed: the difference gives the time per element, the rest the time per call. Fewer
+would stay in a core's own caches, as gradients do not."""
 LEAST, MOST = 1 << 16, 1 << 24
-"""Bytes of the smallest and the largest message that measures the bandwidth."""
-LONG = 0.02
-"""Seconds that the bandwidth measurement should take. A slow link reaches them with few bytes."""
+"""Bytes of the smallest and the largest message that measure the bandwidth."""
+LONG = 0.01
+"""Seconds that the smaller of two messages should take. A slow link reaches them with few bytes."""
+LARGER = 4
+"""How many times larger the other one is. The difference counts neither latency nor a burst that a link lets pass."""
 OVER = 4
-"""The bandwidth measurement must also take this many times as long as small messages, because ranks may share cores."""
+"""It must also take this many times as long as a message of a few bytes, because ranks may share cores."""
 REPEATS = 3
 TOO_LONG = 0.1
 """Seconds after which a codec is not timed again."""
@@ -34,7 +37,7 @@ TOO_LONG = 0.1
 def time_link(collective: Collective, device: torch.device) -> Link:
     """Measure latency and bandwidth.
 
-    Collective. It takes a quarter of a second at 1 Gbit/s, and less on other links.
+    Collective. It takes a quarter of a second at 1 Gbit/s and at 100 Mbit/s, longer on slower links.
     """
     size = collective.size
 
@@ -52,11 +55,12 @@ def time_link(collective: Collective, device: torch.device) -> Link:
 
     seconds(4 * size)  # opens the connections
     start, count = least(4 * size), LEAST
-    while (took := least(count)) < max(LONG, OVER * start) and count < MOST:
+    while (took := least(count)) < max(LONG, OVER * start) and count < MOST // LARGER:
         count *= 2
+    larger = LARGER * count
     rounds = all_reduce_rounds(size) + all_to_all_rounds(size)
-    sent = all_reduce_bytes(count, size) + all_reduce_bytes(count, size) / 2
-    return Link(max(1e-7, start / rounds), sent / max(1e-7, took - start))
+    sent = 1.5 * (all_reduce_bytes(larger, size) - all_reduce_bytes(count, size))  # an all-to-all sends half as much
+    return Link(max(1e-7, start / rounds), sent / max(1e-7, least(larger) - took))
 
 
 def time_codec(codec: Codec, device: torch.device) -> Speeds:

@@ -36,9 +36,9 @@ def test_a_choice_that_is_the_best_plan_is_not_over_it():
 
 
 def test_a_prediction_hides_exchanges_beside_backward():
-    lines = [f"all_gather: 9 bytes a rank for {numel} elements, {ms} ms by the cost model (…)" for numel, ms in
-             [(100, 7.0), (25, 1.0), (75, 2.0)]]  # fmt: skip
-    assert predicted_ms(lines, 100, 30.0) == pytest.approx(10 + 20 + 2)  # the first group's is hidden
+    model = "all_gather: 9 bytes a rank for {} elements, {} ms by the cost model, {} of them computing (…)"
+    lines = [model.format(*each) for each in [(100, 7.0, 1.0), (25, 1.0, 0.5), (75, 2.0, 1.5)]]
+    assert predicted_ms(lines, 100, 30.0) == pytest.approx(10 + 20 + 2.0 + 0.5)  # only the first group's travels beside
     assert predicted_ms(lines[:1], 100, 30.0) == pytest.approx(10 + 20 + 7)
 
 

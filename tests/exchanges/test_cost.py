@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_compress.exchanges.exchange import Cost
-from lightning_compress.planning.cost import Link, Speeds, device_seconds, link_of, wire_seconds
+from lightning_compress.planning.cost import Link, Speeds, device_seconds, link_of, overlapped_seconds, wire_seconds
 
 LINK = Link(1e-3, 1e6)
 SPEEDS = Speeds(2e-6, 1e-6, 1e-4)
@@ -30,6 +30,12 @@ def test_by_hand():
     assert device_seconds(sums, WORK) == device_seconds(cost(), WORK)
     assert device_seconds(sums, WORK, sums=finer) == pytest.approx(1.5e-3 + 1e-3 + 1e-3 + 3e-3 + 2e-4)
     assert step_seconds(cost(), WORK, LINK) == pytest.approx(8e-3 + 4.2e-3)
+
+
+def test_the_shorter_of_wire_and_device_is_hidden_but_for_a_part():
+    assert overlapped_seconds(3.0, 2.0, 0) == overlapped_seconds(2.0, 3.0, 1) == 5.0
+    assert overlapped_seconds(3.0, 2.0, 4) == overlapped_seconds(2.0, 3.0, 4) == 3.5
+    assert (cost(parts=2) + cost(parts=3)).parts == 3  # one after the other
 
 
 @pytest.mark.parametrize("number", ["bytes_sent", "rounds", "encodes", "decodes", "copies", "calls"])
