@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from queue import Queue
 
@@ -142,32 +143,52 @@ class ThreadHook:
 
     Args:
         compression: averages the gradients.
-        transport: the process group; it is destroyed when the compression closes.
+        transports: the process groups of its lanes; they are destroyed when the compression closes.
     """
 
-    def __init__(self, compression: Compression, transport: TorchCollective | None) -> None:
+    def __init__(self, compression: Compression, transports: Sequence[TorchCollective]) -> None:
         self._compression = compression
-        self._background = Background()
-        if transport:
-            compression.at_close(lambda: self._close(transport))
+        self._backgrounds = [Background() for _ in compression.lanes.all]
+        self._count = 0
+        self._before = threading.Event()
+        self._before.set()
+        compression.at_close(lambda: self._close(transports))
 
-    def _close(self, transport: TorchCollective) -> None:
-        if self._background.idle:  # otherwise a rank left in the middle of a step, and the exit ends what still waits
-            transport.close()
+    def _close(self, transports: Sequence[TorchCollective]) -> None:
+        # otherwise a rank left in the middle of a step, and the exit ends what still waits
+        if all(background.idle for background in self._backgrounds):
+            for transport in transports:
+                transport.close()
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
         buffer, parameters, gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
         future: Future[Tensor] = Future()
-        self._background.submit(
-            lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
-        )
+        before, started = self._before, threading.Event()
+        self._before = started
+
+        def work() -> None:
+            before.wait()  # buckets begin in their order
+            self._compression.reduce(parameters, gradients, started.set)
+
+        def done() -> None:
+            started.set()
+            future.set_result(buffer)
+
+        self._count += 1
+        self._backgrounds[self._count % len(self._backgrounds)].submit(work, done)
         # a future would turn errors into strings, so they are raised at the end of backward
         if torch._C._current_graph_task_id() == -1:  # after backward, where Lightning averages a static_graph
-            self._background.wait()
+            self._wait()
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
         return future
+
+    def _wait(self) -> None:
+        """Wait for all lanes; raise the error of one."""
+        with ExitStack() as stack:
+            for background in self._backgrounds:
+                stack.callback(background.wait)
 
 
 def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -184,7 +205,9 @@ def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients
     current.wait_stream(stream)
 
 
-def register(compression: Compression, ddp: DistributedDataParallel, transport: TorchCollective | None = None) -> None:
+def register(
+    compression: Compression, ddp: DistributedDataParallel, transports: Sequence[TorchCollective] = ()
+) -> None:
     """Let ``compression`` average for ``ddp`` until the model is deleted; see ``ThreadHook``."""
 
     def before(module: DistributedDataParallel, _: object) -> None:
@@ -196,7 +219,7 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
 
     compression.active = True
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
-    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transport)
+    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transports)
     ddp.register_comm_hook(None, hook.reduce)
 
 
