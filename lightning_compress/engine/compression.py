@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World, consensus
+from lightning_compress.collectives import Collective, consensus
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core import errors, state_dict
 from lightning_compress.core.registry import describe
@@ -20,7 +20,7 @@ from lightning_compress.engine.accumulation import FiniteGuard, Passes
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
-from lightning_compress.engine.lanes import lanes
+from lightning_compress.engine.lanes import Lanes
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.compensation import kind_of
@@ -86,10 +86,8 @@ class Compression:
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
         self.step = self.epoch = 0
-        transports = [each for each in (collective, beside) if each]
-        if settings.options.deterministic:
-            transports = [OrderedCollective(each) for each in transports]
-        self.lanes = lanes(transports, self._world)
+        transports = [collective, beside] if beside else [collective]
+        self.lanes = Lanes(transports, self.meter, settings.options.deterministic)
         self._collective = self.lanes.all[0].world.collective
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
@@ -107,14 +105,8 @@ class Compression:
         self._drift = DriftGuard(parameters, same, self._collective, settings)
         watch(self)
 
-    def _world(self, collective: Collective) -> World:
-        return World(CountingCollective(collective, self.meter), self.device, self.meter)
-
     def reduce(
-        self,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        started: Callable[[], None] = lambda: None,
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], started: Callable[[], object] = lambda: None
     ) -> None:
         """Replace gradients by their mean over the ranks.
 
@@ -131,15 +123,11 @@ class Compression:
                 self._begin_pass(names)
             if self._stepped:
                 self._begin_step()
-            bucket = tuple(map(id, parameters))
-            if bucket not in self.groups.by_bucket:
-                with self.lanes.taken():  # planning may be collective
-                    self.groups.of(bucket, self.settings)
-            sent_by_ddp, parts = self.groups.by_bucket[bucket]
+            sent_by_ddp, parts = self.groups.of(tuple(map(id, parameters)), self.settings)
             self.meter.bytes_dense += sent_by_ddp
-            for number, (group, places) in enumerate(parts, 1):
+            for group, places in parts:
                 with self.lanes.taken(group.lane), group.lane.workspace.used():
-                    if number == len(parts):
+                    if group is parts[-1][0]:
                         started()
                     self._average(group, [gradients[place] for place in places])
 
@@ -226,8 +214,7 @@ class Compression:
             return self._last_state
         running = kept_of(self.settings, self.next_settings, self._scheduled)
         states = [(group.bucket_names, group.states) for group in self.groups.all]
-        rates, orders = self._optimizers.rates, self.groups.orders
-        return state_dict.build(self.family, self.step, rates, running, states, orders)
+        return state_dict.build(self.family, self.step, self._optimizers.rates, running, states, self.groups.orders)
 
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a ``state_dict`` and its groups; parameters that it lacks begin with initial states.
@@ -367,8 +354,7 @@ class Compression:
         self._optimizers.rates.clear()
         self._finite.begin_step()
         self._passes.drop()
-        self._stepped = True
-        self.step = 0
+        self._stepped, self.step = True, 0
 
     def stats(self) -> dict[str, float]:
         """Return traffic of the last step and in total, time and error of the last sampled step.
@@ -410,7 +396,5 @@ class Compression:
         unwatch(self)
         for callback in self._at_close:
             callback()
-        self._at_close.clear()
-        self._at_load.clear()
-        self.groups.clear()
-        self.lanes.release()
+        for each in (self._at_close, self._at_load, self.groups, self.lanes):
+            each.clear()

@@ -81,19 +81,21 @@ class Groups:
             settings: rebuild groups that were made with other settings.
         """
         if bucket not in self.by_bucket:
-            names = [self._names[each] for each in bucket]
-            owners = [group for group in self.all if not set(names).isdisjoint(group.names)]
-            if sorted(name for group in owners for name in group.names) != sorted(names):
-                owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
-            elif any(group.settings is not settings for group in owners):
-                owners = [
-                    self.add(part, settings) for each in owners for part in self._split(each.bucket_names, settings)
-                ]
-            places = {name: place for place, name in enumerate(names)}
-            size = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in names)
-            parts = [(group, [places[name] for name in group.bucket_names]) for group in owners]
-            self.by_bucket[bucket] = all_reduce_bytes(size, self._ranks.size), parts
+            with self._lanes.taken():  # planning may be collective
+                self._add_bucket(bucket, settings)
         return self.by_bucket[bucket]
+
+    def _add_bucket(self, bucket: tuple[int, ...], settings: RunState) -> None:
+        names = [self._names[each] for each in bucket]
+        owners = [group for group in self.all if not set(names).isdisjoint(group.names)]
+        if sorted(name for group in owners for name in group.names) != sorted(names):
+            owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
+        elif any(group.settings is not settings for group in owners):
+            owners = [self.add(part, settings) for each in owners for part in self._split(each.bucket_names, settings)]
+        places = {name: place for place, name in enumerate(names)}
+        size = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in names)
+        parts = [(group, [places[name] for name in group.bucket_names]) for group in owners]
+        self.by_bucket[bucket] = all_reduce_bytes(size, self._ranks.size), parts
 
     def _runs(self, names: Sequence[str]) -> list[list[str]]:
         """Cut names into groups as DistributedDataParallel cuts its buckets: gradients arrive from the last one on."""

@@ -70,6 +70,57 @@ class Background:
             raise self._errors.pop()
 
 
+class Workers:
+    """A thread for each lane, to which buckets go by turns. A bucket begins when the one before it has started.
+
+    After an error, the later buckets of that thread are skipped, on every rank the same ones.
+
+    Args:
+        count: of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._backgrounds = [Background() for _ in range(count)]
+        self._submitted = 0
+        self._started = threading.Event()
+        self._started.set()
+
+    def submit(self, average: Callable[[Callable[[], object]], None], done: Callable[[], None]) -> None:
+        """Queue the average of a bucket.
+
+        Args:
+            average: is given what to call as soon as the next bucket may begin.
+            done: always called, after it.
+        """
+        before, started = self._started, threading.Event()
+
+        def work() -> None:
+            before.wait()
+            average(started.set)
+
+        def end() -> None:
+            started.set()
+            done()
+
+        self._backgrounds[self._submitted % len(self._backgrounds)].submit(work, end)
+        self._submitted, self._started = self._submitted + 1, started
+
+    @property
+    def idle(self) -> bool:
+        """Whether all buckets are averaged."""
+        return all(each.idle for each in self._backgrounds)
+
+    def wait(self) -> None:
+        """Wait until all buckets are averaged.
+
+        Raises:
+            BaseException: the error of one that failed.
+        """
+        with ExitStack() as stack:  # waits for all of them, whichever fails
+            for background in self._backgrounds:
+                stack.callback(background.wait)
+
+
 def _end(queue: Queue[Work | None], thread: threading.Thread) -> None:
     """Let an idle thread end before the interpreter does: a thread that wakes up during exit aborts the process."""
     idle = not queue.unfinished_tasks
@@ -136,10 +187,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class ThreadHook:
-    """The communication hook for the CPU: it works in a thread of its own, in parallel with backward.
+    """The communication hook for the CPU: it works in threads of its own, in parallel with backward.
 
-    This thread issues all collectives, in the order of the buckets, over a separate process group. Gloo matches
-    collectives by their order alone.
+    A thread for each lane issues all collectives of its buckets, over the lane's process group.
 
     Args:
         compression: averages the gradients.
@@ -148,15 +198,12 @@ class ThreadHook:
 
     def __init__(self, compression: Compression, transports: Sequence[TorchCollective]) -> None:
         self._compression = compression
-        self._backgrounds = [Background() for _ in compression.lanes.all]
-        self._count = 0
-        self._before = threading.Event()
-        self._before.set()
+        self._workers = Workers(len(compression.lanes.all))
         compression.at_close(lambda: self._close(transports))
 
     def _close(self, transports: Sequence[TorchCollective]) -> None:
         # otherwise a rank left in the middle of a step, and the exit ends what still waits
-        if all(background.idle for background in self._backgrounds):
+        if self._workers.idle:
             for transport in transports:
                 transport.close()
 
@@ -164,31 +211,15 @@ class ThreadHook:
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
         buffer, parameters, gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
         future: Future[Tensor] = Future()
-        before, started = self._before, threading.Event()
-        self._before = started
-
-        def work() -> None:
-            before.wait()  # buckets begin in their order
-            self._compression.reduce(parameters, gradients, started.set)
-
-        def done() -> None:
-            started.set()
-            future.set_result(buffer)
-
-        self._count += 1
-        self._backgrounds[self._count % len(self._backgrounds)].submit(work, done)
+        self._workers.submit(
+            lambda started: self._compression.reduce(parameters, gradients, started), lambda: future.set_result(buffer)
+        )
         # a future would turn errors into strings, so they are raised at the end of backward
         if torch._C._current_graph_task_id() == -1:  # after backward, where Lightning averages a static_graph
-            self._wait()
+            self._workers.wait()
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self._workers.wait)
         return future
-
-    def _wait(self) -> None:
-        """Wait for all lanes; raise the error of one."""
-        with ExitStack() as stack:
-            for background in self._backgrounds:
-                stack.callback(background.wait)
 
 
 def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
