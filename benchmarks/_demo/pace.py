@@ -13,10 +13,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import Compression
-from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.collectives import Collective, CountingCollective, TorchCollective
 from lightning_compress.collectives.collective import Operation, Overlapping, Wait
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.engine.hook import Background
+from lightning_compress.engine.lanes import TurnCollective
 
 __all__ = ["Wire", "pace"]
 
@@ -31,6 +32,7 @@ class Wire:
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
         self._free = 0.0
+        self.counted = 0
 
     def carry(self, size: int) -> Callable[[], None]:
         """Begin to carry so many bytes; return a function that waits until they have arrived."""
@@ -53,21 +55,25 @@ def pace(ddp: DistributedDataParallel, compression: Compression, wire: Wire) -> 
     if not compression.active:
         ddp.register_comm_hook(None, _PacedMean(wire).reduce)
         return
-    counting = compression._collective
-    counting._inner = _PacedCollective(counting.uncounted, wire, compression.meter)
+    for lane in compression.lanes.all:
+        counting = lane.world.collective
+        assert isinstance(counting, CountingCollective)
+        within = counting.uncounted
+        outer = within if isinstance(within, TurnCollective) else counting  # others compute while it waits for the wire
+        outer._inner = _PacedCollective(outer._inner, wire, compression.meter)
 
 
 class _PacedCollective(Collective):
     """Another one, each call of which takes as long as the bytes that were counted before it take on a wire."""
 
     def __init__(self, inner: Collective, wire: Wire, meter: Meter) -> None:
-        self._inner, self._wire, self._meter, self._seen = inner, wire, meter, meter.bytes_sent
+        self._inner, self._wire, self._meter = inner, wire, meter
         self.rank, self.size = inner.rank, inner.size
 
     def _carry(self) -> Callable[[], None]:
-        """Begin to carry what was counted since the last call."""
-        last, self._seen = self._seen, self._meter.bytes_sent
-        return self._wire.carry(self._seen - last)
+        """Begin to carry what was counted since the last call of any lane."""
+        last, self._wire.counted = self._wire.counted, self._meter.bytes_sent
+        return self._wire.carry(self._wire.counted - last)
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         arrive = self._carry()

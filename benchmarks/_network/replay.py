@@ -1,9 +1,9 @@
 """Steps played again: real messages over real links, but where a trace says that a rank computed, it sleeps.
 
 Everything is slowed by one factor, the links too, so that few cores stand for many ranks, and slow links for fast ones.
-Our exchanges are played in a thread beside backward, where they run, too, as if it had a core of its own. They really
-encode and decode: that is quick beside the slowed time they are given, of which the rest is slept; by how much they
-overran it is reported as ``late``.
+Our exchanges are played in threads beside backward, where they run, too, as if these had a core of their own. They
+really encode and decode: that is quick beside the slowed time they are given, of which the rest is slept; by how much
+they overran it is reported as ``late``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from benchmarks._network.models import MODELS, batch
 from benchmarks._network.trace import DENSE, wrapped_collectives
 from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.engine.hook import Workers
 from lightning_compress.settings.run_state import RunState
 
 WARM = 2
@@ -95,18 +96,21 @@ class Player(ExitStack):
         self._gradients = [_views(*each) for each in zip(self._buffers, self._buckets, strict=True)]
         self._optimizer = methods.optimizer(module)
         self._optimizer.zero_grad()
-        self._chunks: deque[float] = deque()
-        self._since = 0.0
+        self._here = threading.local()  # of a thread, the chunks that are left, and when the present one began
         self._waits: list[Callable[[], object]] = []
-        self._beside: _Beside | None = None  # of ours
+        self._workers: Workers | None = None  # of ours
         given = methods.settings(name)
         if given is not None:
-            self._compression = Compression(module, RunState.of(**given), TorchCollective(), unused=False)
+            beside = TorchCollective().apart()
+            self.callback(beside.close)
+            state = RunState.of(**given)
+            self._compression = Compression(module, state, TorchCollective(), unused=False, beside=beside)
             self._compression.active = True
             self.callback(self._compression.close)
             self.enter_context(wrapped_collectives(self._paced))
-            self._beside = _Beside()
-            self.callback(self._beside.close)
+            average = self._compression._average
+            self.enter_context(mock.patch.object(self._compression, "_average", self._last_chunk(average)))
+            self._workers = Workers(len(self._compression.lanes.all))
 
     def prepare(self) -> None:
         """The gradients of a step, which averaging replaces."""
@@ -123,6 +127,8 @@ class Player(ExitStack):
         for wait in self._waits:
             wait()
         self._waits.clear()
+        if self._workers:
+            self._workers.wait()
         self._sleep(step["tail"])
         start = time.perf_counter()
         self._optimizer.step()  # of no gradients: it is there to say that a step was made
@@ -140,7 +146,7 @@ class Player(ExitStack):
     def _average(self, place: int, chunks: list[float]) -> None:
         if self._name == "no communication":
             return
-        if self._beside is None:
+        if self._workers is None:
             self._sleep(chunks[0])
             future = dist.all_reduce(self._buffers[place], async_op=True).get_future()
 
@@ -150,30 +156,37 @@ class Player(ExitStack):
 
             self._waits.append(future.then(finish).wait)
         else:
-            self._waits.append(self._beside.run(lambda: self._reduce(place, chunks)))
+            self._workers.submit(lambda started: self._reduce(place, chunks, started), lambda: None)
 
-    def _reduce(self, place: int, chunks: list[float]) -> None:
-        self._chunks.extend(chunks)
-        self._since = time.perf_counter()
-        self._compression.reduce(self._buckets[place], self._gradients[place])
-        self._fill(self._since, self._next())
-        if self._chunks:
+    def _reduce(self, place: int, chunks: list[float], started: Callable[[], object]) -> None:
+        self._here.chunks = deque(chunks)
+        self._compression.reduce(self._buckets[place], self._gradients[place], started)
+        if self._here.chunks:
             raise RuntimeError(UNLIKE.format(self._name, "more"))
+
+    def _last_chunk(self, average: Callable[..., None]) -> Callable[..., None]:
+        def paced(*arguments: Any) -> None:
+            self._here.since = time.perf_counter()
+            average(*arguments)
+            self._fill(self._here.since, self._next())
+
+        return paced
 
     def _paced(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
         def paced(*arguments: Any) -> Any:
-            self._fill(self._since, self._next())
+            self._fill(self._here.since, self._next())
             found = collective(*arguments)
-            self._since = time.perf_counter()
+            self._here.since = time.perf_counter()
             return found
 
         return paced
 
     def _next(self) -> float:
-        if not self._chunks:
+        chunks: deque[float] = self._here.chunks
+        if not chunks:
             raise RuntimeError(UNLIKE.format(self._name, "fewer"))
-        return self._chunks.popleft()
+        return chunks.popleft()
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -184,33 +197,3 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _views(buffer: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     parts = buffer.split([each.numel() for each in bucket])
     return [part.view_as(each) for part, each in zip(parts, bucket, strict=True)]
-
-
-class _Beside:
-    """A thread that does one thing after the other."""
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def run(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Have it done; what is returned waits for it."""
-        future: Future[None] = Future()
-        self._tasks.put((task, future))
-        return future.wait
-
-    def close(self) -> None:
-        """End the thread."""
-        self._tasks.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (given := self._tasks.get()) is not None:
-            task, future = given
-            try:
-                task()
-            except Exception as error:  # whoever waits is told
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._network import methods
 from lightning_compress import Compression, attach
-from lightning_compress.collectives import TorchCollective
+from lightning_compress.collectives import CountingCollective
 from lightning_compress.engine.attach import BUCKET_CAP_MB
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "swap")
@@ -77,8 +78,8 @@ class Recorder:
         self._turn = turn
         self._names = {id(parameter): each for each, parameter in module.named_parameters()}
         self._on = False
-        self._place = -1
-        self._since = self._chunk = self._last = 0.0
+        self._here = threading.local()  # the place of the bucket that a thread averages, and when its chunk began
+        self._since = self._last = 0.0
         self.trace: dict[str, Any] = {"buckets": [], "steps": []}
         given = methods.settings(name)
         cap = None if given is None else BUCKET_CAP_MB
@@ -147,25 +148,27 @@ class Recorder:
             if not self._on:
                 reduce(*arguments)
                 return
-            self._place, self._reduced = self._reduced, self._reduced + 1
-            self._chunk = time.perf_counter()
+            here = self._here
+            here.place, self._reduced = self._reduced, self._reduced + 1
+            here.chunk = time.perf_counter()
             reduce(*arguments)
             self._last = time.perf_counter()
-            self._step["chunks"][self._place].append(self._last - self._chunk)
-            self._place = -1
+            self._step["chunks"][here.place].append(self._last - here.chunk)
+            del here.place
 
         return watched
 
     def _talking(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
         def watched(*arguments: Any) -> Any:
-            if self._place < 0:  # not for an average
+            here = self._here
+            if not hasattr(here, "place"):  # not for an average
                 return collective(*arguments)
-            self._step["chunks"][self._place].append(time.perf_counter() - self._chunk)
+            self._step["chunks"][here.place].append(time.perf_counter() - here.chunk)
             self._turn.pass_on()
             found = collective(*arguments)
             self._turn.take()
-            self._chunk = time.perf_counter()
+            here.chunk = time.perf_counter()
             return found
 
         return watched
@@ -214,12 +217,12 @@ class Recorder:
 
 @contextmanager
 def wrapped_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Have every collective of ours over a process group be what ``wrap`` makes of it, and every wait for one, too."""
-    begin = wrap(TorchCollective.begin)
+    """Have every collective that is counted be what ``wrap`` makes of it, and every wait for one, too."""
+    begin = wrap(CountingCollective.begin)
     with ExitStack() as patches:
         for name in COLLECTIVES:
-            patches.enter_context(mock.patch.object(TorchCollective, name, wrap(getattr(TorchCollective, name))))
-        patches.enter_context(mock.patch.object(TorchCollective, "begin", lambda *given: wrap(begin(*given))))
+            patches.enter_context(mock.patch.object(CountingCollective, name, wrap(getattr(CountingCollective, name))))
+        patches.enter_context(mock.patch.object(CountingCollective, "begin", lambda *given: wrap(begin(*given))))
         yield
 
 

@@ -152,35 +152,38 @@ def compress(
     settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
     alone = collective.size == 1 and not settings.works_alone
     idle = alone or settings.plain
-    separate = None
+    transports: list[TorchCollective] = []
     if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
-        separate = collective.apart()  # Gloo matches collectives by their order
+        transports = [collective.apart()]  # Gloo matches collectives by their order
+        if sum(each.nbytes for _, each in parameters) > _caps(ddp)[0]:  # several buckets
+            transports.append(collective.apart())
     unused = ddp.find_unused_parameters or ddp.static_graph
     compression = Compression(
         ddp.module,
         settings,
-        separate or collective,
+        transports[0] if transports else collective,
         scale,
         set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
         unused,
         accumulates,
         _caps(ddp),
+        beside=transports[1] if len(transports) > 1 else None,
     )
     compression.run_summary = run_summary(compression.settings, parameters, world)
     if not idle:
-        hook.register(compression, ddp, separate)
+        hook.register(compression, ddp, transports)
     counting = hook.count_only(compression, ddp, collective.size) if idle else None
-    if idle and separate:
-        compression.at_close(lambda: None if compression.active else separate.close())
+    for transport in transports if idle else ():
+        compression.at_close(lambda transport=transport: None if compression.active else transport.close())  # type: ignore[misc]
 
     model = weakref.ref(ddp)  # whose hook holds the compression: as a cycle, neither would ever be freed
 
     def loaded() -> None:
         """Switch to what the loaded state runs."""
         runs, ddp = compression.next_settings, model()
-        if ddp and counting and separate and not (compression.active or (runs.plain and not runs.error_feedback)):
+        if ddp and counting and transports and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
-            hook.register(compression, ddp, separate)
+            hook.register(compression, ddp, transports)
         compression.run_summary = run_summary(runs, parameters, world)
 
     compression.at_load(loaded)

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World, consensus
+from lightning_compress.collectives import Collective, consensus
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core import errors, state_dict
 from lightning_compress.core.registry import describe
 from lightning_compress.core.state_dict import StateDict
-from lightning_compress.core.workspace import Workspace
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import FiniteGuard, Passes
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
+from lightning_compress.engine.lanes import Lanes
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.compensation import kind_of
@@ -53,6 +53,7 @@ class Compression:
             otherwise.
         caps: see ``Groups``.
         kinds: kind of each parameter by name, where ``module`` is not the module that owns them; see ``kinds_of``.
+        beside: the same ranks over another transport, or None. With it, two threads may call ``reduce``.
 
     Attributes:
         active: whether compression averages the gradients; otherwise DistributedDataParallel does.
@@ -76,6 +77,7 @@ class Compression:
         accumulates: bool = True,
         caps: tuple[int, int] | None = None,
         kinds: Mapping[str, str] | None = None,
+        beside: Collective | None = None,
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
         self.settings = self.next_settings = settings.bound(kinds_of(module) if kinds is None else kinds)
@@ -84,13 +86,13 @@ class Compression:
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
         self.step = self.epoch = 0
-        collective = OrderedCollective(collective) if settings.options.deterministic else collective
-        self._collective = CountingCollective(collective, self.meter)
+        transports = [collective, beside] if beside else [collective]
+        self.lanes = Lanes(transports, self.meter, settings.options.deterministic)
+        self._collective = self.lanes.all[0].world.collective
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
-        self.groups = Groups(parameters, World(self._collective, self.device, self.meter), unused, caps)
-        self._workspace = Workspace()  # its own, since other models of the process may average at the same time
+        self.groups = Groups(parameters, self.lanes, unused, caps)
         self._finite = FiniteGuard(self.device, settings)
         self._passes = Passes(parameters, accumulates, self._optimizers.all_owned)
         self._last_state: StateDict | None = None
@@ -103,7 +105,9 @@ class Compression:
         self._drift = DriftGuard(parameters, same, self._collective, settings)
         watch(self)
 
-    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def reduce(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], started: Callable[[], object] = lambda: None
+    ) -> None:
         """Replace gradients by their mean over the ranks.
 
         Collective: all ranks call it with the same parameters in the same order.
@@ -111,18 +115,21 @@ class Compression:
         Args:
             parameters: of the model, any number in any order; those of one call come together in every step.
             gradients: one per parameter, contiguous, of one floating-point dtype.
+            started: called as soon as another thread may call ``reduce`` for the next bucket.
         """
-        with self._workspace.used():
+        with self.lanes.turn.held():
             names = [self._names[id(parameter)] for parameter in parameters]
             if not self._stepped and self._passes.again(names):
                 self._begin_pass(names)
             if self._stepped:
                 self._begin_step()
-            bucket = tuple(map(id, parameters))
-            sent_by_ddp, parts = self.groups.by_bucket.get(bucket) or self.groups.of(bucket, self.settings)
+            sent_by_ddp, parts = self.groups.of(tuple(map(id, parameters)), self.settings)
             self.meter.bytes_dense += sent_by_ddp
             for group, places in parts:
-                self._average(group, [gradients[place] for place in places])
+                with self.lanes.taken(group.lane), group.lane.workspace.used():
+                    if group is parts[-1][0]:
+                        started()
+                    self._average(group, [gradients[place] for place in places])
 
     def _average(self, group: Group, gradients: Sequence[Tensor]) -> None:
         kept, left_out, adds_up = self._passes.arrive(group.bucket_names, group.averages)
@@ -207,8 +214,7 @@ class Compression:
             return self._last_state
         running = kept_of(self.settings, self.next_settings, self._scheduled)
         states = [(group.bucket_names, group.states) for group in self.groups.all]
-        rates, orders = self._optimizers.rates, self.groups.orders
-        return state_dict.build(self.family, self.step, rates, running, states, orders)
+        return state_dict.build(self.family, self.step, self._optimizers.rates, running, states, self.groups.orders)
 
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a ``state_dict`` and its groups; parameters that it lacks begin with initial states.
@@ -227,8 +233,7 @@ class Compression:
         try:
             self.settings, self.next_settings, self._scheduled = resumed(self.settings, state["running"])
             if self.active or not self.settings.plain:
-                with self._workspace.used():
-                    self.groups.restore(state, self.settings)
+                self.groups.restore(state, self.settings)
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:  # keep nothing of it
             self.settings, self.next_settings, self._scheduled = before
             self.reset()
@@ -349,8 +354,7 @@ class Compression:
         self._optimizers.rates.clear()
         self._finite.begin_step()
         self._passes.drop()
-        self._stepped = True
-        self.step = 0
+        self._stepped, self.step = True, 0
 
     def stats(self) -> dict[str, float]:
         """Return traffic of the last step and in total, time and error of the last sampled step.
@@ -392,7 +396,5 @@ class Compression:
         unwatch(self)
         for callback in self._at_close:
             callback()
-        self._at_close.clear()
-        self._at_load.clear()
-        self.groups.clear()
-        self._workspace.release()
+        for each in (self._at_close, self._at_load, self.groups, self.lanes):
+            each.clear()

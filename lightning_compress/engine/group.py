@@ -22,6 +22,7 @@ from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.in_place import average_in_place, extremes
+from lightning_compress.engine.lanes import Lane
 from lightning_compress.engine.unused import KeptStates, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.exchange import ExchangePlan
@@ -55,10 +56,13 @@ class Group:
         averages: whether the optimizer gets a mean of the ranks' gradients.
         states: what is kept from step to step, by name: the residual, and the states of reducers and of the correction.
         residual: what encoding did not send, or None.
+        lane: what it is averaged in; ``Groups`` sets it.
         errors: moving averages of what was not sent, if these are fed back (LoCo), or None.
         nonfinite: names of parameters whose last gradients on this rank were not finite; always empty on CUDA, because
             reading them would wait for the device.
     """
+
+    lane: Lane
 
     def __init__(
         self,

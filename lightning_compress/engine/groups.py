@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Dense
-from lightning_compress.collectives import World
+from lightning_compress.collectives import Collective
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.core import state_dict
 from lightning_compress.core.errors import listed
@@ -18,6 +18,7 @@ from lightning_compress.core.state import State
 from lightning_compress.core.vector import squares
 from lightning_compress.core.workspace import release
 from lightning_compress.engine.group import LOCO, MEMORY, Group
+from lightning_compress.engine.lanes import Lanes
 from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Groups:
 
     Args:
         parameters: names and tensors.
-        world: the ranks to average over.
+        lanes: what its groups are averaged in.
         unused: see ``Group``.
         caps: gradient bytes at which a group is full: of the first group, and of all others. None: one group per
             bucket.
@@ -46,7 +47,7 @@ class Groups:
     def __init__(
         self,
         parameters: Sequence[tuple[str, Tensor]],
-        world: World,
+        lanes: Lanes,
         unused: bool = True,
         caps: tuple[int, int] | None = None,
     ) -> None:
@@ -56,10 +57,14 @@ class Groups:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         self._dtypes = {name: parameter.dtype for name, parameter in parameters}
         self.orders = state_dict.orders(parameters)
-        self._world = world
+        self._lanes = lanes
         self.all: list[Group] = []
         self._owner: dict[str, Group] = {}
         self.by_bucket: dict[tuple[int, ...], Parts] = {}
+
+    @property
+    def _ranks(self) -> Collective:
+        return self._lanes.all[0].world.collective
 
     def __len__(self) -> int:
         return len(self.all)
@@ -76,19 +81,21 @@ class Groups:
             settings: rebuild groups that were made with other settings.
         """
         if bucket not in self.by_bucket:
-            names = [self._names[each] for each in bucket]
-            owners = [group for group in self.all if not set(names).isdisjoint(group.names)]
-            if sorted(name for group in owners for name in group.names) != sorted(names):
-                owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
-            elif any(group.settings is not settings for group in owners):
-                owners = [
-                    self.add(part, settings) for each in owners for part in self._split(each.bucket_names, settings)
-                ]
-            places = {name: place for place, name in enumerate(names)}
-            size = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in names)
-            parts = [(group, [places[name] for name in group.bucket_names]) for group in owners]
-            self.by_bucket[bucket] = all_reduce_bytes(size, self._world.collective.size), parts
+            with self._lanes.taken():  # planning may be collective
+                self._add_bucket(bucket, settings)
         return self.by_bucket[bucket]
+
+    def _add_bucket(self, bucket: tuple[int, ...], settings: RunState) -> None:
+        names = [self._names[each] for each in bucket]
+        owners = [group for group in self.all if not set(names).isdisjoint(group.names)]
+        if sorted(name for group in owners for name in group.names) != sorted(names):
+            owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
+        elif any(group.settings is not settings for group in owners):
+            owners = [self.add(part, settings) for each in owners for part in self._split(each.bucket_names, settings)]
+        places = {name: place for place, name in enumerate(names)}
+        size = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in names)
+        parts = [(group, [places[name] for name in group.bucket_names]) for group in owners]
+        self.by_bucket[bucket] = all_reduce_bytes(size, self._ranks.size), parts
 
     def _runs(self, names: Sequence[str]) -> list[list[str]]:
         """Cut names into groups as DistributedDataParallel cuts its buckets: gradients arrive from the last one on."""
@@ -118,9 +125,12 @@ class Groups:
     def add(self, names: Sequence[str], settings: RunState, had_residual: bool = False) -> Group:
         """Make a group and copy its parameters' states from their old groups; remove groups left without parameters."""
         shaped = [(name, self._shapes[name]) for name in names]
-        release(*MEMORY)  # two states of some parameters are held below
+        lane = self._lanes.next()
         had_residual = had_residual or any(old.residual and not set(names).isdisjoint(old.names) for old in self.all)
-        group = Group(shaped, settings, self._world, self._unused, self._dtypes[names[0]], had_residual)
+        with lane.workspace.used():
+            release(*MEMORY)  # two states of some parameters are held below
+            group = Group(shaped, settings, lane.world, self._unused, self._dtypes[names[0]], had_residual)
+        group.lane = lane
         for old in self.all:
             moving = {name for name in group.names if self._owner.get(name) is old}
             for kind in old.states.keys() & group.states.keys() if moving else ():
@@ -149,7 +159,7 @@ class Groups:
                 f"the state is of parameters that this model does not train ({', '.join(dropped[:3])}; it trains "
                 f"{', '.join(list(self._shapes)[:3])}): give the model's modules the names that they had"
             )
-        if dropped and self._world.collective.rank == 0:
+        if dropped and self._ranks.rank == 0:
             log.warning("the checkpoint's state of %s is ignored: the model trains no such parameter", listed(dropped))
         for saved in state_dict.reordered(state, self._shapes, self.orders):
             if names := [name for name in saved["names"] if name in self._shapes]:

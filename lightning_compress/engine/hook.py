@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from queue import Queue
 
@@ -67,6 +68,57 @@ class Background:
         self._queue.join()
         if self._errors:
             raise self._errors.pop()
+
+
+class Workers:
+    """A thread for each lane, to which buckets go by turns. A bucket begins when the one before it has started.
+
+    After an error, the later buckets of that thread are skipped, on every rank the same ones.
+
+    Args:
+        count: of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._backgrounds = [Background() for _ in range(count)]
+        self._submitted = 0
+        self._started = threading.Event()
+        self._started.set()
+
+    def submit(self, average: Callable[[Callable[[], object]], None], done: Callable[[], None]) -> None:
+        """Queue the average of a bucket.
+
+        Args:
+            average: is given what to call as soon as the next bucket may begin.
+            done: always called, after it.
+        """
+        before, started = self._started, threading.Event()
+
+        def work() -> None:
+            before.wait()
+            average(started.set)
+
+        def end() -> None:
+            started.set()
+            done()
+
+        self._backgrounds[self._submitted % len(self._backgrounds)].submit(work, end)
+        self._submitted, self._started = self._submitted + 1, started
+
+    @property
+    def idle(self) -> bool:
+        """Whether all buckets are averaged."""
+        return all(each.idle for each in self._backgrounds)
+
+    def wait(self) -> None:
+        """Wait until all buckets are averaged.
+
+        Raises:
+            BaseException: the error of one that failed.
+        """
+        with ExitStack() as stack:  # waits for all of them, whichever fails
+            for background in self._backgrounds:
+                stack.callback(background.wait)
 
 
 def _end(queue: Queue[Work | None], thread: threading.Thread) -> None:
@@ -135,38 +187,38 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class ThreadHook:
-    """The communication hook for the CPU: it works in a thread of its own, in parallel with backward.
+    """The communication hook for the CPU: it works in threads of its own, in parallel with backward.
 
-    This thread issues all collectives, in the order of the buckets, over a separate process group. Gloo matches
-    collectives by their order alone.
+    A thread for each lane issues all collectives of its buckets, over the lane's process group.
 
     Args:
         compression: averages the gradients.
-        transport: the process group; it is destroyed when the compression closes.
+        transports: the process groups of its lanes; they are destroyed when the compression closes.
     """
 
-    def __init__(self, compression: Compression, transport: TorchCollective | None) -> None:
+    def __init__(self, compression: Compression, transports: Sequence[TorchCollective]) -> None:
         self._compression = compression
-        self._background = Background()
-        if transport:
-            compression.at_close(lambda: self._close(transport))
+        self._workers = Workers(len(compression.lanes.all))
+        compression.at_close(lambda: self._close(transports))
 
-    def _close(self, transport: TorchCollective) -> None:
-        if self._background.idle:  # otherwise a rank left in the middle of a step, and the exit ends what still waits
-            transport.close()
+    def _close(self, transports: Sequence[TorchCollective]) -> None:
+        # otherwise a rank left in the middle of a step, and the exit ends what still waits
+        if self._workers.idle:
+            for transport in transports:
+                transport.close()
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
         buffer, parameters, gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
         future: Future[Tensor] = Future()
-        self._background.submit(
-            lambda: self._compression.reduce(parameters, gradients), lambda: future.set_result(buffer)
+        self._workers.submit(
+            lambda started: self._compression.reduce(parameters, gradients, started), lambda: future.set_result(buffer)
         )
         # a future would turn errors into strings, so they are raised at the end of backward
         if torch._C._current_graph_task_id() == -1:  # after backward, where Lightning averages a static_graph
-            self._background.wait()
+            self._workers.wait()
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self._workers.wait)
         return future
 
 
@@ -184,7 +236,9 @@ def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients
     current.wait_stream(stream)
 
 
-def register(compression: Compression, ddp: DistributedDataParallel, transport: TorchCollective | None = None) -> None:
+def register(
+    compression: Compression, ddp: DistributedDataParallel, transports: Sequence[TorchCollective] = ()
+) -> None:
     """Let ``compression`` average for ``ddp`` until the model is deleted; see ``ThreadHook``."""
 
     def before(module: DistributedDataParallel, _: object) -> None:
@@ -196,7 +250,7 @@ def register(compression: Compression, ddp: DistributedDataParallel, transport: 
 
     compression.active = True
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
-    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transport)
+    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transports)
     ddp.register_comm_hook(None, hook.reduce)
 
 

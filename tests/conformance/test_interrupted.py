@@ -94,11 +94,11 @@ class Signalled(Callback):
             self.reduce, compression.reduce = compression.reduce, self.watched
         self.now = trainer.global_step == AT
 
-    def watched(self, parameters, gradients):
+    def watched(self, *bucket):
         if self.now and self.calls == {"before": 0, "between": 1}.get(self.moment, -1):
             self.arrive()
         self.calls += 1
-        self.reduce(parameters, gradients)
+        self.reduce(*bucket)
 
     def on_after_backward(self, trainer, module):
         if self.now and self.moment == "after":
