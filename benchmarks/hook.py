@@ -44,15 +44,17 @@ from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.run_state import RunState
 from recipes.resnet.model import ResNet
 
-AVERAGES = {
-    "rotated, 2 ranks": ("rotated", "all_gather", 2),
-    "rotated, 4 ranks": ("rotated", "two_shot", 4),
-    "onebit, 2 ranks": ("onebit", "all_gather", 2),
-    "onebit, 4 ranks": ("onebit", "two_shot", 4),
-    "topk 1 %, 2 ranks": ({"name": "topk", "density": 0.01}, "all_gather", 2),
-    "topk 1 %, 4 ranks": ({"name": "topk", "density": 0.01}, "all_gather", 4),
+AVERAGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "rotated, 2 ranks": (2, {"compressor": "rotated", "exchange": "all_gather"}),
+    "rotated, 4 ranks": (4, {"compressor": "rotated", "exchange": "two_shot"}),
+    "onebit, 2 ranks": (2, {"compressor": "onebit", "exchange": "all_gather"}),
+    "onebit, 4 ranks": (4, {"compressor": "onebit", "exchange": "two_shot"}),
+    "onebit, LoCo, 2 ranks": (2, {"compressor": "onebit", "exchange": "all_gather", "error_feedback": "loco"}),
+    "onebit, LoCo, 4 ranks": (4, {"compressor": "onebit", "exchange": "two_shot", "error_feedback": "loco"}),
+    "topk 1 %, 2 ranks": (2, {"compressor": {"name": "topk", "density": 0.01}, "exchange": "all_gather"}),
+    "topk 1 %, 4 ranks": (4, {"compressor": {"name": "topk", "density": 0.01}, "exchange": "all_gather"}),
 }
-"""Compressors and exchanges whose computing is counted in copies."""
+"""Ranks and settings whose computing is counted in copies."""
 ROWS, COLUMNS, MATRICES, REPEATS = 250, 1000, 50, 15
 """What is averaged then."""
 
@@ -122,8 +124,8 @@ def copies() -> dict[str, float]:
     source = torch.randn(MATRICES, ROWS * COLUMNS, generator=random)
     gradients = torch.empty_like(source)
     groups = {}
-    for name, (compressor, exchange, ranks) in AVERAGES.items():
-        settings = RunState.of(compressor, exchange, schedule="none")
+    for name, (ranks, given) in AVERAGES.items():
+        settings = RunState.of(schedule="none", **given)
         meter = Meter(cpu)
         meter.sample_every = 0
         groups[name] = Group(shapes, settings, World(EchoCollective(ranks), cpu, meter), unused=False)
