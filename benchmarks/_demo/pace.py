@@ -27,6 +27,7 @@ class Wire:
 
     Attributes:
         bytes_per_s: its speed; None: as fast as it is.
+        counted: bytes by the meter of the compression whose messages it carries, when it last began to carry.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ def pace(ddp: DistributedDataParallel, compression: Compression, wire: Wire) -> 
     if not compression.active:
         ddp.register_comm_hook(None, _PacedMean(wire).reduce)
         return
+    wire.counted = compression.meter.bytes_sent
     for lane in compression.lanes.all:
         counting = lane.world.collective
         assert isinstance(counting, CountingCollective)

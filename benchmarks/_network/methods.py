@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._local import LOCAL, Alone, Local
 from lightning_compress import Compression, attach
 from lightning_compress.backward import sufficient_factors
-from lightning_compress.engine.attach import BUCKET_CAP_MB
+from lightning_compress.engine.attach import own_bucket_cap_mb
 from lightning_compress.settings.run_state import RunState
 
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
@@ -64,8 +63,7 @@ def _power_sgd(rank: int) -> Any:
 
 def _ours(arguments: dict[str, Any]) -> Any:
     def make(module: nn.Module) -> tuple[DistributedDataParallel, Compression]:
-        cap = BUCKET_CAP_MB if dist.get_world_size() <= (os.cpu_count() or 1) else None
-        model = DistributedDataParallel(module, bucket_cap_mb=cap)
+        model = DistributedDataParallel(module, bucket_cap_mb=own_bucket_cap_mb(dist.get_world_size()))
         return model, attach(model, **arguments)
 
     return make

@@ -104,7 +104,7 @@ class Player(ExitStack):
             beside = TorchCollective().apart()
             self.callback(beside.close)
             state = RunState.of(**given)
-            self._compression = Compression(module, state, TorchCollective(), unused=False, beside=beside)
+            self._compression = Compression(module, state, TorchCollective(), unused=False, beside=[beside])
             self._compression.active = True
             self.callback(self._compression.close)
             self.enter_context(wrapped_collectives(self._paced))

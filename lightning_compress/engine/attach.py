@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -28,10 +29,7 @@ from lightning_compress.settings.run_state import RunState
 log = logging.getLogger("lightning_compress")
 
 BUCKET_CAP_MB = 5
-"""Bucket size on CPUs where the user names none: backward goes on while these are encoded and travel.
-
-Where ranks share cores, smaller buckets only cost more calls, so DistributedDataParallel's default stays.
-"""
+"""Bucket size on CPUs where the user names none: backward goes on while these are encoded and travel."""
 _FIRST_BUCKET = 1 << 20
 """Bytes of DistributedDataParallel's first bucket, unless the user set a cap."""
 
@@ -152,30 +150,33 @@ def compress(
     settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
     alone = collective.size == 1 and not settings.works_alone
     idle = alone or settings.plain
-    transports: list[TorchCollective] = []
-    if not alone and not (idle and settings.chosen is None) and device.type == "cpu":  # see hook.ThreadHook
-        transports = [collective.apart()]  # Gloo matches collectives by their order
-        if sum(each.nbytes for _, each in parameters) > _caps(ddp)[0]:  # several buckets
-            transports.append(collective.apart())
+    separate = not alone and not (idle and settings.chosen is None) and device.type == "cpu"  # see hook.ThreadHook
+    transports = _transports(ddp, sum(each.nbytes for _, each in parameters)) if separate else []
+    first, *beside = transports or [collective]
     unused = ddp.find_unused_parameters or ddp.static_graph
     compression = Compression(
         ddp.module,
         settings,
-        transports[0] if transports else collective,
+        first,
         scale,
         set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
         unused,
         accumulates,
         _caps(ddp),
-        beside=transports[1] if len(transports) > 1 else None,
+        beside=beside,
     )
     compression.run_summary = run_summary(compression.settings, parameters, world)
     if not idle:
         hook.register(compression, ddp, transports)
     counting = hook.count_only(compression, ddp, collective.size) if idle else None
-    for transport in transports if idle else ():
-        compression.at_close(lambda transport=transport: None if compression.active else transport.close())  # type: ignore[misc]
 
+    def close_unused() -> None:
+        """Close what no hook does."""
+        for transport in () if compression.active else transports:
+            transport.close()
+
+    if idle:
+        compression.at_close(close_unused)
     model = weakref.ref(ddp)  # whose hook holds the compression: as a cycle, neither would ever be freed
 
     def loaded() -> None:
@@ -188,6 +189,20 @@ def compress(
 
     compression.at_load(loaded)
     return compression
+
+
+def own_bucket_cap_mb(ranks: int) -> int | None:
+    """Return the bucket size for so many ranks that compress on this machine's CPUs, if the user names none.
+
+    None means DistributedDataParallel's default: where ranks share cores, smaller buckets only cost more calls.
+    """
+    return BUCKET_CAP_MB if ranks <= (os.cpu_count() or 1) else None
+
+
+def _transports(ddp: DistributedDataParallel, size: int) -> list[TorchCollective]:
+    """Return a process group for each lane of gradients of ``size`` bytes: two if they fill several buckets."""
+    whole = TorchCollective(ddp.process_group)
+    return [whole.apart() for _ in range(2 if size > _caps(ddp)[0] else 1)]  # Gloo matches collectives by their order
 
 
 def _caps(ddp: DistributedDataParallel) -> tuple[int, int]:

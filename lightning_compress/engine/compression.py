@@ -53,7 +53,7 @@ class Compression:
             otherwise.
         caps: see ``Groups``.
         kinds: kind of each parameter by name, where ``module`` is not the module that owns them; see ``kinds_of``.
-        beside: the same ranks over another transport, or None. With it, two threads may call ``reduce``.
+        beside: the same ranks over other transports, each for one more thread that calls ``reduce``.
 
     Attributes:
         active: whether compression averages the gradients; otherwise DistributedDataParallel does.
@@ -77,7 +77,7 @@ class Compression:
         accumulates: bool = True,
         caps: tuple[int, int] | None = None,
         kinds: Mapping[str, str] | None = None,
-        beside: Collective | None = None,
+        beside: Sequence[Collective] = (),
     ) -> None:
         parameters = checks.trained_parameters(module, ignored)
         self.settings = self.next_settings = settings.bound(kinds_of(module) if kinds is None else kinds)
@@ -86,8 +86,7 @@ class Compression:
         self.device = parameters[0][1].device
         self.meter = Meter(self.device)
         self.step = self.epoch = 0
-        transports = [collective, beside] if beside else [collective]
-        self.lanes = Lanes(transports, self.meter, settings.options.deterministic)
+        self.lanes = Lanes([collective, *beside], self.meter, settings.options.deterministic)
         self._collective = self.lanes.all[0].world.collective
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}

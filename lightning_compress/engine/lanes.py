@@ -6,6 +6,7 @@ groups are averaged one after the other, in the order of the buckets on every ra
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -140,12 +141,11 @@ class Lanes:
         if len(transports) > 1:
             transports = [TurnCollective(each, self.turn) for each in transports]
         self.all = [Lane(World(CountingCollective(each, meter), meter.device, meter)) for each in transports]
-        self._made = 0
+        self._turns = itertools.cycle(self.all)
 
     def next(self) -> Lane:
         """Return the lane of a new group: each in turn, so that neighbours have different ones."""
-        self._made += 1
-        return self.all[(self._made - 1) % len(self.all)]
+        return next(self._turns)
 
     @contextmanager
     def taken(self, *lanes: Lane) -> Iterator[None]:

@@ -21,7 +21,7 @@ from lightning_compress.collectives import TorchCollective
 from lightning_compress.core.registry import name_of
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
-from lightning_compress.engine.attach import BUCKET_CAP_MB, check_setup, compress
+from lightning_compress.engine.attach import check_setup, compress, own_bucket_cap_mb
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
 from lightning_compress.exchanges import Pattern
@@ -144,9 +144,9 @@ class CompressedDDPMixin(CommonMixin):
 
     def configure_ddp(self) -> None:
         """Build DistributedDataParallel, on CPUs with smaller buckets than its own default."""
-        own_core = self.root_device.type == "cpu" and self.num_processes <= (os.cpu_count() or 1)
-        if own_core and not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
-            self._ddp_kwargs["bucket_cap_mb"] = BUCKET_CAP_MB
+        on_cpu = self.root_device.type == "cpu"
+        if on_cpu and not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
+            self._ddp_kwargs["bucket_cap_mb"] = own_bucket_cap_mb(self.num_processes)
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
