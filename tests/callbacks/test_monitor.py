@@ -13,7 +13,7 @@ from tests.engine.test_modes import TwoOptimizers
 from tests.helpers.training import Net, fit
 
 TIMES = {"encode_ms", "exchange_ms", "decode_ms"}
-SAMPLED = TIMES | {"relative_error", "residual_norm"}
+SAMPLED = TIMES | {"wait_ms", "relative_error", "residual_norm"}
 COUNTED = {"bytes_sent", "bytes_dense", "ratio", "steps", "nonfinite_steps", "total_bytes_sent", "total_bytes_dense"}
 
 
