@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from math import prod
@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_compress.codecs import Codec, Dense
+from lightning_compress.engine.attach import BUCKET_CAP_MB
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link, Speeds
 from lightning_compress.planning.link import kind_of, time_codec
@@ -139,7 +140,13 @@ def advise(
 
 
 def predicted(
-    parameters: Parameters, ranks: int, link: Link, compute_ms: float, optimizer: Optimizer, cores_per_rank: float = 1.0
+    parameters: Parameters,
+    ranks: int,
+    link: Link,
+    compute_ms: float,
+    optimizer: Optimizer,
+    cores_per_rank: float = 1.0,
+    speeds: Mapping[str, Speeds] | None = None,
 ) -> list[Row]:
     """Return a row for each method.
 
@@ -150,13 +157,15 @@ def predicted(
         compute_ms: milliseconds of a step without communication.
         optimizer: on which the loss depends.
         cores_per_rank: CPU cores of each rank.
+        speeds: of codecs, see ``Measured``; None: they are measured here.
     """
     settings = {
         method.name: RunState.of(method.compressor).stepped_by("sgd" if optimizer == "sgd" else "adam")
         for method in METHODS
         if method.compressor
     }
-    place = Place(ranks, Auto.knowing({"ranks": link}, _speeds(settings.values(), ranks, 1 / cores_per_rank)), BUCKET)
+    speeds = speeds or _speeds(settings.values(), ranks, 1 / cores_per_rank)
+    place = Place(ranks, Auto.knowing({"ranks": link}, speeds), BUCKET if cores_per_rank < 1 else BUCKET_CAP_MB << 20)
     rows: list[Row] = []
     for method in METHODS:
         running = settings.get(method.name)
@@ -206,23 +215,24 @@ def show(rows: Sequence[Row], title: str, optimizer: Optimizer) -> None:
     console.print(advice(rows), highlight=False)
 
 
-def _speeds(settings: Any, ranks: int, crowd: float) -> dict[str, Speeds]:
+def _speeds(settings: Iterable[RunState], ranks: int, crowd: float) -> dict[str, Speeds]:
     """Measure the codecs of these settings, and of their sums, on this machine's CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        codecs = {kind_of(each): each for each in (Dense(), *_codecs(settings, ranks))}
-        return {kind: time_codec(each, torch.device("cpu"), crowd) for kind, each in codecs.items()}
+        return {kind_of(each): time_codec(each, torch.device("cpu"), crowd) for each in codecs_of(settings, ranks)}
     finally:
         torch.set_num_threads(threads)
 
 
-def _codecs(settings: Any, ranks: int) -> Iterator[Codec]:
+def codecs_of(settings: Iterable[RunState], ranks: int) -> list[Codec]:
+    """Return a codec of each kind that these settings run on so many ranks, and that of float32."""
+    found: dict[str, Codec] = {kind_of(Dense()): Dense()}
     for running in settings:
-        sections = [running.fed(each) for each in running.rules.sections([("weight", (SIDE, SIDE))])[1]]
-        for section in sections:
-            yield section.codec
-            yield section.codec_of_sums(ranks)
+        for section in running.rules.sections([("weight", (SIDE, SIDE))])[1]:
+            fed = running.fed(section)
+            found |= {kind_of(each): each for each in (fed.codec, fed.codec_of_sums(ranks))}
+    return list(found.values())
 
 
 def _parameters(params: float | None, model: str | None) -> list[tuple[str, Shape]]:
