@@ -7,7 +7,8 @@ Every exchange runs once on a world of which this process is rank 0, and the oth
 (``benchmarks/_scale/simulated.py``): messages and bytes are counted, not assumed. Where the whole vector would take too
 much memory for that, two shorter ones are sent, and bytes continued on the line through them. Each round then costs the
 latency, bytes the bandwidth of the card that a node's ranks share, and encoding and decoding the speeds that the codecs
-have on one core of this machine, or so many times faster.  ``benchmarks.advise`` puts such predictions beside steps over real links.
+have on one core of this machine, or so many times faster. ``benchmarks.advise`` puts predictions of steps beside real
+ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive
-from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import Call, Cluster, SimulatedCollective, longer
 from lightning_compress.codecs import FP16, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import CountingCollective, World

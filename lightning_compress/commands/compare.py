@@ -75,8 +75,8 @@ def _called(source: str) -> Gradients:
         given = getattr(import_module(path.removesuffix(".py").replace("/", ".")), name)()
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{source} is neither a file nor a function ({type(error).__name__}: {error}); write module:function, which "
-            "takes no arguments and returns gradients by name"
+            f"{source} is neither a file nor a function ({type(error).__name__}: {error}); write module:function, of a "
+            "function that takes no arguments and returns gradients by name"
         ) from error
     if isinstance(given, nn.Module):
         return {name: each.grad for name, each in given.named_parameters() if each.grad is not None}

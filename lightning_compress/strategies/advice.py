@@ -47,8 +47,8 @@ def short_round(synchroniser: Synchroniser, steps: float) -> str:
     if steps - synchroniser.averaged_steps >= every:
         return ""
     return (
-        f"this fit has {steps:g} steps, fewer than a round of sync_every={every}: the ranks average once, when it ends. "
-        "Lower sync_every, or train for longer"
+        f"this fit has {steps:g} steps, fewer than a round of sync_every={every}: the ranks average once, when it ends."
+        " Lower sync_every, or train for longer"
     )
 
 

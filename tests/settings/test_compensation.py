@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import attach
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.settings.compensation import KINDS, LOSS, automatic, kind_of, loss_of
-from lightning_compress.settings.parsing import COMPRESSORS, build_compressor
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
 from tests.strategies.test_resume import Net, fit
 
@@ -151,10 +151,6 @@ def test_what_is_attached(pools):
 def test_asked_for_by_name_it_needs_an_optimizer(pools):
     with pytest.raises(Exception, match=r"pass attach\(\.\.\., optimizer=optimizer\)"):
         pools[2].run(_attached, None, "auto")
-
-
-def test_names_are_those_of_methods():
-    assert all(build_compressor(row.method) for row in TABLE)
 
 
 class WithAdam(Net):
