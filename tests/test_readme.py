@@ -23,9 +23,7 @@ from tests.helpers import forked
 ROOT = Path(__file__).resolve().parents[1]
 TESTED = ("backward", "choose", "gossip", "local-steps", "recipes", "reliability", "settings")
 """Pages without a test of their own."""
-PAGES = {"README": (ROOT / "README.md").read_text()} | {
-    page: (ROOT / f"docs/{page}.md").read_text() for page in TESTED
-}
+PAGES = {"README": (ROOT / "README.md").read_text()} | {page: (ROOT / f"docs/{page}.md").read_text() for page in TESTED}
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", "".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL)
 COMMANDS = [
     line.split("  #")[0].strip()

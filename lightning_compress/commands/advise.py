@@ -9,18 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from lightning_compress.codecs import Codec, Dense
+from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine.attach import BUCKET_CAP_MB
 from lightning_compress.planning.choose import Auto
-from lightning_compress.planning.cost import Link, Speeds
-from lightning_compress.planning.link import kind_of, time_codec
+from lightning_compress.planning.cost import UNKNOWN, Link, Speeds
+from lightning_compress.planning.link import kind_of, time_codec, time_link
 from lightning_compress.planning.predict import BUCKET, Place, predict
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.run_state import RunState
@@ -103,40 +106,101 @@ class Row:
 
 
 def advise(
-    ranks: int,
-    compute_ms: float,
-    gbit: float,
     params: float | None = None,
     model: str | None = None,
+    profile: str | None = None,
+    compute_ms: float | None = None,
+    ranks: int | None = None,
+    gbit: float | None = None,
     latency_us: float = 100.0,
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer | None = None,
     cores_per_rank: float = 1.0,
     json_output: bool = False,
 ) -> None:
     """Predict the step time of every method on your link, and say what to write into your script.
 
+    Say what trains by ``params`` or ``model`` with ``compute_ms``, or by ``profile``. Say where by ``ranks`` and
+    ``gbit``; or start it with torchrun on your hosts, where it measures the link and the codecs.
+
     Args:
-        ranks: processes that train together, 2 or more.
-        compute_ms: milliseconds of a step of one process alone, without communication.
-        gbit: speed of each process's link, in Gbit/s.
         params: number of parameters, such as 25e6.
-        model: class or function that makes the model, such as ``train:Net``; instead of ``params``.
-        latency_us: microseconds until a small message has arrived; ``ping`` says twice this.
-        optimizer: the optimizer that you use, on which the cost in quality depends.
+        model: class or function that makes the model, such as train:Net.
+        profile: file that the callback StepProfile wrote.
+        compute_ms: milliseconds of a step of one process alone, without communication.
+        ranks: processes that train together, 2 or more.
+        gbit: speed of each process's link, in Gbit/s.
+        latency_us: microseconds until a small message has arrived; ping says twice this.
+        optimizer: that you use, on which the cost in quality depends. The default is adamw, or the profile's.
         cores_per_rank: CPU cores of each process.
         json_output: print JSON instead of a table.
     """
-    parameters = _parameters(params, model)
-    link = Link(_above_zero("latency_us", latency_us) * 1e-6, _above_zero("gbit", gbit) * 1.25e8)
-    if ranks < 2:
-        raise ValueError(f"--ranks {ranks}: one process sends nothing; use 2 or more")
-    rows = predicted(parameters, ranks, link, _above_zero("compute_ms", compute_ms), optimizer, cores_per_rank)
+    job = _job(params, model, profile, compute_ms, optimizer)
+    if ranks is None and gbit is None and "WORLD_SIZE" in os.environ:
+        count, link, speeds, rank = _measured(cores_per_rank)
+    else:
+        if ranks is None or gbit is None:
+            raise ValueError("give --ranks and --gbit, or start it with torchrun on your hosts, where it measures both")
+        link = Link(_above_zero("latency_us", latency_us) * 1e-6, _above_zero("gbit", gbit) * 1.25e8)
+        count, speeds, rank = ranks, None, 0
+    if count < 2:
+        raise ValueError(f"--ranks {count}: one process sends nothing; use 2 or more")
+    if rank:
+        return
+    rows = predicted(job.parameters, count, link, job.compute_ms, job.optimizer, cores_per_rank, speeds)
     if json_output:
         json.dump({"rows": [asdict(row) for row in rows], "advice": advice(rows)}, sys.stdout, indent=2)
         print()
     else:
-        numel = sum(prod(shape) for _, shape in parameters)
-        show(rows, f"{numel / 1e6:,.3g} M parameters, {ranks} ranks, {link}, computing {compute_ms:g} ms", optimizer)
+        numel = sum(prod(shape) for _, shape in job.parameters)
+        title = f"{numel / 1e6:,.3g} M parameters, {count} ranks, {link}, computing {job.compute_ms:.3g} ms"
+        show(rows, title, job.optimizer)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What trains.
+
+    Args:
+        parameters: names and shapes, in the model's order.
+        compute_ms: milliseconds of a step without communication.
+        optimizer: its kind.
+    """
+
+    parameters: Parameters
+    compute_ms: float
+    optimizer: Optimizer
+
+
+def _job(
+    params: float | None, model: str | None, profile: str | None, compute_ms: float | None, optimizer: Optimizer | None
+) -> Job:
+    if sum(each is not None for each in (params, model, profile)) != 1:
+        raise ValueError("give one of --params, such as 25e6, --model, such as train:Net, and --profile")
+    if profile is None:
+        return Job(_parameters(params, model), _above_zero("compute_ms", compute_ms), optimizer or "adamw")
+    try:
+        saved = json.loads(Path(profile).read_text())
+        parameters = [(str(name), tuple(map(int, shape))) for name, shape in saved["parameters"]]
+        took = _above_zero("compute_ms", saved["compute_ms"] if compute_ms is None else compute_ms)
+        kind: Optimizer = optimizer or saved["optimizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--profile {profile} is not a file that StepProfile wrote ({error})") from error
+    return Job(parameters, took, kind)
+
+
+def _measured(cores_per_rank: float) -> tuple[int, Link, dict[str, Speeds], int]:
+    """Return the number of ranks, their link, their codecs' speeds, and this process's rank; all measure at once."""
+    dist.init_process_group("gloo")
+    try:
+        ranks = TorchCollective()
+        if ranks.size < 2:
+            return 1, UNKNOWN, {}, 0
+        link = time_link(ranks, torch.device("cpu"))
+        every = [RunState.of(method.compressor) for method in METHODS if method.compressor]
+        settings = [each.stepped_by(kind) for each in every for kind in ("sgd", "adam")]
+        return ranks.size, link, _speeds(settings, ranks.size, 1 / cores_per_rank), ranks.rank
+    finally:
+        dist.destroy_process_group()
 
 
 def predicted(
@@ -236,8 +300,6 @@ def codecs_of(settings: Iterable[RunState], ranks: int) -> list[Codec]:
 
 
 def _parameters(params: float | None, model: str | None) -> list[tuple[str, Shape]]:
-    if (params is None) == (model is None):
-        raise ValueError("give --params, such as 25e6, or --model, such as train:Net: one of them")
     if model is not None:
         return [(name, tuple(each.shape)) for name, each in _made(model).named_parameters() if each.requires_grad]
     count = round(_above_zero("params", params) / SIDE)

@@ -23,7 +23,8 @@ def link(json_output: bool = False) -> None:
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]:
         raise ValueError(
             f"link: {missing[0]} is not set; start it with torchrun on every host: torchrun --nnodes 2 "
-            "--nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 --no-python lightning-compress link"
+            "--nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 "
+            "--no-python lightning-compress link"
         )
     dist.init_process_group("gloo")
     try:

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from lightning_compress import CompressedDDPStrategy, StepProfile
 from lightning_compress.__main__ import COMMANDS, main
 from lightning_compress.commands import advise
 from lightning_compress.planning.cost import CODES, COPIES, LISTS, Link
+from tests.helpers.training import Net, fit
 
 SPEEDS = {"Dense": COPIES, "BF16": COPIES, "Rotated": CODES, "OneBit": CODES}
 MODEL = [(f"weight {number}", (1024, 1024)) for number in range(12)]
@@ -73,8 +75,35 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "2.1 M parameters" in said(capsys, "advise --model own_net:Net --ranks 2 --gbit 1 --compute-ms 10")
 
 
+def _one_process(path):
+    fit("auto", 6, lambda: Net("adamw"), callbacks=[StepProfile(path, steps=3, warm=2)])
+
+
+def test_a_profile_says_what_trains(pools, tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    pools[1].run(_one_process, path)
+    profile = json.loads(path.read_text())
+    assert profile["optimizer"] == "adam"
+    assert [name for name, _ in profile["parameters"]] == [name for name, _ in Net().named_parameters()]
+    text = said(capsys, f"advise --profile {path} --ranks 4 --gbit 0.001")
+    assert "more loss (adam)" in " ".join(text.split())
+    assert "Write strategy=" in text
+
+
+def test_a_profile_of_several_processes_is_refused(pools):
+    with pytest.raises(Exception, match="StepProfile measures computing alone, and 2 processes also communicate"):
+        pools[2].run(_profiled)
+
+
+def _profiled():
+    fit(CompressedDDPStrategy("rotated"), 2, callbacks=[StepProfile()])
+
+
 REFUSED = [
-    ("advise --ranks 2 --gbit 1 --compute-ms 10", "give --params, such as 25e6, or --model"),
+    ("advise --ranks 2 --gbit 1 --compute-ms 10", "give one of --params, such as 25e6, --model"),
+    ("advise --params 1e6 --ranks 2 --gbit 1", "--compute-ms None: it must be a number above 0"),
+    ("advise --params 1e6 --ranks 2 --compute-ms 10", "give --ranks and --gbit, or start it with torchrun"),
+    ("advise --profile nosuch.json --ranks 2 --gbit 1", "is not a file that StepProfile wrote"),
     ("advise --params 1e6 --ranks 1 --gbit 1 --compute-ms 10", "--ranks 1: one process sends nothing"),
     ("advise --params 1e6 --ranks 2 --gbit 0 --compute-ms 10", "--gbit 0.0: it must be a number above 0"),
     ("advise --params 1e6 --ranks 2 --gbit 1 --compute-ms -1", "--compute-ms -1.0: it must be a number above 0"),

@@ -46,8 +46,10 @@ def test_a_checkpoint_without_momentum_is_refused(tmp_path):
 
 
 def test_a_function_of_ones_own(tmp_path, monkeypatch):
-    text = "import torch\ndef make():\n    model = torch.nn.Linear(64, 64)\n    model(torch.ones(2, 64)).sum().backward()\n"
-    (tmp_path / "own_gradients.py").write_text(text + "    return model\n")
+    lines = ["model = torch.nn.Linear(64, 64)", "model(torch.ones(2, 64)).sum().backward()", "return model"]
+    (tmp_path / "own_gradients.py").write_text(
+        "import torch\ndef make():\n" + "".join(f"    {each}\n" for each in lines)
+    )
     monkeypatch.chdir(tmp_path)
     assert set(gradients_of("own_gradients:make")) == {"weight", "bias"}
 
