@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,7 @@ def main(told: dict[str, Any]) -> None:
         dist.barrier()
         codec = build_compressor(name)
         assert isinstance(codec, Codec)
-        speeds[str(name)] = asdict(time_codec(codec, cpu))
+        speeds[str(name)] = asdict(time_codec(codec, cpu, told["ranks"] / (os.cpu_count() or 1)))
     Path(told["result"]).write_text(json.dumps({"link": asdict(link), "speeds": speeds}))
     dist.barrier()
     dist.destroy_process_group()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -63,13 +64,19 @@ def time_link(collective: Collective, device: torch.device) -> Link:
     return Link(max(1e-7, start / rounds), sent / max(1e-7, least(larger) - took))
 
 
-def time_codec(codec: Codec, device: torch.device) -> Speeds:
+def time_codec(codec: Codec, device: torch.device, crowd: float = 1.0) -> Speeds:
     """Measure the time to encode and to decode a message.
 
     It takes medians, not minima: in training, too, other ranks use the same cores.
+
+    Args:
+        codec: what is timed.
+        device: where vectors are.
+        crowd: ranks per core. Above 1, CPU time times this counts: how long ranks wait for a core varies.
     """
-    _time_codec(codec, SMALL, device)  # compiles or loads kernels
-    (small_in, small_out), (large_in, large_out) = (_time_codec(codec, count, device) for count in (SMALL, LARGE))
+    clock = _clock(device, crowd)
+    _time_codec(codec, clock, device, SMALL)  # compiles or loads kernels
+    (small_in, small_out), (large_in, large_out) = (_time_codec(codec, clock, device, each) for each in (SMALL, LARGE))
     encode_s, decode_s = (
         (large - small) / (LARGE - SMALL) for small, large in ((small_in, large_in), (small_out, large_out))
     )
@@ -77,7 +84,7 @@ def time_codec(codec: Codec, device: torch.device) -> Speeds:
     return Speeds(encode_s, decode_s, max(0.0, small_in + small_out - SMALL * (encode_s + decode_s)) / 2)
 
 
-def _time_codec(codec: Codec, numel: int, device: torch.device) -> tuple[float, float]:
+def _time_codec(codec: Codec, clock: Callable[[], float], device: torch.device, numel: int) -> tuple[float, float]:
     """Return seconds to encode and to decode ``numel`` elements of a matrix."""
     section = Section(codec, Layout.of([("probe", (numel // 1024, 1024))]), 0)
     plan = MessagePlan([section], device, Meter(device))
@@ -88,15 +95,21 @@ def _time_codec(codec: Codec, numel: int, device: torch.device) -> tuple[float, 
     plan.share(0)
     for key in range(REPEATS + 1):
         vector.copy_(data)
-        start = _now(device)
+        start = clock()
         used = plan.encode(vector, message, key, flag)
-        encoded = _now(device)
+        encoded = clock()
         plan.decode(message[None, :used], out, 1.0, accumulate=True)  # as for every message but the first
         encoding.append(encoded - start)
-        decoding.append(_now(device) - encoded)
+        decoding.append(clock() - encoded)
         if sum(encoding) + sum(decoding) > TOO_LONG:
             break
     return statistics.median(encoding[1:] or encoding), statistics.median(decoding[1:] or decoding)
+
+
+def _clock(device: torch.device, crowd: float) -> Callable[[], float]:
+    if device.type == "cpu" and crowd > 1 and torch.get_num_threads() == 1:
+        return lambda: crowd * time.thread_time()
+    return lambda: _now(device)
 
 
 def _now(device: torch.device) -> float:
@@ -174,7 +187,7 @@ class Measured:
         if new:
             self._measure_links(collective, world, device, node_size)
         for name in (name for name, each in zip(wanted, absent, strict=True) if each):
-            speeds = time_codec(wanted[name], device)
+            speeds = time_codec(wanted[name], device, self._crowd())
             figures = [speeds.encode_s, speeds.decode_s, speeds.start_s]
             self.speeds[name] = Speeds(*agreed(figures, world, device))
 
@@ -203,6 +216,10 @@ class Measured:
             self.links[name] = Link(*agreed([link.latency_s, link.bytes_per_s], world, device))
         self.nodes = nodes if len(links) > 1 else []
         self.node_size = len(nodes[0]) if len(links) > 1 else 1
+
+    def _crowd(self) -> float:
+        """Return the ranks per core of this host."""
+        return self.cluster.ranks / self.cluster.nodes / (os.cpu_count() or 1) if self.cluster else 1.0
 
     def as_primitives(self) -> dict[str, Any]:
         """Return the measurements for a checkpoint."""

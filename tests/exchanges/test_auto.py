@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def world(monkeypatch):
             calls.append("link")
             return links[collective.rank] if isinstance(links, list) else links
 
-        def time_codec(codec, device):
+        def time_codec(codec, device, crowd):
             calls.append(type(codec).__name__)
             return COPIES if isinstance(codec, Dense) else speeds
 
@@ -404,7 +405,7 @@ def _measure():
 def test_what_a_kernel_takes_to_be_compiled_does_not_count(monkeypatch):
     seen = []
 
-    def timed(codec, numel, device):
+    def timed(codec, clock, device, numel):
         seen.append(numel)
         return (1.0, 1.0) if len(seen) == 1 else (1e-9 * numel, 2e-9 * numel)
 
@@ -413,6 +414,22 @@ def test_what_a_kernel_takes_to_be_compiled_does_not_count(monkeypatch):
     assert speeds.encode_s == pytest.approx(1e-9)
     assert speeds.decode_s == pytest.approx(2e-9)
     assert speeds.start_s == pytest.approx(0, abs=1e-9)
+
+
+def test_ranks_that_share_a_core_count_its_own_time_for_each(monkeypatch):
+    def timed(codec, clock, device, numel):
+        start = clock()
+        time.sleep(0.05)  # another rank has the core
+        return clock() - start, clock() - start
+
+    monkeypatch.setattr(probe, "_time_codec", timed)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert pretended.REAL[1](OneBit(), CPU, 1.0).start_s > 0.04
+        assert pretended.REAL[1](OneBit(), CPU, 2.0).start_s < 0.04
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_real_probe(pools):

@@ -88,7 +88,7 @@ def test_the_link_decides(ranks, link, codec):
 def test_the_codec_decides(monkeypatch):
     monkeypatch.setattr(probe, "time_link", lambda collective, device: SLOW)
     slow = {"Rotated": Speeds(1e-6, 1e-6)}
-    monkeypatch.setattr(probe, "time_codec", lambda codec, device: slow.get(type(codec).__name__, COPIES))
+    monkeypatch.setattr(probe, "time_codec", lambda codec, device, crowd: slow.get(type(codec).__name__, COPIES))
     assert decided(4) == BF16()
 
 
