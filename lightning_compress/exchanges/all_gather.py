@@ -43,7 +43,7 @@ class _Plan(ExchangePlan):
         self._collective = collective
         size, first = collective.size, plans[0]
         self._parts = [(plan, Messages(1, plan.size, device), Messages(size, plan.size, device)) for plan in plans]
-        self.in_pieces = len(plans) == 1 and first.in_pieces
+        self.in_pieces = first.in_pieces or len(plans) > 1  # a part is copied on while it is in the cache
         self.cost = length_cost(first, size) + Cost(
             bytes_sent=(size - 1) * sum(plan.expected_size for plan in plans),
             rounds=all_gather_rounds(size),  # parts share the wire

@@ -143,8 +143,6 @@ class MessagePlan:
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
         self.in_pieces = not self.variable and any(plan.in_pieces for plan in plans)
         self._ends = [self._header + end for end in accumulate(aligned(plan.message_size) for plan in plans)]
-        counts = [sum(segment.numel > 0 for segment in section.layout.segments) for section in sections]
-        self._pieces = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
         self._device = device
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
         self._flag_dtype = self.sum_runs[0].dtype if self.sum_runs else torch.float32
@@ -251,7 +249,7 @@ class MessagePlan:
 
         Args:
             messages: uint8 ``[M, size]``. If lengths vary, as wide as the longest of them is enough.
-            out: where the mean goes.
+            out: float32, the whole group's: one vector, or its pieces, if not ``accumulate``.
             weight: the factor.
             accumulate: add to ``out``.
 
@@ -266,7 +264,7 @@ class MessagePlan:
             rows = self._starts_of(messages) if self.variable else [[self._header, *self._ends]]
             for number, (span, plan) in enumerate(self._parts):
                 starts = [row[number] for row in rows]
-                pieces = None if isinstance(out, Tensor) else list(out[self._pieces[number]])
+                pieces = None if isinstance(out, Tensor) else pieces_in(out, span)
                 part = out[span] if isinstance(out, Tensor) else self._room(number, pieces)
                 if len(set(starts)) <= 1:  # always so if no earlier section varies
                     start = starts[0] if starts else 0
@@ -316,6 +314,18 @@ class MessagePlan:
         """Apply ``zero_nonfinite`` to each section of a vector of sums."""
         for span, _ in self._parts:
             zero_nonfinite(vector[span], flag)
+
+
+def pieces_in(pieces: Sequence[Tensor], span: slice) -> list[Tensor]:
+    """Return the parts of one-dimensional tensors that lie in a slice of all of them side by side."""
+    found, start = [], 0
+    for piece in pieces:
+        stop = start + len(piece)
+        if start < span.stop and span.start < stop:
+            inside = span.start <= start and stop <= span.stop
+            found.append(piece if inside else piece[max(0, span.start - start) : span.stop - start])
+        start = stop
+    return found
 
 
 def encode_by(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Codec
-from lightning_compress.collectives import Collective, World
+from lightning_compress.collectives import World
 from lightning_compress.collectives.collective import Wait
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix, permutation
@@ -29,7 +29,6 @@ from lightning_compress.exchanges.exchange import (
     longest,
     read_sums,
     sections_of_sums,
-    whole,
 )
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
@@ -106,16 +105,17 @@ class TwoShot(Exchange):
         if count > 1 and not step and not parts[0].variable:
             cut = [parts_of(shard, count) for shard in shards]
             parts = [_Part(part, self.sums, world, None) for part in zip(*cut, strict=True)]
-        return _Plan(parts, world.collective)
+        return _Plan(parts, world)
 
 
 class _Plan(ExchangePlan):
     description = "two_shot"
 
-    def __init__(self, parts: Sequence[_Part], collective: Collective) -> None:
+    def __init__(self, parts: Sequence[_Part], world: World) -> None:
         self._parts = parts
         self._own = [span for part in parts for span in part.own.spans]
-        size = collective.size
+        self.in_pieces = world.device.type == "cpu"  # a shard's means are copied on while they are in the cache
+        size = world.collective.size
         self.cost = parts[0].lengths + Cost(
             bytes_sent=(size - 1) * sum(part.expected for part in parts),
             rounds=all_to_all_rounds(size) + all_gather_rounds(size),  # parts share the wire
@@ -132,10 +132,6 @@ class _Plan(ExchangePlan):
         if summands is not None:
             for span in self._own:  # encoded only after the others' are added
                 torch.add(summands[0][span], summands[1][span], out=vector[span])
-        with whole(out, vector) as mean:
-            self._mean(vector, mean, key, flag, summands)
-
-    def _mean(self, vector: Tensor, out: Tensor, key: int, flag: Tensor, summands: Summands) -> None:
         error = DeferredError()
         keys = [mix(key, number) if number else key for number in range(len(self._parts))]
         with_keys = list(zip(self._parts, keys, strict=True))
@@ -228,7 +224,7 @@ class _Part:
         self._received = self._rows(width)
         return self._collective.begin("all_gather", self._sum.all[0, :width], self._received)
 
-    def read_sums(self, out: Tensor, flag: Tensor) -> None:
+    def read_sums(self, out: Out, flag: Tensor) -> None:
         """Decode every shard's sum."""
         weight = 1.0 if self._step else 1 / self._collective.size
         for peer, shard in enumerate(self._sums):

@@ -25,6 +25,8 @@ from lightning_compress.gossip.lattice import Blocks, Lattice
 from lightning_compress.gossip.moniqua import Estimated, Moniqua
 from lightning_compress.gossip.neighbours import Neighbours
 
+GIVEN = Estimated(every=16)
+"""How a theta that the user gave grows where it was too small: seldom, so ranks compare less often."""
 BLOCK = 1 << 12
 """Most parameters of a block, which has one theta and one hash, and is sent as float32 if it was not recovered."""
 CHUNK = 1 << 16
@@ -79,8 +81,10 @@ class Modulo(Averaging):
         self._settings, self._seed = settings, seed
         self._bound = settings.bound()
         self._estimated, self._cycle = isinstance(self._bound, Estimated), len(neighbours.topology.matrices)
-        rule = self._bound if isinstance(self._bound, Estimated) else Estimated()
+        rule = self._bound if isinstance(self._bound, Estimated) else GIVEN
         self._margin, self._every = rule.margin, max(rule.every, self._cycle)
+        self._shrink = SHRINK if self._estimated else SHRINK ** (GIVEN.every // Estimated.every)  # as fast by rounds
+        self._first = 2 * max(self._cycle, min(rule.every, Estimated.every))  # rounds in which models drift apart
         self._fresh = {"base": 0.0, "measured": 0.0, "given": float(zlib.crc32(repr(self._bound).encode()))}
         self.numbers |= {**self._fresh, "failures": 0.0, "checked": 0.0}
         self._messages = ModuloMessages(settings, layout, device)
@@ -103,7 +107,7 @@ class Modulo(Averaging):
             self._forget()
         number = self.round
         base = self._bound.at(number, rate) or self.numbers["base"]  # the learning rate of a schedule may end at 0
-        begins = number < 2 * self._every
+        begins = number < self._first
         margin = max(self._margin, EARLY) if begins else self._margin
         if self._settings.verify and (begins or number % self._every == 0):
             self._compare(base, margin)
@@ -142,7 +146,7 @@ class Modulo(Averaging):
                 "differ; use a constant theta, or 'estimated'"
             )
         seen = largest[:-2]
-        grown = torch.where(seen > 0, torch.maximum(growth.double(), margin * seen), SHRINK * growth.double())
+        grown = torch.where(seen > 0, torch.maximum(growth.double(), margin * seen), self._shrink * growth.double())
         growth.copy_(_above_zero(grown) if self._estimated else grown.clamp_min_(1.0))
         worst.zero_()
 
