@@ -46,8 +46,6 @@ def decide(settings: RunState, parameters: Parameters, world: World, kept: objec
         return earlier
     if collective.size == 1:
         return settings.become(Chosen(Dense(), cluster))
-    if device.type == "cpu" and on_one_machine(collective, device):
-        return settings.become(Chosen(Dense(), cluster, reason="all ranks are on this machine"))
     options = settings.candidates
     # half-precision gradients travel uncompressed, and a cast to as many bits saves nothing
     half = all(parameter.element_size() == 2 for _, parameter in parameters)
@@ -55,6 +53,8 @@ def decide(settings: RunState, parameters: Parameters, world: World, kept: objec
     pricing = settings.exchange
     if not isinstance(pricing, Auto):  # one planner for all prices, so that it measures once
         pricing = Auto(node_size=getattr(pricing, "node_size", None))
+    if pricing.link is None and device.type == "cpu" and on_one_machine(collective, device):
+        return settings.become(Chosen(Dense(), cluster, reason="all ranks are on this machine"))
     priced = [BF16() if half and isinstance(each, Dense) else each for each in options]
     vectors = [list(_vectors(settings, each, parameters)) for each in priced]
     for sections in itertools.chain(*vectors):
