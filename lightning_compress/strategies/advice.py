@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.planning.summary import label
 from lightning_compress.settings.compensation import LOSS, kind_of, loss_of
@@ -11,6 +14,22 @@ from lightning_compress.settings.run_state import RunState
 
 FEW_STEPS = 1000
 """Optimizer steps below which error feedback has too little time."""
+
+
+def warn(text: str | None) -> None:
+    """Warn on rank 0, unless the text is empty."""
+    if text:
+        rank_zero_warn(text)
+
+
+def untested(device: torch.device) -> str:
+    """Return a warning about devices on which this package was never run, or nothing."""
+    if device.type == "cpu":
+        return ""
+    return (
+        f"lightning_compress was measured on CPUs over Gloo and has never run on {device.type}; "
+        "'python -m benchmarks.gpu' in its repository tests it on yours"
+    )
 
 
 def beside_adam(settings: RunState, optimizers: Iterable[object]) -> str:

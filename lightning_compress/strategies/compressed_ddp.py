@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -28,7 +28,7 @@ from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.parsing import COMPRESSORS, written
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.strategies.advice import beside_adam, few_steps, name_ours
+from lightning_compress.strategies.advice import beside_adam, few_steps, name_ours, untested, warn
 from lightning_compress.strategies.common import VARIANTS, CommonMixin, accumulation, register
 from lightning_compress.strategies.rendezvous import Rendezvous
 from lightning_compress.strategies.report import Lines, StepClock, of_fit, tell
@@ -117,26 +117,22 @@ class CompressedDDPMixin(CommonMixin):
             most = trainer.max_steps * accumulation(trainer)
             self._rendezvous.compare_batches(most if most >= 0 else math.inf)
         self._tell()
-        self._warn(few_steps(self._settings, trainer.estimated_stepping_batches))
+        warn(few_steps(self._settings, trainer.estimated_stepping_batches) if self.world_size > 1 else "")
+        warn(untested(self.root_device))
 
     def _tell(self) -> None:
         """Log what runs, once: before the progress bar begins, or as soon as a checkpoint is restored."""
         if self._compression is not None and not self._told:
             self._told = True
             rank_zero_info(self._compression.run_summary.line)
-            if self._compression.run_summary.warning:
-                rank_zero_warn(self._compression.run_summary.warning)
+            warn(self._compression.run_summary.warning)
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
         self._compression.stepped_by(self.optimizers)
         for optimizer in self.optimizers:
             self._compression.take_over(optimizer)
-        self._warn(beside_adam(self._compression.settings, self.optimizers))
-
-    def _warn(self, text: str) -> None:
-        if text and self.world_size > 1:
-            rank_zero_warn(text)
+        warn(beside_adam(self._compression.settings, self.optimizers) if self.world_size > 1 else "")
 
     def _watch_clipping(self) -> None:
         """Check the gradient clipping that a module does itself, such as in manual optimization."""
@@ -237,8 +233,7 @@ class CompressedDDPMixin(CommonMixin):
         super().load_optimizer_state_dict(checkpoint)
         if (compression := self._compression) is None:
             return
-        if problem := restore_compression(self._resume, self.checkpoint_io, checkpoint, compression):
-            rank_zero_warn(problem)
+        warn(restore_compression(self._resume, self.checkpoint_io, checkpoint, compression))
 
     def on_exception(self, exception: BaseException) -> None:
         """Name this strategy where Lightning advises to change to its own because of unused parameters."""

@@ -22,7 +22,7 @@ from lightning_compress.core.registry import plain
 from lightning_compress.engine import checks
 from lightning_compress.periodic.synchroniser import Synchroniser, differing
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.advice import short_round
+from lightning_compress.strategies.advice import short_round, untested, warn
 from lightning_compress.strategies.common import CommonMixin
 from lightning_compress.strategies.recount import Recount
 from lightning_compress.strategies.rendezvous import ELSEWHERE, END, Rendezvous
@@ -118,8 +118,8 @@ class PeriodicMixin(CommonMixin):
         if not self.attempts:
             self.synchroniser.rebase(0)  # hooks may have loaded another model
         rank_zero_info(f"lightning_compress: {self.synchroniser.summary}")
-        if text := short_round(self.synchroniser, self._trainer.estimated_stepping_batches):
-            rank_zero_warn(text)
+        warn(short_round(self.synchroniser, self._trainer.estimated_stepping_batches))
+        warn(untested(self.root_device))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Save if a cluster's signal asked for it, between two batches; pass the epoch to the schedules."""

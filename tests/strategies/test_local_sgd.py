@@ -589,7 +589,7 @@ class Evaluated(Callback):
 
 def _first_round():
     torch.manual_seed(1)
-    seen, model = Evaluated(), ByStep("sgd")
+    seen, model = Evaluated(), Validated()
     before = parameters(model).clone()
     trainer = quiet_trainer(LocalSGDStrategy(sync_every=50), max_steps=4, callbacks=[seen], val_check_interval=2)
     trainer.fit(model, loader(digits()), loader(digits()))
