@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
@@ -47,11 +48,15 @@ class MonitorMixin:
         if not every or steps == before or (row + 1) // every == self._due:
             return
         self._due = (row + 1) // every
-        figures = {name: each for name, each in trainer.strategy.comm_stats().items() if name != "summary"}
-        for logger in trainer.loggers:
-            logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, row)
-        if self.progress_bar:
-            pl_module.log(self.prefix + "ratio", figures["ratio"], prog_bar=True, logger=False, batch_size=1)
+        stats = trainer.strategy.comm_stats()
+        figures = {self.prefix + name: float(each) for name, each in stats.items() if name != "summary"}
+        written = trainer._logger_connector.should_update_logs  # Lightning is about to write a row
+        ratio = self.prefix + "ratio"
+        for name, value in figures.items() if written else [(ratio, figures[ratio])]:
+            exact = torch.tensor(value, dtype=torch.float64)  # float32 would round bytes
+            pl_module.log(name, exact, prog_bar=name == ratio and self.progress_bar, batch_size=1)
+        for logger in () if written else trainer.loggers:
+            logger.log_metrics(figures, row)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Print the figures of the fit as a table."""

@@ -1,11 +1,12 @@
 """What the monitor tells the loggers."""
 
+import csv
 import warnings
 from functools import partial
 
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy
@@ -109,6 +110,20 @@ def test_the_row_is_that_of_lightnings_own_figures(pools, accumulate):
 def test_the_row_is_that_of_two_optimizers_too(pools):
     for named, _ in pools[2].run(_rows, LogsTwo):
         assert named["comm/ratio"] == named["loss"] == [1, 3]
+
+
+def _csv(folder):
+    logger = CSVLogger(folder, name="", version="")
+    fit(CompressedDDPStrategy("topk"), 4, Logs, callbacks=[CommunicationMonitor()], loggers=logger, log_every_n_steps=2)
+
+
+def test_a_csv_file_has_one_row_for_both(pools, tmp_path):
+    pools[2].run(_csv, str(tmp_path))
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "3"]
+    assert all(row["loss"] and float(row["comm/ratio"]) > 1 for row in rows)
+    assert float(rows[1]["comm/total_bytes_sent"]) == 2 * float(rows[0]["comm/total_bytes_sent"])
 
 
 def _hyperparameters(**trainer):
