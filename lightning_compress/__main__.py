@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Sequence
 
 from jsonargparse import auto_cli
 
 from lightning_compress.commands.advise import advise
+from lightning_compress.commands.doctor import doctor
 
-COMMANDS = {"advise": advise}
+COMMANDS = {"advise": advise, "doctor": doctor}
 
 
 def main() -> None:
     """Run a command; what is wrong with its arguments is said in a line."""
     try:
-        auto_cli(COMMANDS, as_positional=False, prog="lightning-compress")
+        auto_cli(COMMANDS, as_positional=False, prog="lightning-compress", args=spelled(sys.argv[1:]))
     except ValueError as error:
         sys.exit(f"lightning-compress: {error}")
+
+
+def spelled(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line as jsonargparse reads them.
+
+    It wants a value after each option and underscores in names; people write ``--serve`` and ``--expect-gbit 1``.
+    """
+    command = COMMANDS.get(words[0]) if words else None
+    if command is None:
+        return list(words)
+    parameters = inspect.signature(command).parameters
+    found: list[str] = []
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        option = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and option in parameters:
+            found.append(f"--{option}{equals}{value}")
+            if parameters[option].annotation == "bool" and not equals and after.lower() not in ("true", "false"):
+                found.append("true")
+        else:
+            found.append(word)
+    return found
 
 
 if __name__ == "__main__":
