@@ -81,11 +81,6 @@ class Direction:
         """What arrived, in Gbit/s."""
         return max(self.one.bits_per_s, self.four.bits_per_s) / 1e9
 
-    @property
-    def stalled(self) -> bool:
-        """True if nothing arrived."""
-        return not self.gbit
-
     def __str__(self) -> str:
         one, four = rate(self.one.bits_per_s), rate(self.four.bits_per_s)
         resent = 100 * max(self.one.resent, self.four.resent)
@@ -241,7 +236,7 @@ def of_direction(measured: Direction, round_trip: float, expected_gbit: float = 
     """
     sender, receiver, one, four = measured.sender, measured.receiver, measured.one, measured.four
     path = f"{sender.name} to {receiver.name}"
-    if measured.stalled:
+    if one.stalled:
         yield _stalled(measured, path)
         return
     if (resent := max(one.resent, four.resent)) > RESENT:

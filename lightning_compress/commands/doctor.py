@@ -234,7 +234,7 @@ def _measure(asking: Asking, here: End, there: End, plan: _Plan, report: Report)
 def _direction(asking: Asking, sender: End, receiver: End, outwards: bool, seconds: float) -> Direction:
     """Measure one direction."""
     one = asking.transfer(outwards, seconds)
-    if not one.bits_per_s:
+    if one.stalled:
         mtu = sender.route.mtu or 1500
         return Direction(sender, receiver, one, one, asking.largest_packet(outwards, seconds, mtu))
     return Direction(sender, receiver, one, asking.transfer(outwards, seconds, [0] * CONNECTIONS))

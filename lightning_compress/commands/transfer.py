@@ -15,6 +15,8 @@ SETTLED = 0.4
 """Part of a transfer after which it is measured: connections have found their speed, and a burst has passed."""
 FEW = 100
 """Packets below which one that is sent again proves nothing."""
+LATE = 3.0
+"""Seconds that data may come after the sender should have ended."""
 CHUNK = 1 << 18
 _INFO = "<100xI52xI8xQQQ"
 """Of Linux's struct tcp_info: total_retrans, data_segs_out, busy_time, rwnd_limited, sndbuf_limited."""
@@ -25,7 +27,7 @@ class Flow:
     """What a transfer measured.
 
     Args:
-        bits_per_s: that arrived; 0 if nothing did.
+        bits_per_s: that arrived.
         resent: part of the packets that TCP sent again.
         held: part of the time in which a socket buffer or the receiver's window kept TCP from sending.
         arrived: bytes, for each connection.
@@ -35,6 +37,11 @@ class Flow:
     resent: float
     held: float
     arrived: tuple[int, ...]
+
+    @property
+    def stalled(self) -> bool:
+        """True if nothing arrived."""
+        return not any(self.arrived)
 
 
 def send(sockets: Sequence[socket.socket], seconds: float) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def receive(sockets: Sequence[socket.socket], seconds: float) -> dict[str, Any]:
     buffer = bytearray(CHUNK)
     arrived = dict.fromkeys(sockets, 0)
     events: list[tuple[float, int]] = []
-    total, end = 0, time.monotonic() + seconds + CONNECT
+    total, end = 0, time.monotonic() + seconds + LATE
     with _watching(sockets, selectors.EVENT_READ) as watched:
         while watched.get_map() and (left := end - time.monotonic()) > 0:
             for ready, _ in watched.select(left):
