@@ -289,13 +289,13 @@ def test_a_host_that_goes_away_is_told():
     asking.close()
     assert "127.0.0.1 closed the connection" in str(end())
     asking, end = served(int(free_port()), lambda serving: None)
-    with pytest.raises(PeerError, match="127.0.0.1 closed the connection"):
+    with pytest.raises(PeerError, match=r"127\.0\.0\.1 closed the connection"):
         asking.facts()
     asking.close()
     end()
 
 
-def test_a_host_that_is_silent_is_told(monkeypatch):
+def test_a_host_that_is_silent_is_told():
     silence = threading.Event()
     asking, end = served(int(free_port()), lambda serving: silence.wait(30))
     with pytest.raises(PeerError, match=r"did not answer within 0.1 s"):
@@ -526,9 +526,7 @@ def test_small_buffers_are_found(nodes):
 def test_a_dead_peer_is_told(nodes):
     serving = nodes.start(0, "--serve", "--wait-s", "60")
     asking = nodes.start(1, "--peer", nodes.lab.address(0), "--seconds", "30")
-    while not serving.exitcode and "connecting" not in (nodes._folder / "err1").read_text():
-        pass
-    serving.join(3)
+    serving.join(3)  # until they measure
     serving.kill()
     asking.join(120)
     assert asking.exitcode == 1
