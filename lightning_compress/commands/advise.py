@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from json import dumps, loads
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -115,7 +115,7 @@ def advise(
     latency_us: float = 100.0,
     optimizer: Optimizer | None = None,
     cores_per_rank: float = 1.0,
-    json_output: bool = False,
+    json: bool = False,
 ) -> None:
     """Predict the step time of every method on your link, and say what to write into your script.
 
@@ -132,7 +132,7 @@ def advise(
         latency_us: microseconds until a small message has arrived; ping says twice this.
         optimizer: that you use, on which the cost in quality depends. The default is adamw, or the profile's.
         cores_per_rank: CPU cores of each process.
-        json_output: print JSON instead of a table.
+        json: print JSON instead of a table.
     """
     job = _job(params, model, profile, compute_ms, optimizer)
     if ranks is None and gbit is None and "WORLD_SIZE" in os.environ:
@@ -147,9 +147,8 @@ def advise(
     if rank:
         return
     rows = predicted(job.parameters, count, link, job.compute_ms, job.optimizer, cores_per_rank, speeds)
-    if json_output:
-        json.dump({"rows": [asdict(row) for row in rows], "advice": advice(rows)}, sys.stdout, indent=2)
-        print()
+    if json:
+        print(dumps({"rows": [asdict(row) for row in rows], "advice": advice(rows)}, indent=2))
     else:
         numel = sum(prod(shape) for _, shape in job.parameters)
         title = f"{numel / 1e6:,.3g} M parameters, {count} ranks, {link}, computing {job.compute_ms:.3g} ms"
@@ -179,7 +178,7 @@ def _job(
     if profile is None:
         return Job(_parameters(params, model), _above_zero("compute_ms", compute_ms), optimizer or "adamw")
     try:
-        saved = json.loads(Path(profile).read_text())
+        saved = loads(Path(profile).read_text())
         parameters = [(str(name), tuple(map(int, shape))) for name, shape in saved["parameters"]]
         took = _above_zero("compute_ms", saved["compute_ms"] if compute_ms is None else compute_ms)
         kind: Optimizer = optimizer or saved["optimizer"]

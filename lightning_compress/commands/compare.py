@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,17 @@ MOMENTS = ("momentum_buffer", "exp_avg")
 """What SGD and Adam call their means of past gradients."""
 
 
-def compare(source: str, compressors: list[str] | None = None, json_output: bool = False) -> None:
+def compare(source: str, compressors: list[str] | None = None, json: bool = False) -> None:
     """Encode and decode your gradients with each compressor: bits, error and time.
 
     Args:
         source: a file of gradients by torch.save; a checkpoint, whose optimizer's momentum is then taken; or
             module:function, which returns gradients by name, or a model after its backward pass.
         compressors: names; all if none is given.
-        json_output: print JSON instead of a table.
+        json: print JSON instead of a table.
     """
     found = measured(gradients_of(source), compressors)
-    print(json.dumps(dataclasses.asdict(found), indent=2) if json_output else found)
+    print(dumps(dataclasses.asdict(found), indent=2) if json else found)
 
 
 def gradients_of(source: str) -> Gradients | list[Gradients]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
+from json import dumps
 from typing import Any
 
 import torch
@@ -19,16 +19,16 @@ from lightning_compress.settings.parsing import COMPRESSORS
 SAMPLE = Layout.of([("weight", (1024, 1024))])
 
 
-def compressors(contrib: bool = False, json_output: bool = False) -> None:
+def compressors(contrib: bool = False, json: bool = False) -> None:
     """Print all compressors: bits per element, what they cost in quality, and what they are.
 
     Args:
         contrib: also those that stand here for comparison.
-        json_output: print JSON instead of a table.
+        json: print JSON instead of a table.
     """
     found = [described(name) for name in (COMPRESSORS.choices if contrib else list(COMPRESSORS))]
-    if json_output:
-        print(json.dumps(found, indent=2))
+    if json:
+        print(dumps(found, indent=2))
         return
     table = Table()
     for title in ("name", "bits", "loss, SGD", "loss, AdamW", "what it does"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from json import dumps
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,13 @@ from lightning_compress.collectives import TorchCollective
 from lightning_compress.planning.link import time_link
 
 
-def link(json_output: bool = False) -> None:
+def link(json: bool = False) -> None:
     """Measure the link between all ranks, as exchange="auto" does; start it on every host with torchrun.
 
     ``torchrun ... --no-python lightning-compress link``, with the other arguments that the training has.
 
     Args:
-        json_output: print JSON instead of a line.
+        json: print JSON instead of a line.
     """
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]:
         raise ValueError(
@@ -36,4 +36,4 @@ def link(json_output: bool = False) -> None:
         dist.destroy_process_group()
     if ranks.rank == 0:
         figures = {"latency_s": float(f"{found.latency_s:.2g}"), "bytes_per_s": float(f"{found.bytes_per_s:.3g}")}
-        print(json.dumps(figures) if json_output else f"{found} among {ranks.size} ranks: {figures}")
+        print(dumps(figures) if json else f"{found} among {ranks.size} ranks: {figures}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NoReturn
+from typing import Any
 
 import torch
 
@@ -158,7 +158,7 @@ class Absent(Collective):
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def _never(self, *_: object) -> NoReturn:
+    def _never(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("these ranks are only planned for")
 
     all_reduce = all_gather = all_to_all = swap = _never

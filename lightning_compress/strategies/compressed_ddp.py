@@ -191,7 +191,8 @@ class CompressedDDPMixin(CommonMixin):
         """Log what the fit sent, and what that took; act on signals that arrived in the last batches."""
         super().on_train_end()
         assert self.lightning_module is not None
-        tell(self.report(), self.lightning_module.trainer.callbacks)
+        trainer: Any = self.lightning_module.trainer
+        tell(self.report(), trainer.callbacks)
         if self._rendezvous is not None:
             self._rendezvous.finish()
 

@@ -42,7 +42,7 @@ def test_on_a_fast_link_nothing_pays(capsys):
 
 
 def test_it_is_there_as_json(capsys):
-    found = json.loads(said(capsys, "advise --params 2e6 --ranks 8 --gbit 1 --compute-ms 10 --json-output"))
+    found = json.loads(said(capsys, "advise --params 2e6 --ranks 8 --gbit 1 --compute-ms 10 --json"))
     assert [row["method"] for row in found["rows"]] == [method.name for method in advise.METHODS]
     assert all(row["step_ms"] >= 10 for row in found["rows"])
     assert found["rows"][0]["speedup"] == 1

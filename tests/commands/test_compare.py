@@ -23,7 +23,7 @@ def _trained(optimizer):
 def test_gradients_of_a_file(tmp_path, capsys):
     model, _ = _trained(torch.optim.AdamW)
     torch.save({name: each.grad for name, each in model.named_parameters()}, tmp_path / "gradients.pt")
-    main(["compare", str(tmp_path / "gradients.pt"), "--compressors", "[topk,rotated]", "--json-output"])
+    main(["compare", str(tmp_path / "gradients.pt"), "--compressors", "[topk,rotated]", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [row["compressor"] for row in found["rows"]] == ["topk", "rotated"]
     assert found["numel"] == 64 * 64
@@ -55,7 +55,7 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_all_compressors_are_listed(capsys):
-    main(["compressors", "--contrib", "true", "--json-output", "true"])
+    main(["compressors", "--contrib", "true", "--json", "true"])
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(found) == COMPRESSORS.choices
     assert found["rotated"]["bits"] == pytest.approx(4.125)
