@@ -304,4 +304,6 @@ def check_density(name: str, density: object, example: str) -> None:
         raise ValueError(f"{name}(density={density!r}): density must be in (0, 1]; {example}")
     if isinstance(density, int) or density > 1:
         every = "; 1.0 is all of it" if density == 1 else ""
-        raise ValueError(f"{name}(density={density!r}): for {density:g} % write {density / 100:g}{every}")
+        raise ValueError(
+            f"{name}(density={density!r}): density must be in (0, 1]; for {density:g} % write {density / 100:g}{every}"
+        )

@@ -42,7 +42,7 @@ class StepClock:
 
 
 def of_fit(
-    compression: Compression, model: nn.Module, ranks: int, bucket_mb: int | None, step_ms: float | None
+    compression: Compression, model: nn.Module, ranks: int, bucket_mb: float | None, step_ms: float | None
 ) -> Lines:
     """Return the figures of a fit that averaged gradients; nothing if it did not compress.
 
@@ -58,7 +58,7 @@ def of_fit(
     stats = compression.stats()
     lines = [traffic(stats, "step"), *times(stats, step_ms)]
     if step_ms is not None:
-        lines += expected(compression.settings, model, ranks, bucket_mb, step_ms - stats["wait_ms"])
+        lines += expected(compression.settings, model, ranks, bucket_mb, max(0.0, step_ms - stats["wait_ms"]))
     return lines
 
 
@@ -89,11 +89,11 @@ def times(stats: Mapping[str, Any], step_ms: float | None) -> Lines:
     took = ", ".join(f"{name} {value:.1f} ms" for name, value in parts.items())
     lines = [("average", f"{took}; of these, {hidden:.1f} ms were hidden behind the backward pass")]
     if step_ms is not None:
-        lines.append(("step", f"{step_ms:.1f} ms, of which {stats['wait_ms']:.1f} ms waited for the average"))
+        lines.append(("step", f"{step_ms:.1f} ms (median); the last one measured waited {stats['wait_ms']:.1f} ms"))
     return lines
 
 
-def expected(settings: RunState, model: nn.Module, ranks: int, bucket_mb: int | None, computing_ms: float) -> Lines:
+def expected(settings: RunState, model: nn.Module, ranks: int, bucket_mb: float | None, computing_ms: float) -> Lines:
     """Return what the cost model predicts for a step, if ``exchange="auto"`` measured the link.
 
     Args:
@@ -105,7 +105,7 @@ def expected(settings: RunState, model: nn.Module, ranks: int, bucket_mb: int | 
     """
     if not isinstance(settings.exchange, Auto) or settings.exchange.link is not None:
         return []
-    place = Place(ranks, settings.exchange, BUCKET if bucket_mb is None else bucket_mb << 20)
+    place = Place(ranks, settings.exchange, BUCKET if bucket_mb is None else int(bucket_mb * 2**20))
     try:
         trained = [(name, tuple(each.shape)) for name, each in model.named_parameters() if each.requires_grad]
         step = predict(settings, trained, place, computing_ms / 1e3)
