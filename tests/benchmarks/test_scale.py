@@ -122,3 +122,9 @@ def test_our_exchanges_run_beside_backward():
     links = Link(1e-9, 1e9), Link(1e-9, 1e15)
     slow, instant = (predict(choice, "mlp", 2, link, speeds, computing_s=1.0) for link in links)
     assert 0 < slow - instant < 0.8 * 12.5e6 * 2 / 1e9  # the last bucket's message alone, of three layers of four
+
+
+def test_a_vector_that_would_travel_in_parts_is_on_the_line():
+    cluster = Cluster(CARD, CARD, 8)
+    found = scale.predict(scale.WAYS["rotated, two_shot"], 10_000_000, 1024, cluster, COPIES, 1e-9)
+    assert found.bytes_sent == pytest.approx(10e6 * (4 + 16) / 8, rel=0.01)  # so many ranks have sums in 16 bits
