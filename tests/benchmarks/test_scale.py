@@ -106,3 +106,9 @@ def test_a_plot_is_drawn(tmp_path):
 
     draw(found, "some", tmp_path / "some.png")
     assert (tmp_path / "some.png").stat().st_size > 5000
+
+
+def test_a_vector_that_would_travel_in_parts_is_on_the_line():
+    cluster = Cluster(CARD, CARD, 8)
+    found = scale.predict(scale.WAYS["rotated, two_shot"], 10_000_000, 1024, cluster, COPIES, 1e-9)
+    assert found.bytes_sent == pytest.approx(10e6 * (4 + 16) / 8, rel=0.01)  # so many ranks have sums in 16 bits
