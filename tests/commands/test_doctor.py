@@ -190,6 +190,12 @@ def test_facts_of_this_host_survive_json():
     assert Host.of(json.loads(json.dumps(here.told()))) == here
 
 
+def test_kernels_that_are_turned_off_are_a_fact(monkeypatch):
+    monkeypatch.setattr(host.kernels, "_asked", "torch")
+    monkeypatch.setenv("LIGHTNING_COMPRESS_KERNELS", "torch")
+    assert Host.here(Crowd()).kernels == "LIGHTNING_COMPRESS_KERNELS=torch"
+
+
 def test_an_own_name_that_nobody_answers_for(monkeypatch):
     asked = threading.Event()
     monkeypatch.setattr(host, "LOOKUP", 0.05)
@@ -299,7 +305,7 @@ def test_a_host_that_is_silent_is_told():
     silence = threading.Event()
     asking, end = served(int(free_port()), lambda serving: silence.wait(30))
     with pytest.raises(PeerError, match=r"did not answer within 0.1 s"):
-        asking.control.ask("pong", limit=0.1)
+        asking.control.ask("hello", limit=0.1, protocol=peer.PROTOCOL)
     silence.set()
     end()
     asking.close()
@@ -315,9 +321,25 @@ def test_other_programs_do_not_disturb_a_serving_host():
     serving.close()
 
 
-def test_another_version_is_refused(monkeypatch):
-    asking, end = served(int(free_port()), lambda serving: serving.obey(facts))
-    monkeypatch.setattr(peer, "PROTOCOL", 0)
+def _awaited(serving):
+    with pytest.raises(PeerError, match="no other host came"):
+        serving.wait(1)
+
+
+def test_another_version_is_refused():
+    port = int(free_port())
+    serving = Serving(port)
+    thread = threading.Thread(target=_awaited, args=(serving,))
+    thread.start()
+    asking = Asking("127.0.0.1", port, 10)
+    assert asking.control.ask("hello", protocol=0) == {"protocol": peer.PROTOCOL}  # and is not served
+    asking.close()
+    thread.join()
+    serving.close()
+
+
+def test_a_host_of_another_version_is_told():
+    asking, end = served(int(free_port()), lambda serving: serving.control.say(protocol=0))
     with pytest.raises(PeerError, match="another version"):
         asking.facts()
     asking.close()
@@ -445,7 +467,7 @@ def nodes(request, tmp_path):
 
 
 @root
-@pytest.mark.parametrize("congestion", ["cubic", "bbr"])
+@pytest.mark.parametrize("congestion", ["reno", "bbr"])
 @pytest.mark.parametrize("nodes", [("100mbit", 0.0), ("1gbit", 0.0), ("100mbit", 10.0)], indirect=True)
 def test_a_healthy_network_gives_no_alarm(nodes, congestion):
     for rank in (0, 1):
@@ -505,9 +527,7 @@ def test_a_fault_of_a_network_is_found(nodes, fault):
 
 @root
 def test_a_slow_network_is_found(nodes):
-    found = nodes.diagnose("--expect-gbit", "1", LIGHTNING_COMPRESS_KERNELS="torch")
-    kernels, *slow = found
-    assert (kernels.host, kernels.do) == ("node1", "unset LIGHTNING_COMPRESS_KERNELS")
+    slow = nodes.diagnose("--expect-gbit", "1")
     assert [each.what.partition(":")[0] for each in slow] == ["node2 to node1", "node1 to node2"]
     assert all("of 1 Gbit/s that you expect" in each.what for each in slow)
 
