@@ -9,9 +9,10 @@ import threading
 
 import torch
 
-from lightning_compress.codecs.quantize.rotated import Rotated
+from lightning_compress.codecs import Codec
 from lightning_compress.commands.host import Crowd
 from lightning_compress.planning.link import LARGE, time_codec
+from lightning_compress.settings.parsing import build_compressor
 
 LIMIT = 120.0
 """Seconds after which the processes are killed."""
@@ -72,11 +73,12 @@ def _heard(process: subprocess.Popen[str]) -> str:
 
 def _work() -> None:
     """Say the number of threads, and then the milliseconds of a codec for each line that comes in."""
-    device = torch.device("cpu")
-    time_codec(Rotated(), device)
+    device, codec = torch.device("cpu"), build_compressor("rotated")
+    assert isinstance(codec, Codec)
+    time_codec(codec, device)
     print(torch.get_num_threads(), flush=True)
     for _ in sys.stdin:
-        speeds = time_codec(Rotated(), device)
+        speeds = time_codec(codec, device)
         print(1e3 * LARGE * (speeds.encode_s + speeds.decode_s), flush=True)
 
 

@@ -219,11 +219,11 @@ class LocalSGD(Synchroniser):
             return self._rest(self.fragments.replicas)
         self.fragments.arrive()
         if plain or self.evaluate == "mean" or self.step < self.rounds.sync_every:
-            own = self.named()
+            own, rest = self.named(), self._rest(self.fragments.replicas)  # refuses models that are not alike
             means = mean_of({name: own[name] for name in self.fragments.replicas}, self.counted)
             passes = self.settings.options.on_nonfinite == "pass"
             if passes or all(bool(mean.isfinite().all()) for mean in means.values()):  # the same on all ranks
-                return means | self._rest(self.fragments.replicas)
+                return means | rest
             if self.ranks.rank == 0:
                 text = "a rank's parameters are not finite, so the anchors are evaluated instead of the mean"
                 warnings.warn(text, stacklevel=2)

@@ -101,6 +101,7 @@ def _warned(name, steps, optimizer):
     [
         ("topk", "sgd", ["topk (density 0.01) may cost accuracy in a run of 3 steps"]),
         ("rotated", "sgd", []),
+        ({"name": "topk", "density": 0.5}, "adamw", []),
         ("rotated", "adamw", []),
         (
             "onebit",
