@@ -222,8 +222,6 @@ def test_what_we_offer_is_stronger_than_what_others_do(monkeypatch):
 def test_names_of_ours_without_an_installation_say_so(offered):
     offered()
     with pytest.raises(ValueError, match=r"here are: .*; lightning_compress is not installed, or in another version"):
-        ValueError, match=r"[Tt]here are: .*; lightning_compress is not installed, or in another version"
-    ):
         build_exchange("butterfly_of_mine")
 
 
