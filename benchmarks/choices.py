@@ -29,8 +29,8 @@ from benchmarks._network.lab import bits_per_second
 from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw, panels
 from benchmarks._network.show import FREE
-from benchmarks._scale.check import BACKWARD, backward_seconds
 from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.planning.predict import BACKWARD, Bucket, backward_seconds
 
 Cell = dict[str, Any]
 AUTO, DDP = "auto", "DDP"
@@ -92,7 +92,7 @@ def predicted_ms(said: list[str], elements: int, computing_ms: float) -> float:
             groups.insert(0, (int(match[1]), float(match[2]), float(match[3])))
     backward_ms = computing_ms * BACKWARD
     costs = [
-        (backward_ms * numel / elements, device_ms, max(0.0, exchange_ms - device_ms))
+        Bucket(backward_ms * numel / elements, device_ms, max(0.0, exchange_ms - device_ms))
         for numel, exchange_ms, device_ms in groups
     ]
     return computing_ms - backward_ms + backward_seconds(costs)

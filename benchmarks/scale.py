@@ -2,13 +2,13 @@
 
     python -m benchmarks.scale                                  # nodes of 8 that share a card of 10 Gbit/s
     python -m benchmarks.scale --gbit 1 --node-size 1 --numel 12500000 --plot docs/scale.png
-    sudo python -m benchmarks.scale --check --ranks 4 --rate 1gbit --model mlp
 
 Every exchange runs once on a world of which this process is rank 0, and the others have what it has
 (``benchmarks/_scale/simulated.py``): messages and bytes are counted, not assumed. Where the whole vector would take too
 much memory for that, two shorter ones are sent, and bytes continued on the line through them. Each round then costs the
 latency, bytes the bandwidth of the card that a node's ranks share, and encoding and decoding the speeds that the codecs
-have on one core of this machine, or so many times faster. ``--check`` compares that with steps over real, shaped links.
+have on one core of this machine, or so many times faster. ``benchmarks.advise`` puts predictions of steps beside real
+ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive
-from benchmarks._network.models import MODELS
 from benchmarks._scale.simulated import Call, Cluster, SimulatedCollective, longer
 from lightning_compress.codecs import FP16, Codec, Dense, OneBit, Rotated, TopK
 from lightning_compress.collectives import CountingCollective, World
@@ -209,24 +208,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=RANKS[-1], help="ranks, at most")
     parser.add_argument("--json", type=file_to_write, help="write the figures here")
     parser.add_argument("--plot", type=file_to_write, help="draw them here")
-    parser.add_argument("--check", action="store_true", help="against real steps in the network lab (Linux, root)")
-    parser.add_argument("--ranks", type=positive, default=4, help="of the check")
-    parser.add_argument("--rate", default="1gbit", help="of the check's links")
-    parser.add_argument("--model", choices=MODELS, default="mlp", help="of the check")
-    parser.add_argument("--steps", type=positive, default=20, help="of the check")
     given = parser.parse_args()
     if given.node_size not in (1, *RANKS):
         parser.error(f"--node-size {given.node_size}: ranks are powers of two, and so are their nodes; 1, 2, 4, ...")
     if given.most < RANKS[0]:
         parser.error(f"--most {given.most}: two ranks are the fewest that exchange anything")
-    if given.check:
-        from benchmarks._scale import check
-
-        figures = check.compare(given.ranks, given.rate, given.model, given.steps)
-        check.show(figures, f"{given.model}, {given.ranks} ranks, {given.rate}")
-        if given.json:
-            given.json.write_text(json.dumps(figures, indent=2))
-        return
     card = Link(given.latency_us * 1e-6, given.gbit * 1e9 / 8)
     cluster = Cluster(card, Link(card.latency_s / 10, card.bytes_per_s * given.inside), given.node_size)
     found = sweep(given.numel, [count for count in RANKS if count <= given.most], cluster, given.faster)

@@ -20,6 +20,7 @@ from lightning_compress.reducers import Reducer, ReducerPlan
 if TYPE_CHECKING:
     from lightning_compress.callbacks.meprop import MeProp
     from lightning_compress.callbacks.monitor import CommunicationMonitor
+    from lightning_compress.callbacks.profile import StepProfile
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.contrib.mesimp import MeSimp
     from lightning_compress.contrib.theta_recovery import ThetaRecovery
@@ -33,6 +34,7 @@ _LIGHTNING = {
     "LocalSGDStrategy": "strategies.constructors",
     "MeProp": "callbacks.meprop",
     "MeSimp": "contrib.mesimp",
+    "StepProfile": "callbacks.profile",
     "SufficientFactors": "callbacks.sufficient_factors",
     "ThetaRecovery": "contrib.theta_recovery",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "Plan",
     "Reducer",
     "ReducerPlan",
+    "StepProfile",
     "SufficientFactors",
     "ThetaRecovery",
     "attach",

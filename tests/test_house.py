@@ -27,7 +27,8 @@ ROOMS = [
     ("gossip", "backward"),
     ("periodic",),
     ("strategies", "callbacks", "compare", "testing"),
-    ("pytorch_lightning",),
+    ("commands",),
+    ("pytorch_lightning", "__main__"),
     ("contrib",),  # loaded by name, so that nothing imports it
 ]
 LIGHTNING_ALLOWED = {"strategies", "callbacks", "pytorch_lightning", "contrib"}

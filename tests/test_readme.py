@@ -14,14 +14,17 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from lightning_compress.__main__ import main
 from recipes import predict
 from recipes.config import whole_paths
 from tests.config.composing import composed
 from tests.helpers import forked
 
 ROOT = Path(__file__).resolve().parents[1]
-README, BACKWARD = (ROOT / "README.md").read_text(), (ROOT / "docs/backward.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README + BACKWARD, flags=re.MULTILINE | re.DOTALL)
+TESTED = ("backward", "choose", "gossip", "local-steps", "recipes", "reliability", "settings")
+"""Pages without a test of their own."""
+PAGES = {"README": (ROOT / "README.md").read_text()} | {page: (ROOT / f"docs/{page}.md").read_text() for page in TESTED}
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", "".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL)
 COMMANDS = [
     line.split("  #")[0].strip()
     for kind, body in BLOCKS
@@ -30,9 +33,6 @@ COMMANDS = [
     if line.strip()
 ]
 
-PAGES = {"README": README, "backward": BACKWARD} | {
-    page: (ROOT / f"docs/{page}.md").read_text() for page in ("gossip", "local-steps", "reliability")
-}
 PYTHON = {
     f"{page} {number}": body
     for page, text in PAGES.items()
@@ -105,6 +105,11 @@ def test_command(command, capsys):
         assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
     elif words[0] == "python" and words[2].startswith("benchmarks."):  # how each is used is tested below
         assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+    elif words[0] == "lightning-compress":
+        main(words[1:])
+        assert capsys.readouterr().out
+    elif words[0] in ("export", "torchrun"):  # tests/test_two_machines.py runs them
+        assert command in (ROOT / "docs/two-machines.md").read_text()
     elif words[0] == "make":
         run([words[0], "--dry-run", *words[1:]])
     elif words[:2] == ["pip", "install"]:
@@ -114,9 +119,10 @@ def test_command(command, capsys):
         pytest.fail(f"there is no way to try {command!r}")
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+def test_readme_is_short():
+    lines = PAGES["README"].splitlines()
+    assert len(lines) <= 220
+    assert all(len(line) <= 100 for line in lines if not line.startswith(("|", "strategy = ", "+trainer", "torchrun")))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")))

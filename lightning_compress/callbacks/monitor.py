@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
 
 
 class MonitorMixin:
     """Makes a ``Callback`` a communication monitor; see ``CommunicationMonitor``."""
 
-    def __init__(self, prefix: str = "comm/", progress_bar: bool = True) -> None:
+    def __init__(self, prefix: str = "comm/", progress_bar: bool = True, summary: bool = False) -> None:
         self.prefix = prefix
         self.progress_bar = progress_bar
+        self.summary = summary
         self._steps = self._due = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Warn if the strategy does not compress."""
+        """Warn if the strategy does not compress, or if there is no logger."""
         if stage == "fit" and not _tells(trainer):
             rank_zero_warn(
                 "CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), or "
                 f"LocalSGDStrategy or GossipStrategy, not {type(trainer.strategy).__name__}; for an uncompressed "
                 "baseline use compressor='none'"
             )
+        elif stage == "fit" and not trainer.loggers:
+            rank_zero_warn("CommunicationMonitor logs nothing: the Trainer has no logger; use Trainer(logger=True)")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the strategy measure the steps that will be logged."""
@@ -42,11 +48,23 @@ class MonitorMixin:
         if not every or steps == before or (row + 1) // every == self._due:
             return
         self._due = (row + 1) // every
-        figures = {name: each for name, each in trainer.strategy.comm_stats().items() if name != "summary"}
-        for logger in trainer.loggers:
-            logger.log_metrics({self.prefix + name: value for name, value in figures.items()}, row)
-        if self.progress_bar:
-            pl_module.log(self.prefix + "ratio", figures["ratio"], prog_bar=True, logger=False, batch_size=1)
+        stats = trainer.strategy.comm_stats()
+        figures = {self.prefix + name: float(each) for name, each in stats.items() if name != "summary"}
+        written = trainer._logger_connector.should_update_logs  # Lightning is about to write a row
+        ratio = self.prefix + "ratio"
+        for name, value in figures.items() if written else [(ratio, figures[ratio])]:
+            exact = torch.tensor(value, dtype=torch.float64)  # float32 would round bytes
+            pl_module.log(name, exact, prog_bar=name == ratio and self.progress_bar, batch_size=1)
+        for logger in () if written else trainer.loggers:
+            logger.log_metrics(figures, row)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Print the figures of the fit as a table."""
+        if self.summary and _tells(trainer) and trainer.is_global_zero:
+            table = Table(title="lightning_compress", show_header=False)
+            for name, text in trainer.strategy.report():
+                table.add_row(name, text)
+            Console().print(table)
 
 
 def _tells(trainer: Any) -> bool:
@@ -57,10 +75,10 @@ class CommunicationMonitor(MonitorMixin, Callback):
     """Logs bytes, time and error of the communication every ``log_every_n_steps`` steps, where Lightning logs them.
 
     Per step ``bytes_sent``, ``bytes_dense`` (what stock DDP sends), ``ratio``, ``encode_ms``, ``exchange_ms``,
-    ``decode_ms``, ``relative_error`` (norm of what was not sent over that of gradient plus residual),
-    ``residual_norm`` (of LoCo's errors, too). In total ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
-    ``nonfinite_steps``. The figures are rank 0's. Other steps are not timed. With a strategy that does not compress it
-    warns, and logs nothing.
+    ``decode_ms``, ``wait_ms`` (what backward did not hide of these; on CPUs), ``relative_error`` (norm of what was not
+    sent over that of gradient plus residual), ``residual_norm`` (of LoCo's errors, too). In total ``total_bytes_sent``,
+    ``total_bytes_dense``, ``steps``, ``nonfinite_steps``. The figures are rank 0's. Other steps are not timed. With a
+    strategy that does not compress, or without a logger, it warns, and logs nothing.
 
     ``GossipStrategy`` adds ``bytes_to_<rank>``, what this rank has sent to each neighbour; ``bytes_of_<rank>``, what
     each rank had sent when all ranks last met; ``rounds``; ``nonfinite_rounds``, in which a rank went back to its last
@@ -71,4 +89,5 @@ class CommunicationMonitor(MonitorMixin, Callback):
     Args:
         prefix: of the metrics' names.
         progress_bar: show the ratio in the progress bar.
+        summary: print a table of the fit at its end, in place of the strategy's lines.
     """

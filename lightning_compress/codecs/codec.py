@@ -290,3 +290,20 @@ class Codec(Method, ABC):
             device: device of the vectors.
             summands: number of messages that are summed in the messages' dtype; their sum must not overflow.
         """
+
+
+def check_density(name: str, density: object, example: str) -> None:
+    """Raise ValueError unless ``density`` is a share in (0, 1], written as a float.
+
+    Args:
+        name: the class's name.
+        density: the user's value. An integer is taken for a percentage.
+        example: what a usual density does.
+    """
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 100:
+        raise ValueError(f"{name}(density={density!r}): density must be in (0, 1]; {example}")
+    if isinstance(density, int) or density > 1:
+        every = "; 1.0 is all of it" if density == 1 else ""
+        raise ValueError(
+            f"{name}(density={density!r}): density must be in (0, 1]; for {density:g} % write {density / 100:g}{every}"
+        )

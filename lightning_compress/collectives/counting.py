@@ -13,6 +13,8 @@ from torch import Tensor
 from lightning_compress.collectives.collective import Collective, Operation, Overlapping, Wait
 
 SPANS = ("encode", "exchange", "decode")
+WAIT = "wait"
+"""What the end of a backward pass waits for averages, which nothing hides."""
 
 
 def least_ms(device: torch.device, repeats: int, work: Callable[[], object], before: Callable[[], object]) -> float:
@@ -106,13 +108,22 @@ class Meter:
         event.record()
         return event
 
+    def waited(self, since: float) -> None:
+        """Record that backward's end waited for averages until now, if this step is sampled; on CPUs.
+
+        Args:
+            since: ``time.perf_counter()`` when it began to wait.
+        """
+        if self.sampling:
+            self._spans.append((WAIT, since, time.perf_counter()))
+
     def add_error(self, before: Tensor, after: Tensor) -> None:
         """Record the norm of a vector before encoding, and the norm of what was not sent."""
         self._errors.append((before, after))
 
     def read(self) -> dict[str, float]:
         """Return figures of the last step and the last sampled step, and totals; waits for the device."""
-        milliseconds = dict.fromkeys(SPANS, 0.0)
+        milliseconds = dict.fromkeys((*SPANS, WAIT), 0.0)
         for name, start, end in self._spans:
             milliseconds[name] += _elapsed_ms(start, end)
         before = sum(float(norm) ** 2 for norm, _ in self._errors) ** 0.5

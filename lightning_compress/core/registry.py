@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -212,8 +213,10 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
     except KeyError:
         if isinstance(known, Registry) and name in known.gone:
             raise ValueError(f"{kind}={name!r} is gone: {known.gone[name]}") from None
-        choices = known.choices if isinstance(known, Registry) else known
-        raise ValueError(f"unknown {kind} {name!r}; there are: {', '.join(choices)}{_lacks(known)}") from None
+        choices = list(known.choices if isinstance(known, Registry) else known)
+        meant = difflib.get_close_matches(name.lower().replace("-", "_"), choices, n=1)
+        hint = f"did you mean {meant[0]!r}? There" if meant else "there"
+        raise ValueError(f"unknown {kind} {name!r}; {hint} are: {', '.join(choices)}{_lacks(known)}") from None
     allowed = [field.name for field in dataclasses.fields(cls) if field.init]
     gone = getattr(cls, "gone", {})
     if saved:

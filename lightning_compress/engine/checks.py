@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.settings.options import check_gone
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState
 
@@ -43,13 +45,16 @@ def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
             raise ValueError(f"{name}={arguments[name]!r} cannot be combined with compression: {reason}")
 
 
-def check_known(arguments: Collection[str], strategy: type, ours: Sequence[str]) -> None:
+def check_known(
+    arguments: Mapping[str, object], strategy: type, ours: Sequence[str], compressor: object = None
+) -> None:
     """Raise ValueError for arguments that neither the strategy's base classes nor DistributedDataParallel take.
 
     Args:
-        arguments: names of arguments that the strategy itself does not have.
+        arguments: arguments that the strategy itself does not have.
         strategy: the class.
         ours: names of the strategy's own arguments, which may be meant.
+        compressor: the user's compressor, whose settings may be meant.
 
     Raises:
         ValueError: one of them is unknown.
@@ -60,9 +65,19 @@ def check_known(arguments: Collection[str], strategy: type, ours: Sequence[str])
     inherited = {name for make in constructors for name in _named(make)} - _GIVEN_BY_LIGHTNING - set(ours)
     for name in arguments:
         if name not in inherited:
+            if meant := _setting(name, arguments[name], compressor):
+                raise ValueError(f"{strategy.__name__} has no argument {name!r}; write compressor={meant!r}")
             close = difflib.get_close_matches(name, [*ours, *sorted(inherited)], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join([*ours, *sorted(inherited)])}"
             raise ValueError(f"{strategy.__name__} has no argument {name!r}{hint}")
+
+
+def _setting(name: str, value: object, compressor: object) -> dict[str, object] | None:
+    """Return the compressor as a mapping with this setting, if it has one of this name."""
+    given = dict(compressor) if isinstance(compressor, Mapping) else {"name": compressor}
+    cls = COMPRESSORS.find(str(given["name"])) if isinstance(given.get("name"), str) else None
+    fields = [each.name for each in dataclasses.fields(cls) if each.init] if dataclasses.is_dataclass(cls) else []
+    return {**given, name: value} if name in fields else None
 
 
 def _named(make: Callable[..., None]) -> list[str]:

@@ -362,7 +362,8 @@ class Compression:
 
         Returns:
             of the last step: ``bytes_sent``, ``bytes_dense`` (what stock DistributedDataParallel sends), ``ratio``. Of
-            the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, and ``relative_error``: the norm
+            the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, ``wait_ms`` (how long the end of
+            backward waited for averages, which nothing hid; on CUDA it is 0), and ``relative_error``: the norm
             of what was not sent over the norm of gradient plus residual. Now: ``residual_norm``, including the
             errors that LoCo keeps. In total: ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
             ``nonfinite_steps``.

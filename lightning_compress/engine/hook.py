@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -216,10 +217,15 @@ class ThreadHook:
         )
         # a future would turn errors into strings, so they are raised at the end of backward
         if torch._C._current_graph_task_id() == -1:  # after backward, where Lightning averages a static_graph
-            self._workers.wait()
+            self._wait()
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(self._workers.wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
         return future
+
+    def _wait(self) -> None:
+        start = time.perf_counter()
+        self._workers.wait()
+        self._compression.meter.waited(start)
 
 
 def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -53,9 +53,9 @@ class LocalSGD(Synchroniser):
         delay: local steps that continue while a fragment travels; with 0, the ranks wait for it.
         alpha: weight of the replica when a fragment is used after ``delay`` steps, in [0, 1); the anchor has the rest.
             None: 0.5 with a delay, else 0.
-        evaluate: the model that is evaluated and saved in checkpoints. "anchor": what the ranks last had in common; it
-            sends a few bytes for each frozen tensor, to check that it is equal. "mean": the mean of the current
-            replicas, computed once between two steps.
+        evaluate: the model that is evaluated and saved in checkpoints. "anchor": what the ranks last had in common, and
+            before the first round ends, as "mean"; it sends a few bytes for each frozen tensor, to check that it is
+            equal. "mean": the mean of the current replicas, computed once between two steps.
         buffers: "mean" or "rank0" by shell-style pattern of buffer names, such as {"*.codebook": "mean"}; the first
             pattern that matches counts. For all others, BatchNorm's running statistics are averaged and the rest is
             copied from rank 0, as DDP does.
@@ -203,21 +203,13 @@ class LocalSGD(Synchroniser):
     @torch.no_grad()
     def finish(self) -> None:
         """See ``Synchroniser``: the steps since the last round are averaged in a shorter one."""
-        step, every = self.step, self.rounds.sync_every
-        self.fragments.finish(step, self.epoch) if step else self._rebase()
+        self.fragments.finish(self.step, self.epoch) if self.step else self._rebase()
         self.put(self._rest(self.fragments.replicas, buffers=False))
-        if 0 < step < every and self.evaluate == "anchor" and self.ranks.rank == 0:
-            warnings.warn(
-                f"the fit ended after {step} local steps, before a round of sync_every={every} was complete: during "
-                "the fit, the model from before these steps was evaluated and saved. Lower sync_every, set "
-                "evaluate='mean', or call trainer.save_checkpoint() after the fit",
-                stacklevel=2,
-            )
 
     # what is evaluated, saved and reported
 
     def _averaged(self, plain: bool) -> dict[str, Tensor]:
-        """Return the anchors, or the mean of the current replicas."""
+        """Return the anchors, or the mean of the current replicas; in the first round, anchors are untrained."""
         begun = self.attempts >= self.averaged_steps
         if not self.attempts or (self._alone and not begun):
             return {}
@@ -226,12 +218,12 @@ class LocalSGD(Synchroniser):
         if not (plain or begun):  # only frozen parameters can differ
             return self._rest(self.fragments.replicas)
         self.fragments.arrive()
-        if plain or self.evaluate == "mean":
-            own = self.named()
+        if plain or self.evaluate == "mean" or self.step < self.rounds.sync_every:
+            own, rest = self.named(), self._rest(self.fragments.replicas)  # refuses models that are not alike
             means = mean_of({name: own[name] for name in self.fragments.replicas}, self.counted)
             passes = self.settings.options.on_nonfinite == "pass"
             if passes or all(bool(mean.isfinite().all()) for mean in means.values()):  # the same on all ranks
-                return means | self._rest(self.fragments.replicas)
+                return means | rest
             if self.ranks.rank == 0:
                 text = "a rank's parameters are not finite, so the anchors are evaluated instead of the mean"
                 warnings.warn(text, stacklevel=2)

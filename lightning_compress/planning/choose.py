@@ -112,6 +112,16 @@ class Auto(Planner):
         planner.__dict__["_measured"] = Measured.of(measured) if measured else Measured()
         return planner
 
+    @classmethod
+    def knowing(cls, links: Mapping[str, Link], speeds: Mapping[str, Speeds], nodes: Sequence[list[int]] = ()) -> Auto:
+        """Return a planner that measures nothing; the arguments are those of ``Measured``."""
+        size = len(nodes[0]) if nodes else 1
+        return cls().with_measurements(Measured(None, dict(links), dict(speeds), size, list(nodes)).as_primitives())
+
+    def rounded(self) -> Auto:
+        """Return the same planner with the links' figures rounded; see ``Measured.rounded``."""
+        return self if self.link else self.with_measurements(self._measured.rounded().as_primitives())
+
     def measure(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> None:
         """Measure what the choice depends on, unless it is known. Collective over ``deciding``."""
         (collective, device, _), codecs = world, codecs_of(sections)
@@ -133,10 +143,10 @@ class Auto(Planner):
         """See ``Pattern.plan``: the plan by which the choice was made."""
         return self._choice(sections, world).plan
 
-    def _choice(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> _Offer:
+    def _choice(self, sections: Sequence[Section], world: World, deciding: Collective | None = None) -> Offer:
         collective = world.collective
         if collective.size == 1:
-            return _Offer(Float32(), Float32().plan(sections, world), 0.0, 0.0)
+            return Offer(Float32(), Float32().plan(sections, world), 0.0, 0.0)
         if self.node_size and collective.size > self.node_size and collective.size % self.node_size:
             raise ValueError(
                 f"Auto(node_size={self.node_size}): it must divide the {collective.size} ranks; set it to the ranks "
@@ -148,8 +158,8 @@ class Auto(Planner):
             self._log_choice(choice, sections)
         return choice
 
-    def seconds(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> float:
-        """Return the predicted time of one exchange of such vectors, without allocating memory for it. Collective.
+    def offer(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> Offer:
+        """Return the predicted exchange of such vectors, without allocating memory for it; ``measure`` comes first.
 
         Each exchange is charged at least the rounds of an all-reduce, because a transport sums small messages in fewer
         rounds too.
@@ -159,15 +169,15 @@ class Auto(Planner):
             world: at least two ranks.
             way: the exchange; None: the best one.
         """
-        self.measure(sections, world)
         real = world.device.type == "cpu" or (way is not None and way.plans_collectively)  # parts only exist on CPUs
         dry = world if real else world._replace(device=META)
         offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
         spared = all_reduce_rounds(world.collective.size) - offer.plan.compared.rounds
         link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]
-        return offer.seconds + max(0, spared) * link.latency_s
+        offer.seconds += max(0, spared) * link.latency_s
+        return offer
 
-    def _best(self, sections: Sequence[Section], world: World) -> _Offer:
+    def _best(self, sections: Sequence[Section], world: World) -> Offer:
         """Return the best offer: all sections in one message, or each kind separately if that saves time."""
         choice = self._in_one_message(sections, world)
         parts = _by_kind(sections, world.collective.size)
@@ -176,14 +186,14 @@ class Auto(Planner):
             way = Apart(tuple(offer.exchange for offer in offers))
             plan = way.of([offer.plan for offer in offers], parts)
             seconds, device_s = (sum(getattr(each, name) for each in offers) for name in ("seconds", "device_s"))
-            apart = _Offer(way, plan, seconds, device_s)
+            apart = Offer(way, plan, seconds, device_s)
             apart.others = [other for offer in offers for other in offer.others]
             apart.fell_back = any(offer.fell_back for offer in offers)
             if apart.seconds < GAIN * choice.seconds and plan.compared.bytes_sent < choice.plan.compared.bytes_sent:
                 choice = apart
         return choice
 
-    def _in_one_message(self, sections: Sequence[Section], world: World) -> _Offer:
+    def _in_one_message(self, sections: Sequence[Section], world: World) -> Offer:
         """Return the best offer for one message of all sections; dense if that costs less and is allowed."""
         codecs, ranks = [section.codec for section in sections], world.collective.size
         offers = [self._offer(way, sections, world) for way in _ways(codecs, ranks)]
@@ -207,7 +217,7 @@ class Auto(Planner):
             return dense.replacing(f"{best.plan.description} would save too little", sections, world)
         return best
 
-    def _offer(self, way: Exchange, sections: Sequence[Section], world: World) -> _Offer:
+    def _offer(self, way: Exchange, sections: Sequence[Section], world: World) -> Offer:
         """Predict the time as for the last bucket, whose exchange cannot overlap with backward."""
         plan, ranks = way.plan(sections, world), world.collective.size
         work = [(section.layout.numel, self._speeds(section.codec)) for section in sections]
@@ -223,7 +233,7 @@ class Auto(Planner):
         through = 0.0 if plan.in_place else THROUGH * copy_s * sum(numel for numel, _ in work)
         device = cost.device_seconds(plan.compared, work, copy_s, finer)
         seconds = cost.overlapped_seconds(wire, device, plan.compared.parts) + through
-        return _Offer(way, plan, seconds, device + through)
+        return Offer(way, plan, seconds, device + through)
 
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:
@@ -235,7 +245,7 @@ class Auto(Planner):
         size = self._measured.node_size if self.link is None else self.node_size
         return size if size and ranks % size == 0 and ranks > size else 1
 
-    def _log_choice(self, choice: _Offer, sections: Sequence[Section]) -> None:
+    def _log_choice(self, choice: Offer, sections: Sequence[Section]) -> None:
         numel = sum(section.layout.numel for section in sections)
         others = ", ".join(choice.others)
         link = self.link or self._measured.links["ranks"]
@@ -250,7 +260,7 @@ class Auto(Planner):
 
 
 @dataclass(eq=False)
-class _Offer:
+class Offer:
     """An exchange, its plan, its predicted seconds and those of the device among them, and the rejected offers."""
 
     exchange: Exchange
@@ -270,7 +280,7 @@ class _Offer:
         """Bytes that leave the node."""
         return self.plan.compared.bytes_sent - self.plan.compared.inner_bytes
 
-    def replacing(self, why: str, sections: Sequence[Section], world: World) -> _Offer:
+    def replacing(self, why: str, sections: Sequence[Section], world: World) -> Offer:
         """Return this float32 offer as a replacement for compression, for the reason ``why``."""
         self.exchange, self.fell_back = Float32(why), True
         self.plan = self.exchange.plan(sections, world)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_compress.codecs import BF16, Codec, Dense
-from lightning_compress.collectives import World, consensus
+from lightning_compress.collectives import Collective, World, consensus
 from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.hierarchical import measured_by, replanned
+from lightning_compress.exchanges.message import Section
 from lightning_compress.exchanges.nodes import Cluster
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.link import agreed
 from lightning_compress.planning.summary import Parameters, label, parts
 from lightning_compress.settings.automatic import Automatic, Chosen
-from lightning_compress.settings.parsing import build_compressor
+from lightning_compress.settings.parsing import build_compressor, written
 from lightning_compress.settings.run_state import RunState
 
 
@@ -48,11 +53,33 @@ def decide(settings: RunState, parameters: Parameters, world: World, kept: objec
     pricing = settings.exchange
     if not isinstance(pricing, Auto):  # one planner for all prices, so that it measures once
         pricing = Auto(node_size=getattr(pricing, "node_size", None))
+    if pricing.link is None and device.type == "cpu" and on_one_machine(collective, device):
+        return settings.become(Chosen(Dense(), cluster, reason="all ranks are on this machine"))
     priced = [BF16() if half and isinstance(each, Dense) else each for each in options]
-    seconds = [_seconds(settings, each, parameters, world, pricing) for each in priced]
+    vectors = [list(_vectors(settings, each, parameters)) for each in priced]
+    for sections in itertools.chain(*vectors):
+        pricing.measure(sections, world)
+    steady = pricing.rounded()  # equal runs on equal links decide alike
+    seconds = [
+        sum(steady.offer(sections, world, _way(settings, codec)).seconds for sections in each)
+        for codec, each in zip(priced, vectors, strict=True)
+    ]
     (chosen,) = agreed([settings.compressor.pick(seconds)], collective, device)
     figures = ", ".join(f"{label(each)} {1e3 * took:.3g} ms" for each, took in zip(options, seconds, strict=True))
-    return settings.become(Chosen(options[int(chosen)], cluster, f"compressor='auto' expects {figures} a step"))
+    codec = options[int(chosen)]
+    keeps = f"to keep this choice, write compressor={written(codec)}"
+    return settings.become(Chosen(codec, cluster, f"compressor='auto' expects {figures} a step; {keeps}"))
+
+
+def on_one_machine(collective: Collective, device: torch.device) -> bool:
+    """Return whether all ranks have one host name and one network, so that no message leaves the machine. Collective.
+
+    Containers on one host may have networks of their own, over which messages travel as between hosts.
+    """
+    network = Path("/proc/self/ns/net")
+    name = f"{socket.gethostname()} {os.readlink(network) if network.is_symlink() else ''}"
+    place = torch.tensor([zlib.crc32(name.encode())], device=device)
+    return bool(consensus.same(place, collective))
 
 
 def keep(settings: RunState) -> dict[str, Any] | None:
@@ -79,11 +106,15 @@ def _earlier(settings: RunState, kept: object, cluster: Cluster, world: World) -
     return resumed if checksum and bool(same) else None
 
 
-def _seconds(settings: RunState, codec: Codec, parameters: Parameters, world: World, pricing: Auto) -> float:
-    """Return the predicted seconds of a step's exchanges with this codec."""
-    exchange, rules = settings.exchange, dataclasses.replace(settings.rules, method=codec)
-    way = exchange if isinstance(exchange, Exchange) else None
+def _vectors(settings: RunState, codec: Codec, parameters: Parameters) -> Iterator[list[Section]]:
+    """Yield the sections of the vectors that a step exchanges with this codec."""
+    rules = dataclasses.replace(settings.rules, method=codec)
+    for part in parts(parameters):
+        yield composite.codec_sections(rules.sections(part)[1])
+
+
+def _way(settings: RunState, codec: Codec) -> Exchange | None:
+    """Return the exchange that the user named, or None."""
     if isinstance(codec, Dense) and settings.optimizing is None:
-        way = AllReduce()
-    sections = (composite.codec_sections(rules.sections(part)[1]) for part in parts(parameters))
-    return sum(pricing.seconds(each, world, way) for each in sections)
+        return AllReduce()
+    return settings.exchange if isinstance(settings.exchange, Exchange) else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -227,6 +228,16 @@ class Measured:
         """Return the ranks per core of this host."""
         return self.cluster.ranks / self.cluster.nodes / (os.cpu_count() or 1) if self.cluster else 1.0
 
+    def rounded(self) -> Measured:
+        """Return the same with the links' figures rounded to 1, 2.5 or 5 times a power of ten, in bits and seconds.
+
+        Ethernet comes in such speeds, and noise seldom takes a figure half of the way to the next one.
+        """
+        links = {
+            name: Link(_round(each.latency_s), _round(8 * each.bytes_per_s) / 8) for name, each in self.links.items()
+        }
+        return replace(self, links=links)
+
     def as_primitives(self) -> dict[str, Any]:
         """Return the measurements for a checkpoint."""
         links = {name: [each.latency_s, each.bytes_per_s] for name, each in self.links.items()}
@@ -262,3 +273,9 @@ class Measured:
         if ranks != list(range(len(ranks))) or any(len(node) != measured.node_size for node in measured.nodes):
             raise ValueError(f"the checkpoint has nodes {measured.nodes}, not nodes of {measured.node_size} ranks each")
         return measured
+
+
+def _round(figure: float) -> float:
+    """Return the nearest of 1, 2.5 and 5 times the powers of ten, on a logarithmic scale."""
+    power = 10.0 ** math.floor(math.log10(figure))
+    return min((step * power for step in (1.0, 2.5, 5.0, 10.0)), key=lambda each: abs(math.log(each / figure)))

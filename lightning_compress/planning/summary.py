@@ -29,9 +29,8 @@ MOST = 1 << 28
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 """Named parameters, in the model's order."""
 
-AUTO = "auto chose float32, because this link is as fast as the compressor"
 NONE = "compressor='none' sends gradients as they are"
-"""Reasons why compression is off."""
+"""A reason why compression is off."""
 
 _LOGGED = ("compressor", "exchange", "ratio", "summary")
 _OF_DRIFT = ("on_drift", "check_drift_every")
@@ -80,20 +79,20 @@ def run_summary(settings: RunState, parameters: Parameters, world: World, steps:
     """
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
+    chosen = f"auto chose float32, because {settings.chosen.reason}" if settings.chosen else NONE
     if collective.size == 1:
         idle = ", ".join(_set(settings.options, ["on_nonfinite"]))
         return _off("there is one rank", warning=idle and f"{idle} has no effect on one rank")
     if settings.plain:
         if settings.chosen:
             idle = ", ".join(_set(settings.options, _OF_DRIFT))
-            return _off(AUTO, why, idle and f"{AUTO}: {idle} has no effect without compression")
+            return _off(chosen, why, idle and f"{chosen}: {idle} has no effect without compression")
         idle = ", ".join(_idle(settings))
         return _off(NONE, warning=f"{NONE}, and {idle} has no effect; leave it out" if idle else "")
     plans = list(_plans(settings, parameters, world))
     coarse = [(each, plan) for sections, plan in plans for each in sections if not isinstance(each.method, Dense)]
     if not coarse:
         small = f"no parameter has {settings.rules.min_numel} elements and two dimensions, or rules keep all in float32"
-        chosen = AUTO if settings.chosen else NONE
         return _off(chosen if isinstance(settings.method, Dense) else small, why)
     if all(plan.is_dense(each.span) for each, plan in coarse):
         return _off(f"exchange='auto' falls back to {coarse[0][1].description}", why)

@@ -29,7 +29,9 @@ class Automatic:
     enough: by a quarter to leave float32 at all, since predictions may be off by that much, and by ``gain`` after that.
     Float32 is left to DistributedDataParallel and costs what it costs there.
 
-    A checkpoint keeps the choice. With another number of ranks or on other hosts, it is made again.
+    Where all ranks are on one machine's CPUs, nothing is measured: float32 is fastest there. On several machines the
+    link's speed is rounded (1, 2.5, 5, 10 Gbit/s, ...), so that equal runs choose alike; rank 0 logs the argument that
+    keeps the choice. A checkpoint keeps it too. With another number of ranks or on other hosts, it is made again.
 
     Args:
         gain: the share of the exchange's time that a coarser candidate must save, in [0, 1).
@@ -68,11 +70,13 @@ class Chosen:
         codec: one of its candidates.
         cluster: the ranks and hosts that it was picked for.
         why: the figures, for people.
+        reason: of float32, if that was picked.
     """
 
     codec: Codec
     cluster: Cluster
     why: str = ""
+    reason: str = "this link is as fast as the compressor"
 
     def as_primitives(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""

@@ -71,6 +71,13 @@ class CommonMixin(_Base):
             return super().all_gather(tensor, group, sync_grads)
 
 
+def accumulation(trainer: Any) -> int:
+    """Return the largest number of batches that are accumulated at any time of the training."""
+    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
+    scheduled = [max(schedule.values()) for schedule in schedules if isinstance(schedule, dict) and schedule]
+    return int(max([trainer.accumulate_grad_batches, *scheduled]))
+
+
 VARIANTS: dict[str, dict[str, object]] = {
     "": {},
     "_spawn": {"start_method": "spawn"},

@@ -12,25 +12,26 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.core.registry import name_of
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress, own_bucket_cap_mb
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
 from lightning_compress.exchanges import Pattern
+from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.compensation import beside_adam, kind_of
-from lightning_compress.settings.parsing import COMPRESSORS
+from lightning_compress.settings.parsing import COMPRESSORS, written
 from lightning_compress.settings.run_state import RunState
-from lightning_compress.strategies.common import VARIANTS, CommonMixin, register
+from lightning_compress.strategies.advice import beside_adam, few_steps, name_ours, untested, warn
+from lightning_compress.strategies.common import VARIANTS, CommonMixin, accumulation, register
 from lightning_compress.strategies.rendezvous import Rendezvous
+from lightning_compress.strategies.report import Lines, StepClock, of_fit, tell
 from lightning_compress.strategies.resume import Resume, restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
 
@@ -39,6 +40,9 @@ _UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_
 
 class CompressedDDPMixin(CommonMixin):
     """Turn a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
+
+    _told = False
+    """Whether the line that says what runs was logged in this fit."""
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class CompressedDDPMixin(CommonMixin):
         **kwargs: Any,
     ) -> None:
         arguments = locals()  # passed on by name: RunState checks them
-        checks.check_known(kwargs, type(self), _OURS)
+        checks.check_known(kwargs, type(self), _OURS, compressor)
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
         self._settings = RunState.of(**{name: arguments[name] for name in _OURS if name not in _ON_CHECKPOINTS})
@@ -68,13 +72,14 @@ class CompressedDDPMixin(CommonMixin):
         self._resume = Resume(state, strict_state)
         self._earlier_choice: object = None
         self._rendezvous: Rendezvous | None = None
+        self._clock = StepClock()
 
     def setup(self, trainer: Any) -> None:
         """Set up the fit; raise on every rank, before DistributedDataParallel is built, if settings cannot work."""
         assert self.lightning_module is not None
         fitting = trainer.state.fn == "fit"
         if fitting:
-            checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), _accumulation(trainer))
+            checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), accumulation(trainer))
             checks.check_clipping(self._settings, trainer.gradient_clip_val)
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
@@ -84,6 +89,9 @@ class CompressedDDPMixin(CommonMixin):
         if fitting:
             self._check_optimizers()
             self._watch_clipping()
+            self._told, self._clock = False, StepClock()
+            if trainer.ckpt_path is None:
+                self._tell()
             if trainer.enable_autolog_hparams:
                 self._log_hyperparameters(trainer)
 
@@ -101,34 +109,30 @@ class CompressedDDPMixin(CommonMixin):
             logger.log_hyperparams(hyperparameters | self.compression.run_summary.hyperparameters())
 
     def on_train_start(self) -> None:
-        """Check that all ranks have equally many batches, and log what runs: everything is restored by now."""
+        """Check that all ranks have equally many batches; log what a restored run goes on with."""
         super().on_train_start()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if self._rendezvous is not None:  # if max_steps ends the fit first, epochs may differ in length
-            most = trainer.max_steps * _accumulation(trainer)
+            most = trainer.max_steps * accumulation(trainer)
             self._rendezvous.compare_batches(most if most >= 0 else math.inf)
-        if self._compression is not None:
+        self._tell()
+        warn(few_steps(self._settings, trainer.estimated_stepping_batches) if self.world_size > 1 else "")
+        warn(untested(self.root_device))
+
+    def _tell(self) -> None:
+        """Log what runs, once: before the progress bar begins, or as soon as a checkpoint is restored."""
+        if self._compression is not None and not self._told:
+            self._told = True
             rank_zero_info(self._compression.run_summary.line)
-            if self._compression.run_summary.warning:
-                rank_zero_warn(self._compression.run_summary.warning)
+            warn(self._compression.run_summary.warning)
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
         self._compression.stepped_by(self.optimizers)
         for optimizer in self.optimizers:
             self._compression.take_over(optimizer)
-        adaptive = [type(each).__name__ for each in self.optimizers if kind_of([each]) == "adam"]
-        coarse = [method for method in self._settings.methods if not method.safe_with_adam]
-        if adaptive and self.world_size > 1 and coarse:
-            running, name = self._compression.settings, name_of(type(coarse[0]), COMPRESSORS)
-            errors = beside_adam(coarse[0], running.compensation(coarse[0]), running.correction)
-            rank_zero_warn(
-                f"{name or type(coarse[0]).__name__} with {adaptive[0]} trains worse than without compression "
-                f"({errors}). Use compressor='rotated', which ends at the same loss; or for fewer bits "
-                "LocalSGDStrategy(sync_every=8, compressor='rotated') with half a bit per parameter and step, "
-                "compressor='onebit_adam' with torch.optim.SGD, or SGD with momentum."
-            )
+        warn(beside_adam(self._compression.settings, self.optimizers) if self.world_size > 1 else "")
 
     def _watch_clipping(self) -> None:
         """Check the gradient clipping that a module does itself, such as in manual optimization."""
@@ -184,8 +188,11 @@ class CompressedDDPMixin(CommonMixin):
             self._rendezvous.next_batch()
 
     def on_train_end(self) -> None:
-        """Act on signals that arrived in the last batches."""
+        """Log what the fit sent, and what that took; act on signals that arrived in the last batches."""
         super().on_train_end()
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        tell(self.report(), trainer.callbacks)
         if self._rendezvous is not None:
             self._rendezvous.finish()
 
@@ -197,6 +204,7 @@ class CompressedDDPMixin(CommonMixin):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; ``optimizer`` may be any object with an optimizer's methods."""
+        self._clock.step()
         if isinstance(optimizer, Optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with notifying(optimizer, closure) as wrapped_closure:
@@ -226,8 +234,17 @@ class CompressedDDPMixin(CommonMixin):
         super().load_optimizer_state_dict(checkpoint)
         if (compression := self._compression) is None:
             return
-        if problem := restore_compression(self._resume, self.checkpoint_io, checkpoint, compression):
-            rank_zero_warn(problem)
+        warn(restore_compression(self._resume, self.checkpoint_io, checkpoint, compression))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Name this strategy where Lightning advises to change to its own because of unused parameters."""
+        super().on_exception(exception)
+        name_ours(exception, type(self).__name__)
+
+    def __repr__(self) -> str:
+        given = self._settings.options
+        exchange = "" if given.exchange == Auto() else f", exchange={written(given.exchange)}"
+        return f"{type(self).__name__}(compressor={written(given.compressor)}{exchange})"
 
     def comm_stats(self) -> dict[str, Any]:
         """Return the traffic of the last step and in total (``Compression.stats``), with a one-line ``summary``.
@@ -236,6 +253,13 @@ class CompressedDDPMixin(CommonMixin):
             RuntimeError: no fit is running.
         """
         return self.compression.stats() | {"summary": self.compression.summary}
+
+    def report(self) -> Lines:
+        """Return the figures of the fit: what was sent, what an average and a step took, and what was expected."""
+        if self._compression is None or self.lightning_module is None:
+            return []
+        cap = self._ddp_kwargs.get("bucket_cap_mb")
+        return of_fit(self._compression, self.lightning_module, self.world_size, cap, self._clock.median_ms)
 
     def measure_every(self, steps: int) -> None:
         """Measure time and compression error every ``steps`` steps."""
@@ -276,13 +300,6 @@ class CompressedDDPMixin(CommonMixin):
 
 _ON_CHECKPOINTS = ("state", "strict_state")
 _OURS = [name for name in inspect.signature(CompressedDDPMixin.__init__).parameters if name not in ("self", "kwargs")]
-
-
-def _accumulation(trainer: Any) -> int:
-    """Return the largest number of batches that are accumulated at any time of the training."""
-    schedules = [getattr(callback, "scheduling", None) for callback in trainer.callbacks]
-    scheduled = [max(schedule.values()) for schedule in schedules if isinstance(schedule, dict) and schedule]
-    return int(max([trainer.accumulate_grad_batches, *scheduled]))
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):

@@ -22,9 +22,11 @@ from lightning_compress.core.registry import plain
 from lightning_compress.engine import checks
 from lightning_compress.periodic.synchroniser import Synchroniser, differing
 from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.advice import short_round, untested, warn
 from lightning_compress.strategies.common import CommonMixin
 from lightning_compress.strategies.recount import Recount
 from lightning_compress.strategies.rendezvous import ELSEWHERE, END, Rendezvous
+from lightning_compress.strategies.report import Lines, of_rounds, tell
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.unsupported import check_fit, without_wrapper
@@ -107,7 +109,7 @@ class PeriodicMixin(CommonMixin):
             ranks.broadcast(tensor, self.root_device)
 
     def on_train_start(self) -> None:
-        """Check that all ranks have equally many batches, and log what runs."""
+        """Check that all ranks have equally many batches; log what runs."""
         super().on_train_start()
         self._ended = self._swa = False  # a LearningRateFinder runs the loop before the fit does
         self._shared = None
@@ -116,6 +118,8 @@ class PeriodicMixin(CommonMixin):
         if not self.attempts:
             self.synchroniser.rebase(0)  # hooks may have loaded another model
         rank_zero_info(f"lightning_compress: {self.synchroniser.summary}")
+        warn(short_round(self.synchroniser, self._trainer.estimated_stepping_batches))
+        warn(untested(self.root_device))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Save if a cluster's signal asked for it, between two batches; pass the epoch to the schedules."""
@@ -182,6 +186,7 @@ class PeriodicMixin(CommonMixin):
         if self._averages_weights:
             self._finish()
         self.rendezvous.signals.act()  # no batch follows that would act on them
+        tell(self.report(), self._trainer.callbacks)
 
     def teardown(self) -> None:
         """Undo what ``setup`` changed in the trainer and the optimizers."""
@@ -347,6 +352,12 @@ class PeriodicMixin(CommonMixin):
             RuntimeError: no fit has begun.
         """
         return dict(self.compression.stats())
+
+    def report(self) -> Lines:
+        """Return the figures of the fit: what was sent, in all and in a round."""
+        if not self._started or self.world_size == 1:
+            return []
+        return of_rounds(self.comm_stats(), self.synchroniser.steps_per_count)
 
     def measure_every(self, steps: int) -> None:
         """Measure time and compression error about once every ``steps`` steps."""

@@ -73,8 +73,8 @@ REFUSED = [
     ("scale", "--node-size 6", "powers of two"),
     ("scale", "--gbit 0", "above 0"),
     ("scale", "--most 1", "two ranks are the fewest"),
-    ("scale", "--check --rate fast", "must be a speed above 0"),
-    ("scale", "--check --model nothing", "invalid choice"),
+    ("advise", "--rates fast", "must be a speed above 0"),
+    ("advise", "--models nothing", "is none of"),
     ("memory", "--compressors tpk", "tpk is none of"),
     ("codecs", "--repeats 0", "from 1 on"),
     ("codecs", "--numel -5", "from 1 on"),
@@ -89,7 +89,7 @@ REFUSED = [
     ("gossip", "network --steps 10", "must be a multiple of 16"),
     ("gossip", "network", "which only root may do"),
     ("choices", "", "which only root may do"),
-    ("scale", "--check", "which only root may do"),
+    ("advise", "", "which only root may do"),
 ]
 
 

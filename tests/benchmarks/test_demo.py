@@ -1,4 +1,4 @@
-"""make demo: its table, what it concludes, its played links, and README's copy of it."""
+"""make demo: its table, what it concludes, its played links, and the copy in docs/recipes.md."""
 
 import re
 import time
@@ -27,7 +27,7 @@ from tests.benchmarks.test_network import namespaces
 from tests.config.composing import composed
 from tests.helpers.labs import able, only_lab
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
 LOWER = ("WER", "CER")
 """Scores of which less is better."""
 
@@ -96,16 +96,16 @@ def test_every_method_composes_and_only_the_first_is_dense(task):
         assert cfg.compressor._target_.endswith(".Dense") == (method == "dense")
 
 
-def test_readme_shows_a_table_of_the_demo():
+def test_the_page_shows_a_table_of_the_demo():
     """Its figures are of one run; what is said below it follows from them."""
-    text = re.search(r"^\| task .*?(?=\n\n)", README, flags=re.MULTILINE | re.DOTALL)[0]
+    text = re.search(r"^\| task .*?(?=\n\n)", PAGE, flags=re.MULTILINE | re.DOTALL)[0]
     shown = read(text)
     assert text == table(shown, paced=False)
     assert [(each.task, each.method) for each in shown] == [
         (each.name, name) for each in ENTRIES for name in each.methods
     ]
     assert list(shown[0].ms) == list(RATES)
-    assert conclusion(shown) in " ".join(README.split())
+    assert conclusion(shown) in " ".join(PAGE.split())
     dense = {each.task: each.bytes_per_step for each in shown if each.method == "dense"}
     for each in shown:
         assert each.ratio == pytest.approx(dense[each.task] / each.bytes_per_step, abs=0.06)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks import scale
-from benchmarks._scale.check import backward_seconds, predict
 from benchmarks._scale.simulated import Call, Cluster, longer
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import CountingCollective, World, run_threads
@@ -107,21 +106,6 @@ def test_a_plot_is_drawn(tmp_path):
 
     draw(found, "some", tmp_path / "some.png")
     assert (tmp_path / "some.png").stat().st_size > 5000
-
-
-def test_the_last_bucket_never_overlaps():
-    # backward 4, 4, 2 s; encoding 1 s each; 3 s on the wire
-    buckets = [(4.0, 1.0, 3.0), (4.0, 1.0, 3.0), (2.0, 1.0, 3.0)]
-    assert backward_seconds(buckets) == 10 + 3 + 3
-    assert backward_seconds([(4.0, 0.0, 100.0), (4.0, 0.0, 1.0)]) == 4 + 100 + 1  # the wire is behind
-    assert backward_seconds([(4.0, 1.0, 3.0)]) == 4 + 1 + 3
-
-
-def test_our_exchanges_run_beside_backward():
-    choice, speeds = {"compressor": "fp16", "exchange": "all_reduce"}, dict.fromkeys(["none", "fp16"], COPIES)
-    links = Link(1e-9, 1e9), Link(1e-9, 1e15)
-    slow, instant = (predict(choice, "mlp", 2, link, speeds, computing_s=1.0) for link in links)
-    assert 0 < slow - instant < 0.8 * 12.5e6 * 2 / 1e9  # the last bucket's message alone, of three layers of four
 
 
 def test_a_vector_that_would_travel_in_parts_is_on_the_line():

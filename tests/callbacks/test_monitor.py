@@ -1,11 +1,12 @@
 """What the monitor tells the loggers."""
 
+import csv
 import warnings
 from functools import partial
 
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy
@@ -13,7 +14,7 @@ from tests.engine.test_modes import TwoOptimizers
 from tests.helpers.training import Net, fit
 
 TIMES = {"encode_ms", "exchange_ms", "decode_ms"}
-SAMPLED = TIMES | {"relative_error", "residual_norm"}
+SAMPLED = TIMES | {"wait_ms", "relative_error", "residual_norm"}
 COUNTED = {"bytes_sent", "bytes_dense", "ratio", "steps", "nonfinite_steps", "total_bytes_sent", "total_bytes_dense"}
 
 
@@ -46,7 +47,7 @@ def test_traffic_time_and_error_reach_the_loggers(pools, compressor):
     assert sorted(rows) == [2, 5]  # counted from 0, as Lightning does
     for step, row in rows.items():
         figures = {name.removeprefix("comm/"): value for name, value in row.items()}
-        assert set(figures) == COUNTED | SAMPLED
+        assert set(figures) - {"epoch"} == COUNTED | SAMPLED  # Lightning adds the epoch to its rows
         assert figures["steps"] == step + 1
         assert figures["total_bytes_sent"] == (step + 1) * figures["bytes_sent"]
         assert figures["ratio"] == figures["bytes_dense"] / figures["bytes_sent"] > 1.9
@@ -109,6 +110,20 @@ def test_the_row_is_that_of_lightnings_own_figures(pools, accumulate):
 def test_the_row_is_that_of_two_optimizers_too(pools):
     for named, _ in pools[2].run(_rows, LogsTwo):
         assert named["comm/ratio"] == named["loss"] == [1, 3]
+
+
+def _csv(folder):
+    logger = CSVLogger(folder, name="", version="")
+    fit(CompressedDDPStrategy("topk"), 4, Logs, callbacks=[CommunicationMonitor()], loggers=logger, log_every_n_steps=2)
+
+
+def test_a_csv_file_has_one_row_for_both(pools, tmp_path):
+    pools[2].run(_csv, str(tmp_path))
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "3"]
+    assert all(row["loss"] and float(row["comm/ratio"]) > 1 for row in rows)
+    assert float(rows[1]["comm/total_bytes_sent"]) == 2 * float(rows[0]["comm/total_bytes_sent"])
 
 
 def _hyperparameters(**trainer):

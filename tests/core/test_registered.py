@@ -221,7 +221,7 @@ def test_what_we_offer_is_stronger_than_what_others_do(monkeypatch):
 
 def test_names_of_ours_without_an_installation_say_so(offered):
     offered()
-    with pytest.raises(ValueError, match=r"there are: .*; lightning_compress is not installed, or in another version"):
+    with pytest.raises(ValueError, match=r"here are: .*; lightning_compress is not installed, or in another version"):
         build_exchange("butterfly_of_mine")
 
 

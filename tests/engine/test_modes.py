@@ -228,30 +228,6 @@ def test_lossless_settings_are_stock_ddp_in_every_mode(pools, make, arguments):
     assert np.abs(stock - ours).max() < 1e-5
 
 
-def _adam(compressor):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        strategy = CompressedDDPStrategy(compressor)
-        fit(strategy, 1, lambda: Net("adamw"), quiet=False)
-    return [str(each.message) for each in caught if "trains worse" in str(each.message)]
-
-
-@pytest.mark.parametrize(
-    ("compressor", "warned"),
-    [
-        ("onebit", ["a slow average", "LoCo(beta=0.05", "1.024"]),
-        ("topk", ["added to the next gradient (error feedback)", "none is measured"]),
-        ({"name": "topk", "density": 0.5}, []),
-        ("bf16", []),
-    ],
-)
-def test_adam_with_a_coarse_method_is_warned_of(pools, compressor, warned):
-    first, second = pools[2].run(_adam, compressor)
-    assert len(first) == bool(warned)
-    assert all(each in first[0] for each in warned)
-    assert not second  # once, on rank 0
-
-
 def _resume(folder):
     """Train, save, and resume from the checkpoint in a second fit of the same strategy object."""
     strategy = CompressedDDPStrategy("onebit")

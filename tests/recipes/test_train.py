@@ -406,7 +406,7 @@ def test_heads_are_of_the_transformer() -> None:
 )
 def test_what_a_page_shows_has_an_effect(page: Path) -> None:
     commands = re.findall(r"^python -m recipes\.train (.*?)(?:  #|$)", page.read_text(), flags=re.MULTILINE)
-    assert len(commands) >= 5
+    assert commands
     for command in commands:
         cfg = composed(*whole_paths([each for each in shlex.split(command) if "=" in each]))
         refuse_idle(cfg, build(cfg.trainer))

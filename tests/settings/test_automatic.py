@@ -5,6 +5,7 @@ import io
 import logging
 import re
 import socket
+import threading
 import warnings
 from functools import partial
 
@@ -22,10 +23,12 @@ from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import BF16, Dense, Rotated
 from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.planning import decide as decisions
 from lightning_compress.planning import link as probe
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import COPIES, Link, Speeds
 from lightning_compress.planning.decide import decide
+from lightning_compress.planning.link import Measured
 from lightning_compress.planning.summary import label, run_summary
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.run_state import RunState
@@ -34,8 +37,15 @@ from tests.helpers import link as pretended
 from tests.helpers.training import Net, digits, fit, loader, parameters, quiet_trainer
 from tests.test_laws import CPU, DENSE, LARGE, group_plan
 
+ON_ONE_MACHINE = decisions.on_one_machine
 FAST, SLOW = Link(1e-6, 1e12), Link(1e-6, 1e7)
 BITS4, BITS8 = Rotated(bits=4), Rotated(bits=8)
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    """Ranks that are threads stand for ranks of several machines."""
+    monkeypatch.setattr(decisions, "on_one_machine", lambda ranks, device: False)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +138,33 @@ def test_the_link_is_measured_once_for_all_of_them(monkeypatch):
 def test_nothing_is_measured_where_that_was_forbidden(monkeypatch):
     monkeypatch.setattr(probe, "time_link", None)
     assert decided(4, deterministic=True) == BITS4
+
+
+def test_on_one_machine_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(decisions, "on_one_machine", ON_ONE_MACHINE)
+    monkeypatch.setattr(probe, "time_link", None)
+    assert decided(4) == Dense()
+    assert decided(4, Auto(link=SLOW)) == BITS4  # the user knows better
+
+
+def test_ranks_with_networks_of_their_own_are_apart(monkeypatch):
+    networks = iter(["net:[1]", "net:[1]", "net:[1]", "net:[2]"])
+    lock = threading.Lock()
+
+    def readlink(path):
+        with lock:
+            return next(networks)
+
+    monkeypatch.setattr(decisions.os, "readlink", readlink)
+    assert run_threads(2, lambda ranks: ON_ONE_MACHINE(ranks, CPU)) == [True, True]
+    assert run_threads(2, lambda ranks: ON_ONE_MACHINE(ranks, CPU)) == [False, False]
+
+
+@pytest.mark.parametrize("noise", [0.85, 1.0, 1.15])
+def test_equal_links_are_rounded_to_the_same(noise):
+    measured = Measured(None, {"ranks": Link(9e-5 * noise, 1.17e8 * noise)}, {}, 1)
+    link = measured.rounded().links["ranks"]
+    assert (link.latency_s, 8 * link.bytes_per_s) == (pytest.approx(1e-4), pytest.approx(1e9))
 
 
 # ---- what is said
@@ -280,7 +317,8 @@ class Flat(nn.Module):
 
 
 def _measuring(link):
-    """Have this rank measure that link."""
+    """Have this rank measure that link, as if the others were elsewhere."""
+    decisions.on_one_machine = lambda ranks, device: False
     probe.time_link = lambda collective, device: link
 
 
@@ -431,8 +469,8 @@ def test_a_resumed_fit_goes_on_with_it(pools, tmp_path):
         assert same
         assert not warned
         if rank == 0:
-            assert len(lines) == 1
             assert lines[0].startswith("lightning_compress: rotated (bits 4) by all_gather, ")
+            assert not any("by all_gather" in line for line in lines[1:])
             assert hparams["lightning_compress/compressor"] == "rotated (bits 4)"
 
 
@@ -458,8 +496,8 @@ def test_from_a_named_one_to_auto_and_back(pools, tmp_path, first, second, runs)
             assert rank or "this run does not compress" in warned[0]
             continue
         assert not warned
-        assert len(lines) == (2 if rank == 0 else 0)
-        assert rank or "continues with {'name': " in lines[0]
+        assert not (rank and lines)
+        assert rank or ["continues with {'name': " in line for line in lines[:2]] == [True, False]
 
 
 def _named(link):
@@ -488,8 +526,8 @@ def test_the_line_the_figures_and_the_loggers_say_the_same(pools, tmp_path, comp
     first, second = pools[2].run(_said, str(tmp_path), compressor)
     lines, summary, ratio, hparams = first
     assert not second[0]
-    (line,) = lines
-    assert line.startswith(f"lightning_compress: {summary}")
+    assert lines[0].startswith(f"lightning_compress: {summary}")
+    assert (len(lines) > 1) == (compressor != "none")  # the figures of the fit
     assert hparams["lightning_compress/summary"] == summary
     assert hparams["lightning_compress/ratio"] == pytest.approx(ratio, rel=0.02)
     assert "lightning_compress/summary: " in (tmp_path / "log" / "hparams.yaml").read_text()

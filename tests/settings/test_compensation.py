@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
 from lightning_compress.corrections.loco import LoCo
-from lightning_compress.settings.compensation import KINDS, TABLE, automatic, beside_adam, kind_of
-from lightning_compress.settings.parsing import COMPRESSORS, build_compressor
+from lightning_compress.settings.compensation import KINDS, LOSS, automatic, kind_of, loss_of
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
 from tests.strategies.test_resume import Net, fit
 
@@ -24,13 +24,18 @@ def of(settings):
 
 
 def test_the_table_is_of_what_there_is():
-    assert len({(row.method, row.optimizer) for row in TABLE}) == len(TABLE)
-    for row in TABLE:
-        method = COMPRESSORS[row.method]()
-        assert row.optimizer in KINDS.values()
-        assert row.measured
-        assert row.compensation != automatic(method, None), "then no row is needed"
-        assert automatic(method, row.optimizer) == row.compensation
+    for (name, optimizer), ways in LOSS.items():
+        method = COMPRESSORS[name]()
+        assert optimizer in KINDS.values()
+        assert ways.keys() <= {"none", "loco", "classical"}
+        assert loss_of(method, optimizer, automatic(method, optimizer)) == min(ways.values())
+
+
+def test_a_figure_is_of_the_default_settings_only():
+    assert loss_of(COMPRESSORS["qsgd"](), "adam", "none") == 0.3
+    assert loss_of(COMPRESSORS["qsgd"](bits=2), "adam", "none") is None
+    assert loss_of(COMPRESSORS["onebit"](), "adam", LoCo(beta=0.3)) == 2.4
+    assert loss_of(COMPRESSORS["rotated"](), "adam", "classical") is None
 
 
 class Own(torch.optim.AdamW):
@@ -59,27 +64,6 @@ class PagedAdamW8bit(torch.optim.Optimizer):
 )
 def test_kinds(optimizers, kind):
     assert kind_of(optimizers) == kind
-
-
-def test_what_a_warning_says_of_it():
-    onebit, rotated = (COMPRESSORS[name]() for name in ("onebit", "rotated"))
-    said = [beside_adam(onebit, way) for way in ("none", "classical", LoCo())]
-    assert ["is lost" in each for each in said] == [True, False, False]
-    assert ["takes for variance" in each for each in said] == [False, True, False]
-    assert ["'auto' takes LoCo(" in each for each in said] == [True, True, False]
-    assert all(TABLE[0].measured in each for each in said)
-    assert "none is measured" in beside_adam(rotated, "none")
-
-
-def test_what_a_warning_says_of_estimates():
-    """Nothing is lost where they take the place of a residual, and no other error feedback may be given."""
-    settings = RunState.of("ef21").stepped_by("adam")
-    said = beside_adam(settings.method, of(settings), settings.correction)
-    assert "1.457 with eta 0.1" in said
-    assert "error_feedback" not in said
-    assert "is lost" not in said
-    dgc = RunState.of("dgc").stepped_by("adam")
-    assert "'loco'" not in beside_adam(dgc.method, of(dgc), dgc.correction)
 
 
 @pytest.mark.parametrize("given", [None, "auto"])
@@ -167,10 +151,6 @@ def test_what_is_attached(pools):
 def test_asked_for_by_name_it_needs_an_optimizer(pools):
     with pytest.raises(Exception, match=r"pass attach\(\.\.\., optimizer=optimizer\)"):
         pools[2].run(_attached, None, "auto")
-
-
-def test_names_are_those_of_methods():
-    assert all(build_compressor(row.method) for row in TABLE)
 
 
 class WithAdam(Net):

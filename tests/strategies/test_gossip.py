@@ -200,8 +200,8 @@ def _counts(settings):
     logged = []
 
     class Logger(pl.loggers.logger.DummyLogger):
-        def log_metrics(self, *given, **named):
-            logged.append(given[0])
+        def log_metrics(self, metrics, step=None):
+            logged.append(metrics)
 
     chosen = GossipStrategy(meet_every=2, **settings)
     _, model = fit_digits(chosen, 6, callbacks=[CommunicationMonitor()], loggers=Logger(), log_every_n_steps=2)

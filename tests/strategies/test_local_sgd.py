@@ -570,14 +570,36 @@ def _short(kind, steps):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet_trainer(strategy(kind), max_steps=steps).fit(ByStep("adamw"), loader(digits()))
-    return [str(each.message) for each in caught if "before a round" in str(each.message)]
+    return [str(each.message) for each in caught if "fewer than a round" in str(each.message)]
 
 
-def test_a_fit_that_is_shorter_than_a_round_says_what_its_checkpoints_hold(pools):
+def test_a_fit_that_is_shorter_than_a_round_says_so(pools):
     (said,), others = pools[2].run(_short, "diloco", 2)
-    assert "ended after 2 local steps, before a round of sync_every=3" in said
+    assert said.startswith("this fit has 2 steps, fewer than a round of sync_every=3")
     assert not others
-    assert pools[2].run(_short, "diloco", 3) == pools[2].run(_short, "mean", 2) == [[], []]
+    assert pools[2].run(_short, "diloco", 3) == [[], []]
+
+
+class Evaluated(Callback):
+    """Keeps the model that is evaluated."""
+
+    def on_validation_start(self, trainer, module):
+        self.seen = parameters(module).clone()
+
+
+def _first_round():
+    torch.manual_seed(1)
+    seen, model = Evaluated(), Validated()
+    before = parameters(model).clone()
+    trainer = quiet_trainer(LocalSGDStrategy(sync_every=50), max_steps=4, callbacks=[seen], val_check_interval=2)
+    trainer.fit(model, loader(digits()), loader(digits()))
+    return float((seen.seen - before).norm()), seen.seen
+
+
+def test_before_the_first_round_ends_the_mean_is_evaluated(pools):
+    (moved, one), (_, other) = pools[2].run(_first_round)
+    assert moved > 0.01
+    assert one.equal(other)
 
 
 def test_weights_that_a_hook_loads_beside_a_checkpoint_without_state_stay(pools, tmp_path):

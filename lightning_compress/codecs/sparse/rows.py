@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import Codec, FusedPlan, Plan, Summands
+from lightning_compress.codecs.codec import Codec, FusedPlan, Plan, Summands, check_density
 from lightning_compress.codecs.packing.bits import damaged, pack, unpack
 from lightning_compress.core.layout import Layout
 
@@ -53,9 +53,7 @@ class Rows(Codec):
     density: float = 0.1
 
     def __post_init__(self) -> None:
-        density = self.density
-        if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
-            raise ValueError(f"Rows(density={density!r}): density must be in (0, 1]; 0.1 expects one row in ten")
+        check_density("Rows", self.density, "0.1 expects one row in ten")
 
     @property
     def sent_share(self) -> float:

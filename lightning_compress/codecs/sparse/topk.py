@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.codec import Codec, KernelPlan, Plan
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, check_density
 from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import positions_of
 from lightning_compress.codecs.packing.values import FloatValues, FourMeans, OneMagnitude, Values
@@ -202,8 +202,7 @@ class TopK(Codec):
     indices: IndexCoding = "int32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
-            raise ValueError(f"TopK(density={self.density!r}): density must be in (0, 1]; 0.01 sends 1 %")
+        check_density("TopK", self.density, "0.01 sends 1 %")
         for field, allowed in ALLOWED.items():
             value = getattr(self, field)
             if value not in allowed:

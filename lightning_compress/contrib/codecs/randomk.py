@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan, check_density
 from lightning_compress.codecs.quantize.levels import LARGEST
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import PER_WORD, PLACE_BITS, RandomBits, draw_places, mix
@@ -49,8 +49,7 @@ class RandomK(Codec):
     rescale: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
-            raise ValueError(f"RandomK(density={self.density!r}): density must be in (0, 1]; 0.01 sends 1 %")
+        check_density("RandomK", self.density, "0.01 sends 1 %")
         if not isinstance(self.rescale, bool):
             raise ValueError(f"RandomK(rescale={self.rescale!r}): rescale must be true or false")
 

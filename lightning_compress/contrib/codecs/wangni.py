@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import Codec, Plan
+from lightning_compress.codecs.codec import Codec, Plan, check_density
 from lightning_compress.codecs.packing.entries import Entries, EntriesPlan, Found
 from lightning_compress.codecs.packing.positions import Ints, Rice
 from lightning_compress.codecs.packing.values import Floats, FloatValues, OneMagnitude
@@ -61,8 +61,7 @@ class Wangni(Codec):
     density: float = 0.1
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
-            raise ValueError(f"Wangni(density={self.density!r}): density must be in (0, 1]; 0.1 keeps 10 % on average")
+        check_density("Wangni", self.density, "0.1 keeps 10 % on average")
 
     @property
     def safe_with_adam(self) -> bool:

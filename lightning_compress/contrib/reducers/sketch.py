@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_compress.codecs.codec import check_density
 from lightning_compress.codecs.sparse.selection import CpuSelector, SortSelector
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
@@ -67,8 +68,7 @@ class Sketch(Reducer):
     candidates: float = 4.0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.density) or not 0 < self.density <= 1:
-            raise ValueError(f"Sketch(density={self.density!r}): density must be in (0, 1]; 0.005 applies 0.5 %")
+        check_density("Sketch", self.density, "0.005 applies 0.5 %")
         if type(self.rows) is not int or self.rows not in range(1, 16, 2):
             raise ValueError(f"Sketch(rows={self.rows!r}): rows must be an odd integer from 1 to 15; try 3")
         if not _is_number(self.width) or not 0 < self.width < math.inf:

@@ -12,28 +12,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_compress.codecs import Codec
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.planning.link import time_codec, time_link
-from lightning_compress.settings.parsing import build_compressor
+from lightning_compress.commands.advise import codecs_of
+from lightning_compress.planning.link import kind_of, time_codec, time_link
+from lightning_compress.settings.run_state import RunState
 
 
 def main(told: dict[str, Any]) -> None:
     """Measure while all other ranks do, and leave what was found.
 
     Args:
-        told: ``codecs``, as a user names them; ``rank``, ``ranks``, ``master``, ``result``.
+        told: ``compressors``, as a user writes them; ``rank``, ``ranks``, ``master``, ``result``.
     """
     torch.set_num_threads(1)
     address, cpu = f"tcp://{told['master']}:29500", torch.device("cpu")
     dist.init_process_group("gloo", init_method=address, rank=told["rank"], world_size=told["ranks"])
     link = time_link(TorchCollective(), cpu)
+    settings = [RunState.of(each).stepped_by("sgd") for each in told["compressors"]]
     speeds = {}
-    for name in told["codecs"]:
+    for codec in codecs_of(settings, told["ranks"]):
         dist.barrier()
-        codec = build_compressor(name)
-        assert isinstance(codec, Codec)
-        speeds[str(name)] = asdict(time_codec(codec, cpu, told["ranks"] / (os.cpu_count() or 1)))
+        speeds[kind_of(codec)] = asdict(time_codec(codec, cpu, told["ranks"] / (os.cpu_count() or 1)))
     Path(told["result"]).write_text(json.dumps({"link": asdict(link), "speeds": speeds}))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""The command line: ``lightning-compress advise``, ``doctor``, ``link``, ``compare`` and ``compressors``."""

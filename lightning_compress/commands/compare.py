@@ -1,0 +1,84 @@
+"""Measure the compressors on a user's own gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_compress.compare import Gradients
+from lightning_compress.compare import compare as measured
+
+MOMENTS = ("momentum_buffer", "exp_avg")
+"""What SGD and Adam call their means of past gradients."""
+
+
+def compare(source: str, compressors: list[str] | None = None, json: bool = False) -> None:
+    """Encode and decode your gradients with each compressor: bits, error and time.
+
+    Args:
+        source: a file of gradients by torch.save; a checkpoint, whose optimizer's momentum is then taken; or
+            module:function, which returns gradients by name, or a model after its backward pass.
+        compressors: names; all if none is given.
+        json: print JSON instead of a table.
+    """
+    found = measured(gradients_of(source), compressors)
+    print(dumps(dataclasses.asdict(found), indent=2) if json else found)
+
+
+def gradients_of(source: str) -> Gradients | list[Gradients]:
+    """Return the gradients that a command line names.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not Path(source).exists():
+        return _called(source)
+    try:
+        content: Any = torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{source} is not a file of tensors ({type(error).__name__}); write it by torch.save"
+        ) from error
+    if isinstance(content, Mapping) and "optimizer_states" in content:
+        moments = dict(_moments(content["optimizer_states"]))
+        if not moments:
+            raise ValueError(
+                f"{source}: its optimizers keep no mean of gradients (SGD with momentum, Adam and AdamW do); save "
+                "gradients by torch.save({name: p.grad for name, p in model.named_parameters()}, 'gradients.pt')"
+            )
+        return moments
+    gradients: Gradients | list[Gradients] = content
+    return gradients
+
+
+def _moments(states: Any) -> Iterator[tuple[str, Tensor]]:
+    for number, optimizer in enumerate(states):
+        for place, state in optimizer["state"].items():
+            for name in MOMENTS:
+                if isinstance(tensor := state.get(name), Tensor):
+                    yield f"optimizer {number}, parameter {place}", tensor
+
+
+def _called(source: str) -> Gradients:
+    path, _, name = source.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        given = getattr(import_module(path.removesuffix(".py").replace("/", ".")), name)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{source} is neither a file nor a function ({type(error).__name__}: {error}); write module:function, of a "
+            "function that takes no arguments and returns gradients by name"
+        ) from error
+    if isinstance(given, nn.Module):
+        return {name: each.grad for name, each in given.named_parameters() if each.grad is not None}
+    gradients: Gradients = given
+    return gradients

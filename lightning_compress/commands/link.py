@@ -1,0 +1,39 @@
+"""Measure the link between the ranks of a job."""
+
+from __future__ import annotations
+
+import os
+from json import dumps
+
+import torch
+import torch.distributed as dist
+
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.planning.link import time_link
+
+
+def link(json: bool = False) -> None:
+    """Measure the link between all ranks, as exchange="auto" does; start it on every host with torchrun.
+
+    ``torchrun ... --no-python lightning-compress link``, with the other arguments that the training has.
+
+    Args:
+        json: print JSON instead of a line.
+    """
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]:
+        raise ValueError(
+            f"link: {missing[0]} is not set; start it with torchrun on every host: torchrun --nnodes 2 "
+            "--nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 "
+            "--no-python lightning-compress link"
+        )
+    dist.init_process_group("gloo")
+    try:
+        ranks = TorchCollective()
+        if ranks.size < 2:
+            raise ValueError("link: there is one rank, which sends nothing; start two or more")
+        found = time_link(ranks, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    if ranks.rank == 0:
+        figures = {"latency_s": float(f"{found.latency_s:.2g}"), "bytes_per_s": float(f"{found.bytes_per_s:.3g}")}
+        print(dumps(figures) if json else f"{found} among {ranks.size} ranks: {figures}")

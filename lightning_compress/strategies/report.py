@@ -1,0 +1,129 @@
+"""The figures of a fit, for the lines at its end."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_compress.engine.compression import Compression
+from lightning_compress.planning.choose import Auto
+from lightning_compress.planning.predict import BUCKET, Place, predict
+from lightning_compress.settings.run_state import RunState
+
+Lines = list[tuple[str, str]]
+"""What a figure is about, and the figure."""
+KEPT = 200
+"""Steps whose times are kept."""
+
+
+class StepClock:
+    """The times of the last optimizer steps."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=KEPT)
+
+    def step(self) -> None:
+        """Note that a step has ended."""
+        self._ends.append(time.perf_counter())
+
+    @property
+    def median_ms(self) -> float | None:
+        """Median milliseconds of a step, or None before the second one ends."""
+        ends = list(self._ends)
+        steps = [1e3 * (end - start) for start, end in pairwise(ends)]
+        return statistics.median(steps) if steps else None
+
+
+def of_fit(
+    compression: Compression, model: nn.Module, ranks: int, bucket_mb: float | None, step_ms: float | None
+) -> Lines:
+    """Return the figures of a fit that averaged gradients; nothing if it did not compress.
+
+    Args:
+        compression: of the fit.
+        model: whose gradients were averaged.
+        ranks: 1 or more.
+        bucket_mb: DistributedDataParallel's ``bucket_cap_mb``.
+        step_ms: median milliseconds of a step, if two or more were taken.
+    """
+    if not compression.active or ranks == 1:
+        return []
+    stats = compression.stats()
+    lines = [traffic(stats, "step"), *times(stats, step_ms)]
+    if step_ms is not None:
+        lines += expected(compression.settings, model, ranks, bucket_mb, max(0.0, step_ms - stats["wait_ms"]))
+    return lines
+
+
+def of_rounds(stats: Mapping[str, Any], every: int) -> Lines:
+    """Return the figures of a fit whose ranks met every so many steps.
+
+    Args:
+        stats: the strategy's ``comm_stats``.
+        every: steps of a round.
+    """
+    if every == 1:
+        return [traffic(stats, "step")]
+    ratio = stats["ratio"]
+    return [traffic(stats, "round"), ("ratio", f"{ratio:.3g} x fewer bytes a step, {ratio / every:.3g} x a round")]
+
+
+def traffic(stats: Mapping[str, Any], unit: str) -> tuple[str, str]:
+    """Return how many bytes were sent, and how many stock DistributedDataParallel would have sent."""
+    sent, dense = stats["total_bytes_sent"], stats["total_bytes_dense"]
+    count = f"{stats['steps']:,.0f} {unit}{'s' * (stats['steps'] != 1)}"
+    return "sent", f"{size(sent)} in {count}; float32 would send {size(dense)} ({dense / max(1, sent):.3g} x as much)"
+
+
+def times(stats: Mapping[str, Any], step_ms: float | None) -> Lines:
+    """Return what the last measured average took, and what a step did."""
+    parts = {name: stats[f"{name}_ms"] for name in ("encode", "exchange", "decode")}
+    hidden = max(0.0, sum(parts.values()) - stats["wait_ms"])
+    took = ", ".join(f"{name} {value:.1f} ms" for name, value in parts.items())
+    lines = [("average", f"{took}; of these, {hidden:.1f} ms were hidden behind the backward pass")]
+    if step_ms is not None:
+        lines.append(("step", f"{step_ms:.1f} ms (median); the last one measured waited {stats['wait_ms']:.1f} ms"))
+    return lines
+
+
+def expected(settings: RunState, model: nn.Module, ranks: int, bucket_mb: float | None, computing_ms: float) -> Lines:
+    """Return what the cost model predicts for a step, if ``exchange="auto"`` measured the link.
+
+    Args:
+        settings: of the compression.
+        model: whose gradients are averaged.
+        ranks: 2 or more.
+        bucket_mb: DistributedDataParallel's ``bucket_cap_mb``.
+        computing_ms: milliseconds of a step without what waited for the average.
+    """
+    if not isinstance(settings.exchange, Auto) or settings.exchange.link is not None:
+        return []
+    place = Place(ranks, settings.exchange, BUCKET if bucket_mb is None else int(bucket_mb * 2**20))
+    try:
+        trained = [(name, tuple(each.shape)) for name, each in model.named_parameters() if each.requires_grad]
+        step = predict(settings, trained, place, computing_ms / 1e3)
+    except ValueError:  # a method that no model predicts
+        return []
+    return [("expected", f"{1e3 * step.step_s:.1f} ms a step, by the cost model")]
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in a readable unit."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
+
+
+def tell(lines: Lines, callbacks: Sequence[Any]) -> None:
+    """Log the lines, unless a ``CommunicationMonitor`` prints them as a table."""
+    if not any(getattr(callback, "summary", False) is True for callback in callbacks):
+        for name, text in lines:
+            rank_zero_info(f"lightning_compress: {name}: {text}")

@@ -1,0 +1,159 @@
+"""What a fit says before it begins, at its end, and where it is likely to disappoint."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
+
+from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy
+from lightning_compress.strategies.advice import FEW_STEPS
+from lightning_compress.strategies.report import size
+from tests.helpers.training import Net, fit
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+class Marks(Callback):
+    """Writes down when training begins, as a progress bar does."""
+
+    def __init__(self, lines):
+        self.lines = lines
+
+    def on_train_start(self, trainer, module):
+        self.lines.said.append("the progress bar begins")
+
+
+def _said(strategy, steps=6, make=Net, callbacks=()):
+    """The lines and the warnings of a fit."""
+    lines = Lines()
+    for name in ("lightning.pytorch.utilities.rank_zero", rank_zero_module.log.name):
+        logging.getLogger(name).addHandler(lines)
+        logging.getLogger(name).setLevel(logging.INFO)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(strategy, steps, make, callbacks=[*callbacks, Marks(lines)], quiet=False)
+    said = list(dict.fromkeys(lines.said))
+    return said, [str(each.message) for each in caught]
+
+
+def _of(name):
+    return _said(CompressedDDPStrategy(name))
+
+
+def test_a_fit_says_what_runs_first_and_what_it_sent_last(pools):
+    (said, _), (others, _) = pools[2].run(_of, "rotated")
+    ours = [each for each in said if each.startswith("lightning_compress: ") or "progress bar" in each]
+    assert ours[0].startswith("lightning_compress: rotated (bits 4) by all_gather, 5.1 x fewer bytes")
+    assert ours[1] == "the progress bar begins"
+    assert [each.split(": ")[1] for each in ours[2:]] == ["sent", "average", "step", "expected"]
+    assert "in 6 steps; float32 would send" in ours[2]
+    assert "x as much" in ours[2]
+    assert "were hidden behind the backward pass" in ours[3]
+    assert "ms (median); the last one measured waited" in ours[4]
+    assert not any(each.startswith("lightning_compress: sent") for each in others)
+
+
+def test_what_does_not_compress_has_no_figures(pools):
+    (said, _), _ = pools[2].run(_of, "none")
+    assert sum(each.startswith("lightning_compress: ") for each in said) == 1
+
+
+def _monitored():
+    return _said(CompressedDDPStrategy("rotated"), callbacks=[CommunicationMonitor(summary=True)])
+
+
+def test_a_table_takes_the_place_of_the_lines(pools):
+    (said, warned), _ = pools[2].run(_monitored)
+    assert not any("lightning_compress: sent" in each for each in said)
+    assert any("CommunicationMonitor logs nothing: the Trainer has no logger" in each for each in warned)
+
+
+def _local():
+    return _said(LocalSGDStrategy(sync_every=2, compressor="rotated"), 4)
+
+
+def test_local_steps_have_both_ratios(pools):
+    (said, _), _ = pools[2].run(_local)
+    (ratio,) = [each for each in said if each.startswith("lightning_compress: ratio: ")]
+    assert "x fewer bytes a step" in ratio
+    assert "x a round" in ratio
+
+
+def _warned(name, steps, optimizer):
+    _, warned = _said(CompressedDDPStrategy(name), steps, lambda: Net(optimizer))
+    return [each for each in warned if "may cost accuracy" in each or "in our runs" in each or "not measured" in each]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "parts"),
+    [
+        ("topk", "sgd", ["topk (density 0.01) may cost accuracy in a run of 3 steps"]),
+        ("rotated", "sgd", []),
+        ({"name": "topk", "density": 0.5}, "adamw", []),
+        ("rotated", "adamw", []),
+        (
+            "onebit",
+            "adamw",
+            ["onebit (block 1024) with AdamW raised the loss by 2.4 % in our runs", "may cost accuracy"],
+        ),
+        ({"name": "qsgd", "bits": 2}, "adamw", ["may raise the loss; we have not measured it"]),
+    ],
+    ids=str,
+)
+def test_coarse_methods_warn(pools, name, optimizer, parts):
+    warned, others = pools[2].run(_warned, name, 3, optimizer)
+    assert len(warned) == len(parts)
+    assert all(
+        part in each for part, each in zip(parts, sorted(warned, key=lambda each: "may cost" in each), strict=True)
+    )
+    assert all("rotated" in each for each in warned)
+    assert not others
+    assert FEW_STEPS == 1000
+
+
+class Unused(Net):
+    """Has a layer that no loss depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = torch.nn.Linear(64, 64)
+
+
+def _unused():
+    with pytest.raises(RuntimeError) as raised:
+        fit(CompressedDDPStrategy("rotated"), 3, Unused)
+    return str(raised.value)
+
+
+def test_advice_on_unused_parameters_names_our_strategy(pools):
+    for said in pools[2].run(_unused):
+        assert "strategy='compressed_ddp_find_unused_parameters_true'" in said
+        assert "CompressedDDPStrategy(..., find_unused_parameters=True)" in said
+        assert "'ddp_find" not in said
+
+
+def test_what_it_is():
+    assert repr(CompressedDDPStrategy()) == "CompressedDDPStrategy(compressor='auto')"
+    given = CompressedDDPStrategy({"name": "topk", "density": 0.1}, "split_gather")
+    assert repr(given) == (
+        "CompressedDDPStrategy(compressor={'name': 'topk', 'density': 0.1}, exchange='split_gather')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1.23e9, "1.23 GB"), (5e15, "5e+03 TB")]
+)
+def test_sizes_are_readable(count, text):
+    assert size(count) == text
