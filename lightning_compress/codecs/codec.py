@@ -301,9 +301,9 @@ def check_density(name: str, density: object, example: str) -> None:
         example: what a usual density does.
     """
     if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 100:
-        raise ValueError(f"{name}(density={density!r}): density must be in (0, 1]; {example}")
-    if isinstance(density, int) or density > 1:
-        every = "; 1.0 is all of it" if density == 1 else ""
-        raise ValueError(
-            f"{name}(density={density!r}): density must be in (0, 1]; for {density:g} % write {density / 100:g}{every}"
-        )
+        fix = example
+    elif isinstance(density, int) or density > 1:
+        fix = f"for {density:g} % write {density / 100:g}{'; 1.0 is all of it' if density == 1 else ''}"
+    else:
+        return
+    raise ValueError(f"{name}(density={density!r}): density must be in (0, 1]; {fix}")

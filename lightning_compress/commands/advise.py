@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from json import dumps, loads
 from math import prod
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import nn
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.commands.called import called
 from lightning_compress.engine.attach import BUCKET_CAP_MB
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import UNKNOWN, Link, Speeds
@@ -310,15 +309,7 @@ def _parameters(params: float | None, model: str | None) -> list[tuple[str, Shap
 
 def _made(model: str) -> nn.Module:
     """Return the model that a class or a function of a module makes."""
-    path, _, name = model.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        made = getattr(import_module(path.removesuffix(".py").replace("/", ".")), name)()
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"--model {model} cannot be made ({type(error).__name__}: {error}); use module:Class, whose arguments all "
-            "have defaults"
-        ) from error
+    made = called(model, f"--model {model} cannot be made", "use module:Class, whose arguments all have defaults")
     if not isinstance(made, nn.Module):
         raise ValueError(f"--model {model} makes a {type(made).__name__}, not a torch.nn.Module")
     return made

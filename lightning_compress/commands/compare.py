@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_compress.commands.called import called
 from lightning_compress.compare import Gradients
 from lightning_compress.compare import compare as measured
 
@@ -69,15 +67,8 @@ def _moments(states: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _called(source: str) -> Gradients:
-    path, _, name = source.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        given = getattr(import_module(path.removesuffix(".py").replace("/", ".")), name)()
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{source} is neither a file nor a function ({type(error).__name__}: {error}); write module:function, of a "
-            "function that takes no arguments and returns gradients by name"
-        ) from error
+    fix = "write module:function, of a function that takes no arguments and returns gradients by name"
+    given: Any = called(source, f"{source} is neither a file nor a function", fix)
     if isinstance(given, nn.Module):
         return {name: each.grad for name, each in given.named_parameters() if each.grad is not None}
     gradients: Gradients = given

@@ -26,7 +26,8 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
         contrib: also those that stand here for comparison.
         json: print JSON instead of a table.
     """
-    found = [described(name) for name in COMPRESSORS.choices if contrib or not _for_comparison(name)]
+    names = [each for each in COMPRESSORS.choices if contrib or ".contrib." not in COMPRESSORS[each].__module__]
+    found = [described(name) for name in names]
     if json:
         print(dumps(found, indent=2))
         return
@@ -44,10 +45,6 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
         "character LSTM, docs/results.md); empty: not measured.",
         highlight=False,
     )
-
-
-def _for_comparison(name: str) -> bool:
-    return ".contrib." in COMPRESSORS[name].__module__
 
 
 def described(name: str) -> dict[str, Any]:

@@ -139,30 +139,40 @@ def _interface(host: Host, route: Route | None, peer: str) -> Iterator[Finding]:
     do = f"export GLOO_SOCKET_IFNAME={right or 'eth0'} NCCL_SOCKET_IFNAME={right or 'eth0'}"
     if not right:
         do += ", with the name after `dev` in `ip route get` and the other host's address, in place of eth0"
-    names = sorted(set(host.interfaces.values()))
     reached = f"{peer} is reached through {right} ({route.address})." if route and peer else ""
-    taken = host.interfaces.get(host.resolves_to, "")
-    if host.gloo and host.gloo not in names:
-        what = f"GLOO_SOCKET_IFNAME is {host.gloo}. No interface of this host with an address has exactly this name."
-        yield Finding(host.name, f"{what} It has {', '.join(names)}.", do)
-    elif host.gloo:
-        if reached and host.gloo != right:
-            yield Finding(host.name, f"GLOO_SOCKET_IFNAME is {host.gloo}, but {reached}", do)
-    elif host.resolves_to_loopback:
-        stands = (
-            f"resolves to {host.resolves_to}" if host.resolves_to else "does not resolve to an address of this host"
-        )
-        gives = f"Gloo gives {host.resolves_to or '127.0.0.1'} to the other hosts, which cannot reach it."
-        yield Finding(host.name, f"The host name {host.name} {stands} here. {gives}", do)
-    elif reached and taken != right:
-        gives = f"Gloo takes {taken} ({host.resolves_to}), because the host name {host.name} resolves to it"
-        yield Finding(host.name, f"{gives}, but {reached}", do)
+    if what := _gloo(host, right, reached):
+        yield Finding(host.name, what, do)
     if host.cuda and reached and (nccl := nccl_takes(host.nccl, host.interfaces)) != right:
         yield Finding(host.name, f"NCCL takes {nccl or 'no interface'}, but {reached}", do)
     if reached and route and route.wireless:
         what = f"{reached} This is Wi-Fi."
         do = "connect both hosts by cable, and use the addresses of the cable's interfaces, also for --master-addr"
         yield Finding(host.name, what, do)
+
+
+def _gloo(host: Host, right: str, reached: str) -> str:
+    """Return what is wrong with the interface that Gloo would take, or nothing.
+
+    Args:
+        host: its facts.
+        right: the interface to the other host; empty: unknown.
+        reached: says that the other host is reached through it; empty: there is none.
+    """
+    names = sorted(set(host.interfaces.values()))
+    if host.gloo and host.gloo not in names:
+        what = f"GLOO_SOCKET_IFNAME is {host.gloo}. No interface of this host with an address has exactly this name."
+        return f"{what} It has {', '.join(names)}."
+    if host.gloo:
+        return f"GLOO_SOCKET_IFNAME is {host.gloo}, but {reached}" if reached and host.gloo != right else ""
+    name, address = host.name, host.resolves_to
+    if host.resolves_to_loopback:
+        stands = f"resolves to {address}" if address else "does not resolve to an address of this host"
+        gives = f"Gloo gives {address or '127.0.0.1'} to the other hosts, which cannot reach it."
+        return f"The host name {name} {stands} here. {gives}"
+    taken = host.interfaces.get(address, "")
+    if reached and taken != right:
+        return f"Gloo takes {taken} ({address}), because the host name {name} resolves to it, but {reached}"
+    return ""
 
 
 def nccl_takes(variable: str, interfaces: dict[str, str]) -> str:

@@ -40,11 +40,17 @@ from tests.helpers.training import Net, fit
         ({"compressor": {"name": "topk", "density": 0.0}}, "density"),
         (
             {"compressor": {"name": "topk", "density": 1.5}},
-            "density must be in (0, 1]; for 1.5 % write 0.015",
+            "TopK(density=1.5): density must be in (0, 1]; for 1.5 % write 0.015",
         ),
-        ({"compressor": {"name": "topk", "density": 1}}, "for 1 % write 0.01; 1.0 is all of it"),
+        (
+            {"compressor": {"name": "topk", "density": 1}},
+            "TopK(density=1): density must be in (0, 1]; for 1 % write 0.01; 1.0 is all of it",
+        ),
         ({"compressor": {"name": "topk", "density": 500}}, "TopK(density=500): density must be in (0, 1]; 0.01 sends"),
-        ({"compressor": {"name": "rows", "density": 10}}, "Rows(density=10): for 10 % write 0.1"),
+        (
+            {"compressor": {"name": "rows", "density": 10}},
+            "Rows(density=10): density must be in (0, 1]; for 10 % write 0.1",
+        ),
         ({"compressor": "top-k"}, "unknown compressor 'top-k'; did you mean 'topk'? There are: auto, none"),
         ({"compressor": "Rotate"}, "did you mean 'rotated'?"),
         ({"exchange": "all-gather"}, "unknown exchange 'all-gather'; did you mean 'all_gather'? There are"),

@@ -102,6 +102,12 @@ def _warned(name, steps, optimizer):
         ("topk", "sgd", ["topk (density 0.01) may cost accuracy in a run of 3 steps"]),
         ("rotated", "sgd", []),
         ({"name": "topk", "density": 0.5}, "adamw", []),
+        ("bf16", "adamw", []),
+        (
+            "topk",
+            "adamw",
+            ["topk (density 0.01) with AdamW raised the loss by 21.5 % in our runs", "may cost accuracy"],
+        ),
         ("rotated", "adamw", []),
         (
             "onebit",
