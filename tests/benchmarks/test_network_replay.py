@@ -47,10 +47,8 @@ def test_traces_are_of_whole_steps(recorded):
         "DDP": {2},  # before the all-reduce, and after it
         "PyTorch bf16": {2},
         "bf16": {3},  # before the all-reduce has begun, until it is waited for, and after it
-        "onebit": {
-            4
-        },  # around an all-gather, beside which ranks vote on what none uses: begun before it, waited for after
-        "powersgd 1": {5},  # around two all-reduces, the same
+        "onebit": {5},  # around a vote on what none uses and an all-gather, both begun, then waited for
+        "powersgd 1": {5},  # around the vote and two all-reduces
     }
 
 
