@@ -1,12 +1,12 @@
 """What ``lightning-compress advise`` predicts, beside the steps that it predicts.
 
     sudo python -m benchmarks.advise --json advise.json
-    sudo python -m benchmarks.advise --models transformer --rates 300mbit --ranks 2 --measured
+    sudo python -m benchmarks.advise --models transformer --rates 300mbit --ranks 2
 
-A cell is a model, a rate, a number of ranks and a method, over shaped links (see ``benchmarks.network``: Linux, root,
-iproute2). ``advise`` is told the parameters, the rate, how long a step takes without communication, and how many cores
-a rank has. With ``--measured`` the ranks measure link and codecs, all at once, as ``auto`` does in a run. All methods
-are measured in turns, then all again: steps are geometric means of both, the ratio of both is the noise.
+A cell is a model and a place: a rate and a number of ranks, over shaped links (see ``benchmarks.network``: Linux, root,
+iproute2). ``advise`` is told the parameters, the rate, how long a step takes without communication, and how many cores a rank has;
+then it is told what the ranks measured of their link and their codecs, too. All methods are measured in turns, then all
+again: steps are geometric means of both, the ratio of both is the noise.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import argparse
 import json
 import os
 import statistics
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 from rich.console import Console
@@ -36,13 +39,13 @@ METHODS = {
     if each.every == 1
 }
 """What averages in every step, by its name in the lab."""
-WITHOUT_RUN, WITH_RUN, NEAR = 0.25, 0.15, 1.10
-"""By what a prediction may be off, without a run and with measurements of one, and what the advice may take of the best
-method's time."""
+TOLD, MEASURED = "without a run", "with link and codecs measured"
+WITHIN, NEAR = {TOLD: 0.25, MEASURED: 0.15}, 1.10
+"""By what a prediction may be off, and what the advice may take of the best method's time."""
 
 
 def measure_cell(model: str, rate: str, ranks: int, arguments: argparse.Namespace) -> Cell:
-    """Milliseconds of a step by method, measured and predicted, and how much two passes differ."""
+    """Milliseconds of a step by method, and how much two passes differ."""
     names = [FREE, *METHODS.values()]
     passes = [measure(ranks, rate, model, names, arguments.steps, 1, arguments.warm)["ms"] for _ in range(2)]
     ms = {name: statistics.geometric_mean([found[method] for found in passes]) for name, method in METHODS.items()}
@@ -50,61 +53,69 @@ def measure_cell(model: str, rate: str, ranks: int, arguments: argparse.Namespac
         name: max(found[method] for found in passes) / min(found[method] for found in passes)
         for name, method in METHODS.items()
     }
-    compute_ms = statistics.geometric_mean([found[FREE] for found in passes])
-    parameters = [(name, tuple(each.shape)) for name, each in MODELS[model][0]().named_parameters()]
-    link, speeds = Link(arguments.latency_us * 1e-6, bits_per_second(rate) / 8), None
-    if arguments.measured:
-        link, speeds = probe(rate, ranks)
-    cores = (os.cpu_count() or 1) / ranks
-    rows = advise.predicted(parameters, ranks, link, compute_ms, "sgd", min(1.0, cores), speeds)
-    predicted = {row.method: row.step_ms for row in rows if row.method in METHODS}
     return {
         "model": model,
         "rate": rate,
         "ranks": ranks,
-        "compute_ms": compute_ms,
+        "cores": min(1.0, (os.cpu_count() or 1) / ranks),
+        "compute_ms": statistics.geometric_mean([found[FREE] for found in passes]),
         "ms": ms,
         "noise": noise,
-        "predicted_ms": predicted,
-        "advice": advise.best([row for row in rows if row.method in METHODS]).method,
     }
 
 
-def probe(rate: str, ranks: int) -> tuple[Link, dict[str, Speeds]]:
-    """What the ranks of a lab measure of their link and their codecs."""
+def predict_cell(cell: Cell, place: Cell, latency_us: float) -> Cell:
+    """``predicted``, the milliseconds of a step by method, and ``advice``, by what ``advise`` was told."""
+    parameters = [(name, tuple(each.shape)) for name, each in MODELS[cell["model"]][0]().named_parameters()]
+    link = advise.link_of(bits_per_second(cell["rate"]) / 1e9, latency_us)
+    known = {name: Speeds(**each) for name, each in place["speeds"].items()}
+    told: dict[str, Any] = {TOLD: (link, None), MEASURED: (Link(**place["link"]), known)}
+    found: Cell = {"predicted": {}, "advice": {}}
+    for way, (link, speeds) in told.items():
+        rows = advise.predicted(parameters, cell["ranks"], link, cell["compute_ms"], "sgd", cell["cores"], speeds)
+        averaging = [row for row in rows if row.method in METHODS]
+        found["predicted"][way] = {row.method: row.step_ms for row in averaging}
+        found["advice"][way] = advise.best(averaging).method
+    return cell | found
+
+
+def measure_place(rate: str, ranks: int) -> Cell:
+    """What the ranks measure of their link and their codecs, all at once, as ``auto`` does in a run."""
     with Lab(ranks, rate) as lab:
         compressors = [each.compressor for each in advise.METHODS if each.compressor]
         found = run_ranks(lab, {"compressors": compressors}, "benchmarks._network.probing")[0]
-    return Link(**found["link"]), {kind: Speeds(**each) for kind, each in found["speeds"].items()}
+    return {"rate": rate, "ranks": ranks, **found}
 
 
-def off(cell: Cell) -> dict[str, float]:
+def off(cell: Cell, way: str) -> dict[str, float]:
     """By what each prediction is off, relative to what was measured."""
-    return {name: cell["predicted_ms"][name] / ms - 1 for name, ms in cell["ms"].items()}
+    return {name: cell["predicted"][way][name] / ms - 1 for name, ms in cell["ms"].items()}
 
 
-def over(cell: Cell) -> float:
+def over(cell: Cell, way: str) -> float:
     """The advised method's measured step over the fastest one's, of those that keep the loss."""
     lossless = [each.name for each in advise.METHODS if each.name in METHODS and (each.sgd or 0.0) <= advise.NEAR]
     fastest: float = min(cell["ms"][name] for name in lossless)
-    advised: float = cell["ms"][cell["advice"]]
+    advised: float = cell["ms"][cell["advice"][way]]
     return advised / fastest
 
 
-def show(cells: list[Cell], within: float) -> None:
+def show(cells: list[Cell]) -> None:
     """Print every cell, and how often predictions and advice were near."""
-    table = Table(title="milliseconds of a step: measured, predicted / measured")
-    for name in ("model", "link", "ranks", *METHODS, "advice", "/ best"):
-        table.add_column(name)
-    for cell in cells:
-        steps = [f"{cell['ms'][name]:.0f}, {1 + share:.2f}" for name, share in off(cell).items()]
-        table.add_row(cell["model"], cell["rate"], str(cell["ranks"]), *steps, cell["advice"], f"{over(cell):.2f}")
-    Console(width=190).print(table)
-    shares = [abs(share) for cell in cells for share in off(cell).values()]
     noise = [ratio for cell in cells for ratio in cell["noise"].values()]
-    near = sum(over(cell) <= NEAR for cell in cells)
-    print(f"predictions within {100 * within:.0f} %: {sum(each <= within for each in shares)} of {len(shares)}")
-    print(f"advice within {100 * (NEAR - 1):.0f} % of the best method: {near} of {len(cells)}")
+    for way, within in WITHIN.items():
+        table = Table(title=f"milliseconds of a step: measured, predicted / measured ({way})")
+        for name in ("model", "link", "ranks", "computing", *METHODS, "advice", "/ best"):
+            table.add_column(name)
+        for cell in cells:
+            steps = [f"{cell['ms'][name]:.0f}, {1 + share:.2f}" for name, share in off(cell, way).items()]
+            place = (cell["model"], cell["rate"], str(cell["ranks"]), f"{cell['compute_ms']:.0f}")
+            table.add_row(*place, *steps, cell["advice"][way], f"{over(cell, way):.2f}")
+        Console(width=190).print(table)
+        shares = [abs(share) for cell in cells for share in off(cell, way).values()]
+        near = sum(over(cell, way) <= NEAR for cell in cells)
+        print(f"predictions within {100 * within:.0f} %: {sum(each <= within for each in shares)} of {len(shares)}")
+        print(f"advice within {100 * (NEAR - 1):.0f} % of the best method: {near} of {len(cells)}\n")
     print(f"noise: the same method twice differs by {statistics.median(noise):.2f} x, at most {max(noise):.2f} x")
 
 
@@ -118,7 +129,6 @@ def parse() -> argparse.Namespace:
     add("--steps", type=positive, default=4, help="that count, of each method in each of the two passes")
     add("--warm", type=natural, default=3, help="steps before those")
     add("--latency-us", type=above_zero, default=100.0, help="what advise is told")
-    add("--measured", action="store_true", help="the ranks measure link and codecs")
     add("--json", type=file_to_write, help="write the cells here, after each, and go on from what is there")
     arguments = parser.parse_args()
     arguments.models, arguments.rates = arguments.models.split(","), arguments.rates.split(",")
@@ -136,19 +146,28 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure what is missing, and print the table."""
     arguments = parse()
-    cells: list[Cell] = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
-    wanted = [
-        (model, rate, ranks) for model in arguments.models for rate in arguments.rates for ranks in arguments.ranks
-    ]
-    done = {(cell["model"], cell["rate"], cell["ranks"]) for cell in cells}
-    for key in wanted:
-        if key not in done:
-            cells.append(measure_cell(*key, arguments))
-            print(cells[-1], flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(cells, indent=1))
-    chosen = [cell for cell in cells if (cell["model"], cell["rate"], cell["ranks"]) in wanted]
-    show(chosen, WITH_RUN if arguments.measured else WITHOUT_RUN)
+    known: dict[str, list[Cell]] = {"places": [], "cells": []}
+    if arguments.json and arguments.json.exists():
+        known = json.loads(arguments.json.read_text())
+
+    def found(kind: str, key: Cell, how: Callable[[], Cell]) -> Cell:
+        for each in known[kind]:
+            if all(each[name] == value for name, value in key.items()):
+                return each
+        known[kind].append(how())
+        print(known[kind][-1], flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(known, indent=1))
+        return known[kind][-1]
+
+    cells = []
+    for rate, ranks in product(arguments.rates, arguments.ranks):
+        place = found("places", {"rate": rate, "ranks": ranks}, partial(measure_place, rate, ranks))
+        for model in arguments.models:
+            how = partial(measure_cell, model, rate, ranks, arguments)
+            cell = found("cells", {"model": model, "rate": rate, "ranks": ranks}, how)
+            cells.append(predict_cell(cell, place, arguments.latency_us))
+    show(cells)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ Parameters = Sequence[tuple[str, Shape]]
 Optimizer = Literal["sgd", "adam", "adamw"]
 SIDE = 1024
 """Rows and columns of the matrices that stand for a model of which only the size is known."""
+TCP = 0.94
+"""Of the bits on an Ethernet, those that are data: the rest are headers, and acknowledgements of what arrived."""
 PAYS = 0.9
 """A method pays if its step takes at most this part of DistributedDataParallel's."""
 NEAR = 0.5
@@ -125,7 +127,7 @@ def advise(
         params: number of parameters, such as 25e6.
         model: class or function that makes the model, such as train:Net.
         profile: file that the callback StepProfile wrote.
-        compute_ms: milliseconds of a step of one process alone, without communication.
+        compute_ms: milliseconds of a step without communication, all processes of a host at work.
         ranks: processes that train together, 2 or more.
         gbit: speed of each process's link, in Gbit/s.
         latency_us: microseconds until a small message has arrived; ping says twice this.
@@ -139,7 +141,7 @@ def advise(
     else:
         if ranks is None or gbit is None:
             raise ValueError("give --ranks and --gbit, or start it with torchrun on your hosts, where it measures both")
-        link = Link(_above_zero("latency_us", latency_us) * 1e-6, _above_zero("gbit", gbit) * 1.25e8)
+        link = link_of(_above_zero("gbit", gbit), _above_zero("latency_us", latency_us))
         count, speeds, rank = ranks, None, 0
     if count < 2:
         raise ValueError(f"--ranks {count}: one process sends nothing; use 2 or more")
@@ -152,6 +154,11 @@ def advise(
         numel = sum(prod(shape) for _, shape in job.parameters)
         title = f"{numel / 1e6:,.3g} M parameters, {count} ranks, {link}, computing {job.compute_ms:.3g} ms"
         show(rows, title, job.optimizer)
+
+
+def link_of(gbit: float, latency_us: float) -> Link:
+    """Return the link that a network card of ``gbit`` Gbit/s gives to TCP's data, after ``latency_us`` microseconds."""
+    return Link(latency_us * 1e-6, TCP * gbit * 1.25e8)
 
 
 @dataclass(frozen=True)
@@ -227,7 +234,8 @@ def predicted(
         if method.compressor
     }
     speeds = speeds or _speeds(settings.values(), ranks, 1 / cores_per_rank)
-    place = Place(ranks, Auto.knowing({"ranks": link}, speeds), BUCKET if cores_per_rank < 1 else BUCKET_CAP_MB << 20)
+    bucket_bytes = BUCKET if cores_per_rank < 1 else BUCKET_CAP_MB << 20
+    place = Place(ranks, Auto.knowing({"ranks": link}, speeds), bucket_bytes, hides=cores_per_rank > 1)
     rows: list[Row] = []
     for method in METHODS:
         running = settings.get(method.name)

@@ -93,9 +93,11 @@ def predict(
         sent = offer.plan.cost.bytes_sent
         backward_s = computing_s * BACKWARD * share
         buckets.append(Bucket(backward_s, device_s, offer.seconds - offer.device_s, sent, offer.plan.description))
+    exchange_s = sum(each.device_s + each.wire_s for each in buckets)
+    beside_s = computing_s * (1 - BACKWARD) + backward_seconds(buckets)
     return Prediction(
-        step_s=computing_s * (1 - BACKWARD) + backward_seconds(buckets),
-        exchange_s=sum(each.device_s + each.wire_s for each in buckets),
+        step_s=beside_s if place.hides else computing_s + exchange_s,
+        exchange_s=exchange_s,
         bytes_sent=sum(each.bytes_sent for each in buckets),
         exchange=", ".join(dict.fromkeys(each.exchange for each in buckets)),
     )
@@ -127,11 +129,14 @@ class Place:
         ranks: 2 or more.
         planner: knows the speeds of their links and of their codecs.
         bucket_bytes: of DistributedDataParallel's buckets where something is compressed.
+        hides: exchanges run beside the backward pass. They do not where it keeps all cores busy: encoding, Gloo and the
+            kernel's network stack then take from it what they save.
     """
 
     ranks: int
     planner: Auto
     bucket_bytes: int = BUCKET
+    hides: bool = True
 
     def offer(self, settings: RunState, bucket: Sequence[tuple[str, Shape]]) -> Offer:
         """Return the predicted exchange of a bucket.
