@@ -4,8 +4,8 @@
     sudo python -m benchmarks.advise --models transformer --rates 300mbit --ranks 2
 
 A cell is a model and a place: a rate and a number of ranks, over shaped links (see ``benchmarks.network``: Linux, root,
-iproute2). ``advise`` is told the parameters, the rate, how long a step takes without communication, and how many cores a rank has;
-then it is told what the ranks measured of their link and their codecs, too. All methods are measured in turns, then all
+iproute2). ``advise`` is told the parameters, the rate, how long a step takes without communication, and the cores of a
+rank; then also what the ranks measured of their link and their codecs. All methods are measured in turns, then all
 again: steps are geometric means of both, the ratio of both is the noise.
 """
 
