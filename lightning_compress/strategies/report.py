@@ -56,7 +56,7 @@ def of_fit(
     if not compression.active or ranks == 1:
         return []
     stats = compression.stats()
-    lines = [traffic(stats, "step"), *times(stats, step_ms)]
+    lines = [traffic(stats, "step"), *times(stats, step_ms, first=compression.meter.sampled == 1)]
     if step_ms is not None:
         lines += expected(compression.settings, model, ranks, bucket_mb, max(0.0, step_ms - stats["wait_ms"]))
     return lines
@@ -82,12 +82,13 @@ def traffic(stats: Mapping[str, Any], unit: str) -> tuple[str, str]:
     return "sent", f"{size(sent)} in {count}; float32 would send {size(dense)} ({dense / max(1, sent):.3g} x as much)"
 
 
-def times(stats: Mapping[str, Any], step_ms: float | None) -> Lines:
-    """Return what the last measured average took, and what a step did."""
+def times(stats: Mapping[str, Any], step_ms: float | None, *, first: bool = False) -> Lines:
+    """Return what the last measured average took, and what a step did; ``first``: that was the run's first step."""
     parts = {name: stats[f"{name}_ms"] for name in ("encode", "exchange", "decode")}
     hidden = max(0.0, sum(parts.values()) - stats["wait_ms"])
     took = ", ".join(f"{name} {value:.1f} ms" for name, value in parts.items())
-    lines = [("average", f"{took}; of these, {hidden:.1f} ms were hidden behind the backward pass")]
+    took += f"; of these, {hidden:.1f} ms were hidden behind the backward pass"
+    lines = [("average", took + " (in the first step, which also loads kernels)" * first)]
     if step_ms is not None:
         lines.append(("step", f"{step_ms:.1f} ms (median); the last one measured waited {stats['wait_ms']:.1f} ms"))
     return lines
