@@ -29,7 +29,7 @@ def _steps(choice, nesterov, device, by):
         plan.before(vector)
         gradient = vector.whole()
         states["velocity"].touch()
-        found += [gradient.cpu(), states["velocity"].pending.cpu().clone()]
+        found += [gradient.cpu().clone(), states["velocity"].pending.cpu().clone()]
         states["velocity"].commit(torch.zeros((), dtype=torch.bool, device=device), LAYOUT.names)
     return found
 
