@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.resnet.model import AlexNet
+
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, the last one four times as wide, around a shortcut; the 3x3 one has the stride."""
@@ -128,16 +130,30 @@ class Training:
         return inputs.to(device), labels.to(device)
 
 
+class Classifier(nn.Module):
+    """A network for images, with its loss."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy of images [N, 3, H, W] with labels [N]."""
+        return F.cross_entropy(self.body(images), labels)
+
+
 MODELS = {
     "resnet50": Training(ResNet50, (64, 3, 224, 224), 1000),
     "transformer": Training(Transformer, (6, 512), 50_257),
     "lstm": Training(LSTM, (64, 35), 10_000),
+    "alexnet": Training(lambda: Classifier(AlexNet()), (128, 3, 224, 224), 1000),
 }
 """As they are trained."""
 SMALL = {
     "resnet50": Training(lambda: ResNet50(8, (1, 1, 1, 1), 10), (4, 3, 32, 32), 10),
     "transformer": Training(lambda: Transformer(100, 64, 1, 16), (2, 16), 100),
     "lstm": Training(lambda: LSTM(100, 32), (2, 5), 100),
+    "alexnet": Training(lambda: Classifier(AlexNet(10, image_size=32, hidden=16)), (2, 3, 32, 32), 10),
 }
 """The same, for tests."""
 

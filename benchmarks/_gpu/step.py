@@ -32,6 +32,10 @@ METHODS: dict[str, dict[str, object]] = {
     "dgc": {"name": "dgc"},
     "powersgd": {"name": "powersgd"},
     "fft": {"name": "fft"},
+    "fft, paper": {"name": "fft", "theta": 0.85, "bits": 10},
+    "qsgd, paper": {"name": "qsgd", "bits": 4, "bucket": 512},
+    "terngrad, paper": {"name": "terngrad"},
+    "topk, paper": {"name": "topk", "density": 0.15},
     "PyTorch bf16": {},
     "PyTorch PowerSGD 1": {},
 }

@@ -32,9 +32,12 @@ from benchmarks._gpu.machine import console, surroundings
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
+    "rotated": {"compressor": {"name": "rotated", "bits": 4}, "exchange": "all_gather"},
+    "topk": {"compressor": {"name": "topk", "density": 0.01}, "exchange": "all_gather"},
     "dgc": {"compressor": "dgc", "exchange": "all_gather", "schedule": "dgc", "decay": 10.0},
     "fft": {"compressor": "fft", "exchange": "all_gather"},
     "onebit": {"compressor": "onebit", "exchange": "all_gather", "dense_epochs": 1},
+    "powersgd": {"compressor": {"name": "powersgd", "rank": 4}, "dense_epochs": 1},
 }
 START = 60.0
 """Seconds after which a back end over which the ranks have not met is given up."""
