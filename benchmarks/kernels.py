@@ -112,8 +112,8 @@ def _launch_group(layout: Layout) -> None:
     of_gradients.add_flag(scalar, vector)
     tiles = of_unused.table([(0, 0, layout.numel)], vector.device)
     used = torch.zeros(1, dtype=torch.uint8)
-    of_unused.find_used(tiles, vector, used)
-    of_unused.zero_unused(tiles, used, vector)
+    of_unused.find_used(tiles, used, vector, vector)
+    of_unused.zero_unused(tiles, used, vector, vector)
     of_unused.restore_unused(tiles, used, vector, vector)
 
 

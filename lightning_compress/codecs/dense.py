@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import Codec, Plan
+from lightning_compress import kernels
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan
 from lightning_compress.core.layout import Layout
 
 
@@ -28,7 +29,8 @@ class Dense(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Codec.plan``; ``summands`` is ignored."""
-        return _DensePlan(layout)
+        fused = kernels.backend(__name__, device, "triton")
+        return KernelPlan(layout, 4 * layout.numel, fused.Floats()) if fused else _DensePlan(layout)
 
 
 class _DensePlan(Plan):

@@ -80,7 +80,7 @@ class Vector:
         if self.gradient is None:
             self.gradient = self.take("gradient")
             if self.limit < kernels.LARGEST or not self._copy(self.gradient):
-                self.flag = clean(torch.cat(self.pieces, out=self.gradient), self.limit)
+                self.flag = clean(torch.cat(self.pieces, out=self.gradient), self.limit, self.flag)
             if self.factors:
                 self.rescale(self.factors)
         return self.gradient
@@ -195,20 +195,20 @@ def _read(piece: Tensor) -> tuple[Any, Any]:
     return array, array.view(np.int32)
 
 
-def clean(gradient: Tensor, limit: float) -> Tensor:
+def clean(gradient: Tensor, limit: float, zero: Tensor) -> Tensor:
     """Zero a gradient where it is not finite; on an accelerator without waiting for the result.
 
     Args:
         gradient: float32 ``[n]``; becomes 0 at least where it is not finite.
         limit: a larger magnitude counts as not finite, but may stay.
+        zero: float32 scalar, 0.0, which may become the result.
 
     Returns:
         float32 scalar: 0.0, or NaN if a value was not finite.
     """
     if fused := kernels.backend(__name__, gradient.device, "triton"):
-        flag = torch.zeros((), device=gradient.device)
-        fused.clean(gradient, limit, flag)
-        return flag
+        fused.clean(gradient, limit, zero)
+        return zero
     lowest, highest = torch.aminmax(gradient)
     flag = (lowest + highest) * 0.0
     if limit < torch.inf:

@@ -218,17 +218,14 @@ class FusedUnused(Unused):
         """Skip: ``remember`` did it."""
 
     def _find(self, blocks: Sequence[Block], parts: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
-        used = self._masks(blocks).zero_()
-        for each in summands:
-            self._kernel.find_used(self._tables[id(blocks)], each, used)
+        self._kernel.find_used(self._tables[id(blocks)], self._masks(blocks).zero_(), *summands)
 
     def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
         if vector.mean is None:  # in Triton's interpreter, on a CPU
             super()._clear(blocks, parts, vector, mixed)
             return
         table, used = self._tables[id(blocks)], self._masks(blocks)
-        for target in (vector.mean, vector.made()) if mixed else (vector.mean,):
-            self._kernel.zero_unused(table, used, target)
+        self._kernel.zero_unused(table, used, *((vector.mean, vector.made()) if mixed else (vector.mean,)))
         for state in self._stale() if mixed else ():
             self._kernel.restore_unused(table, used, state.pending, state.committed)
 

@@ -30,19 +30,19 @@ def table(parts: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 3)
 
 
-def find_used(tiles: Tensor, vector: Tensor, used: Tensor) -> None:
-    """Set uint8 ``used [parts]`` to 1 where a part of float32 ``vector [n]`` has a nonzero element.
+def find_used(tiles: Tensor, used: Tensor, *vectors: Tensor) -> None:
+    """Set uint8 ``used [parts]`` to 1 where a part of one or two float32 vectors ``[n]`` has a nonzero element.
 
     Parts that are already marked as used are hardly read.
     """
     if len(tiles):
-        _find_used[(len(tiles),)](tiles, vector, used, TILE, **OPTIONS)
+        _find_used[(len(tiles),)](tiles, used, vectors[0], vectors[-1], len(vectors), TILE, **OPTIONS)
 
 
-def zero_unused(tiles: Tensor, used: Tensor, vector: Tensor) -> None:
-    """Zero the unused parts of float32 ``vector [n]``; the others are not read."""
+def zero_unused(tiles: Tensor, used: Tensor, *vectors: Tensor) -> None:
+    """Zero the unused parts of one or two float32 vectors ``[n]``; the others are not read."""
     if len(tiles):
-        _zero_unused[(len(tiles),)](tiles, used, vector, TILE, **OPTIONS)
+        _zero_unused[(len(tiles),)](tiles, used, vectors[0], vectors[-1], len(vectors), TILE, **OPTIONS)
 
 
 def restore_unused(tiles: Tensor, used: Tensor, vector: Tensor, kept: Tensor) -> None:
@@ -59,19 +59,23 @@ def _tile(tiles, SIZE: tl.constexpr):
 
 
 @kernel
-def _find_used(tiles, vector, used, SIZE: tl.constexpr):
+def _find_used(tiles, used, first, second, COUNT: tl.constexpr, SIZE: tl.constexpr):
     part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
-        numbers = tl.load(vector + index, mask=inside, other=0.0)
-        if tl.max((numbers != 0).to(tl.int32), axis=0) != 0:  # every program writes the same
+        found = tl.load(first + index, mask=inside, other=0.0) != 0
+        if COUNT == 2:
+            found |= tl.load(second + index, mask=inside, other=0.0) != 0
+        if tl.max(found.to(tl.int32), axis=0) != 0:  # every program writes the same
             tl.store(used + part, 1)
 
 
 @kernel
-def _zero_unused(tiles, used, vector, SIZE: tl.constexpr):
+def _zero_unused(tiles, used, first, second, COUNT: tl.constexpr, SIZE: tl.constexpr):
     part, index, inside = _tile(tiles, SIZE)
     if tl.load(used + part) == 0:
-        tl.store(vector + index, tl.zeros([SIZE], tl.float32), mask=inside)
+        tl.store(first + index, tl.zeros([SIZE], tl.float32), mask=inside)
+        if COUNT == 2:
+            tl.store(second + index, tl.zeros([SIZE], tl.float32), mask=inside)
 
 
 @kernel

@@ -64,8 +64,8 @@ class _Plan(ExchangePlan):
             width = longest(used, plan.size, self._collective, vector.device) if plan.variable else plan.size
             messages = all_messages.all.view(-1)[: size * width].view(size, width)
             begun.append((messages, self._collective.begin("all_gather", message[:width], messages)))
-        flag.zero_()
-        for (plan, _, _), (messages, wait) in zip(self._parts, begun, strict=True):
+        for number, ((plan, _, _), (messages, wait)) in enumerate(zip(self._parts, begun, strict=True)):
             wait()
-            flag.add_(plan.flags(messages))
+            flags = plan.flags(messages)
+            flag.add_(flags) if number else flag.copy_(flags)
             plan.decode(messages, out, 1 / size, accumulate=False)

@@ -308,7 +308,10 @@ class MessagePlan:
         return bool(self._flags(message[None]).isinf())
 
     def _flags(self, messages: Tensor) -> Tensor:
-        return messages[:, :ALIGNMENT].contiguous().view(self._flag_dtype)[:, 0].float()
+        size = self._flag_dtype.itemsize
+        if messages.stride(0) % size or messages.storage_offset() % size:
+            messages = messages[:, :ALIGNMENT].contiguous()
+        return messages[:, :ALIGNMENT].view(self._flag_dtype)[:, 0].float()
 
     def zero_nonfinite(self, vector: Tensor, flag: Tensor) -> None:
         """Apply ``zero_nonfinite`` to each section of a vector of sums."""

@@ -20,11 +20,11 @@ def test_cleaning(numel, bad, device):
     if bad is not None:
         numbers[numel // 2] = bad
     wanted = torch.where(numbers.isfinite(), numbers, 0.0)
-    flag = clean(numbers, 65504.0)
+    flag = clean(numbers, 65504.0, torch.zeros((), device=device))
     assert bool(flag.isnan()) == (bad is not None)
     assert float(flag) == 0 or flag.isnan()
     assert numbers.equal(wanted)
-    assert clean(numbers, torch.inf) == 0
+    assert clean(numbers, torch.inf, torch.zeros((), device=device)) == 0
 
 
 def test_spoiling(device):
@@ -78,7 +78,7 @@ def test_parameters_that_are_not_used(device):
     vector[8999], vector[parts[1]], vector[parts[3]] = 1, 0, 0
     used = torch.zeros(4, dtype=torch.uint8, device=device)
     tiles = unused_triton.table([(number, part.start, part.stop) for number, part in enumerate(parts)], device)
-    unused_triton.find_used(tiles, vector, used)
+    unused_triton.find_used(tiles, used, vector)
     assert used.tolist() == [1, 0, 1, 0]
     kept, other = torch.randn(13100, device=device), torch.randn(13100, device=device)
     wanted = other.clone()
@@ -90,6 +90,14 @@ def test_parameters_that_are_not_used(device):
         wanted[place] = 0
     unused_triton.zero_unused(tiles, used, other)
     assert other.equal(wanted)
+    last = torch.zeros(13100, device=device)
+    last[-1] = 1
+    unused_triton.find_used(tiles, used, vector, last)
+    assert used.tolist() == [1, 0, 1, 1]
+    vectors = torch.ones(2, 13100, device=device)
+    unused_triton.zero_unused(tiles, used, *vectors)
+    assert not vectors[:, parts[1]].any()
+    assert vectors.sum() == 2 * (13100 - 3)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 65, 4096, 9001])
