@@ -49,7 +49,9 @@ def commands(part: str, seconds: float, out: Path, data: Path, codecs: str | Non
             compiled = TESTS / "triton" / "test_compiled.py"  # which needs no GPU
             spread = ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "worksteal", "--ignore", str(compiled)]
             return [[*pytest, *spread, str(TESTS / "triton")]]
-        return [[*pytest, "-m", "gpu", *([str(LARGE)] if part == "large" else marked())]]
+        if part == "large":
+            return [[*pytest, "-m", "gpu", str(LARGE)]]
+        return [[*pytest, "-n", str(max(1, (os.cpu_count() or 1) // 3)), "-m", "gpu", *marked()]]
     limits = ["--seconds", f"{seconds:.0f}", "--json", str(out / f"{part}.json")]
     module = {"codecs": "benchmarks.codecs", "step": "benchmarks.step", "train": "benchmarks._gpu.train"}[part]
     extra = {

@@ -59,7 +59,7 @@ def rows(tasks: Sequence[isolated.Task], deadline: float) -> Iterator[isolated.R
 
 def show(result: dict[str, Any], out: Console) -> None:
     """Print the table, and what the trace says."""
-    columns = ("ms a step", "beyond none", "bytes a parameter", "waits for the device", "grows by")
+    columns = ("ms a step", "beyond none", "host, ms", "bytes a parameter", "waits for the device", "grows by")
     title = f"one step with the work of one of {result['ranks']} ranks, on {result['device']}"
     table = Table("model", "precision", "method", *columns, title=title)
     table.caption = f"medians of steps in turn; {result['software']}"
@@ -81,10 +81,11 @@ def _cells(found: isolated.Row) -> tuple[str, ...]:
     if "ms" not in found:
         return (found.get("error", "not timed")[:60],)
     beyond = f"{100 * found['overhead']:+.1f} %" if "overhead" in found else "-"
+    host = f"{found['host_ms']:.2f}" if "host_ms" in found else "-"
     memory = f"{found['bytes_per_parameter']:.1f}" if "bytes_per_parameter" in found else "-"
     waits = "yes" if found.get("waits") else "no" if "waits" in found else "-"
     loss = "" if found.get("finite", True) else " (the loss is not finite)"
-    return f"{found['ms']:.2f}{loss}", beyond, memory, waits, f"{found['growth']} B"
+    return f"{found['ms']:.2f}{loss}", beyond, host, memory, waits, f"{found['growth']} B"
 
 
 def _overlap(row: isolated.Row) -> str:

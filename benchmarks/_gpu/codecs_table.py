@@ -70,8 +70,10 @@ def show(result: dict[str, Any], out: Console) -> None:
     for numel in dict.fromkeys(row["numel"] for row in result["rows"]):
         found = [row for row in result["rows"] if row["numel"] == numel]
         copies = [row["copy_gbs"] for row in found if "copy_gbs" in row]
-        copy = f"copy_ {min(copies):,.0f} to {max(copies):,.0f} GB/s" if copies else "nothing was measured"
-        title = f"{4 * numel / 2**20:,.0f} MB on {result['device']}: GB/s (share of copy_, x tensor operations); {copy}"
+        copy = f"a copy {min(copies):,.0f} to {max(copies):,.0f} GB/s" if copies else "nothing was measured"
+        title = (
+            f"{4 * numel / 2**20:,.0f} MB on {result['device']}: GB/s (share of a copy, x tensor operations); {copy}"
+        )
         caption = f"* timed by events, not in a graph; scratch in bytes per element; {result['software']}"
         table = Table("codec", *PARTS.values(), "bits", *(f"scratch, {way}" for way in WAYS), title=title)
         table.caption = caption

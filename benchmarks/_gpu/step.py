@@ -50,6 +50,9 @@ TRACED = 3
 class Trainer:
     """A model that is trained with one method; nothing waits for the device.
 
+    ``issued`` has for each block of steps the milliseconds that the host took to launch one of them: where a step takes
+    no longer, the host is what bounds it.
+
     Args:
         training: the model and its data.
         name: of ``METHODS``.
@@ -72,6 +75,7 @@ class Trainer:
             unwatch(self._compression)
         self._optimizer = torch.optim.SGD(module.parameters(), 1e-4, momentum=0.9)
         self._batch = training.batch(device)
+        self.issued: list[float] = []
         self.numel = sum(each.numel() for each in module.parameters())
 
     @contextmanager
@@ -103,11 +107,12 @@ class Trainer:
         if self._device.type != "cuda":
             ends = [time.perf_counter() for _ in range(count + 1) if self.step() is not None]
             return [1e3 * (after - before) for before, after in pairwise(ends)]
-        marks = []
+        marks, begun = [], time.perf_counter()
         for _ in range(count + 1):
             self.step()
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
+        self.issued.append(1e3 * (time.perf_counter() - begun) / (count + 1))
         torch.cuda.synchronize(self._device)
         return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
@@ -120,7 +125,7 @@ def measure(task: Task) -> Row:
             ``setup``, seconds after which no method is made ready any more, and ``trace``, a file or None.
 
     Returns:
-        the task, ``numel``, and in ``measured`` a row for each: ``ms`` (median), ``blocks`` (medians of each block),
+        the task, ``numel``, and in ``measured`` a row for each: ``ms`` (median), ``blocks`` (medians of each block), ``host_ms`` (to launch one),
         ``overhead`` against "none", ``bytes_per_parameter`` of memory beyond "none" at the peak of a step, ``growth``
         in bytes from the first block of steps to the last, ``waits`` (what makes a step wait for the device, or
         nothing), ``finite`` (the loss still is); or an ``error``. With a trace, ``overlap`` of its first method.
@@ -197,6 +202,8 @@ def _time(trainers: dict[str, Trainer], found: dict[str, Row], seconds: float, d
         steps = [ms for block in each for ms in block]
         medians = [statistics.median(block) for block in each]
         found[name] |= {"ms": statistics.median(steps), "blocks": medians, "growth": growth[name]}
+        if issued := trainers[name].issued[-len(each) :]:
+            found[name]["host_ms"] = statistics.median(issued)
 
 
 def trace(trainer: Trainer, path: Path, device: torch.device) -> dict[str, Any]:

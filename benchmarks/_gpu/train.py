@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,19 @@ START = 60.0
 """Seconds after which a back end over which the ranks have not met is given up."""
 
 
-def train(told: dict[str, Any], deadline: float) -> dict[str, Any]:
+def train(told: dict[str, Any], deadline: float, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """Train with one method, in processes of their own.
 
     Args:
         told: see ``rank_main``.
         deadline: by ``time.monotonic()``.
+        save: is given what there is after every epoch, so that nothing is lost where time is up.
 
     Returns:
         ``epochs``, ``ms_per_step``, ``ratio`` (how many times fewer bytes than float32 a step sends) and ``curve``: of
         each epoch its number, ``loss``, ``accuracy`` on the test images in percent, and ``seconds`` since the start;
         or an ``error`` beside what there is.
     """
-    found: dict[str, Any] = {"curve": []}
     with tempfile.TemporaryDirectory() as folder:
         told = {**told, "folder": folder}
         context = multiprocessing.get_context("spawn")
@@ -63,20 +64,32 @@ def train(told: dict[str, Any], deadline: float) -> dict[str, Any]:
         for process in processes:
             process.start()
         begun, said = time.monotonic(), Path(folder, "said.jsonl")
+        found = _read(said)
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             late = not said.exists() and time.monotonic() - begun > START
             if late or any(process.exitcode for process in processes):
                 break
             time.sleep(0.1)
+            now = _read(said)
+            if len(now["curve"]) > len(found["curve"]):
+                save(found := now)
         for process in processes:
             process.kill()
             process.join()
-        for line in said.read_text().splitlines() if said.exists() else ():
-            row = json.loads(line)
-            found["curve"].append(row) if "epoch" in row else found.update(row)
+        found = _read(said)
         errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
     if len(found["curve"]) < found.get("epochs", 1):
         found["error"] = errors[0] if errors else "stopped: out of time" if found["curve"] else "it did not start"
+    return found
+
+
+def _read(said: Path) -> dict[str, Any]:
+    """What rank 0 has said so far, in whole lines."""
+    found: dict[str, Any] = {"curve": []}
+    for line in said.read_text().splitlines(keepends=True) if said.exists() else ():
+        if line.endswith("\n"):
+            row = json.loads(line)
+            found["curve"].append(row) if "epoch" in row else found.update(row)
     return found
 
 
@@ -129,19 +142,29 @@ def main() -> None:
     deadline = time.monotonic() + arguments.seconds
     usable = ["gloo"] if arguments.device == "cpu" else list(arguments.backends)
     for number, name in enumerate(arguments.methods):
-        result["methods"][name] = _try(told | METHODS[name], usable, deadline, len(arguments.methods) - number)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+        def save(found: dict[str, Any], name: str = name) -> None:
+            result["methods"][name] = found
+            if arguments.json:
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+        save(_try(told | METHODS[name], usable, deadline, len(arguments.methods) - number, save))
     show(result, console())
 
 
-def _try(told: dict[str, Any], backends: list[str], deadline: float, left: int) -> dict[str, Any]:
+def _try(
+    told: dict[str, Any],
+    backends: list[str],
+    deadline: float,
+    left: int,
+    save: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:
     """Train over the first back end that works; those that do not are dropped."""
     while True:
         seconds = (deadline - time.monotonic()) / left
         if seconds <= 0:
             return {"curve": [], "backend": "-", "error": "not trained: out of time"}
-        found = train({**told, "backend": backends[0], "seconds": seconds}, time.monotonic() + seconds)
+        found = train({**told, "backend": backends[0], "seconds": seconds}, time.monotonic() + seconds, save)
         found["backend"] = backends[0]
         if found["curve"] or len(backends) == 1:
             return found
