@@ -125,7 +125,8 @@ def measure(task: Task) -> Row:
             ``setup``, seconds after which no method is made ready any more, and ``trace``, a file or None.
 
     Returns:
-        the task, ``numel``, and in ``measured`` a row for each: ``ms`` (median), ``blocks`` (medians of each block), ``host_ms`` (to launch one),
+        the task, ``numel``, and in ``measured`` a row for each: ``ms`` (median), ``blocks`` (medians of each block),
+        ``host_ms`` (of the host, to launch a step),
         ``overhead`` against "none", ``bytes_per_parameter`` of memory beyond "none" at the peak of a step, ``growth``
         in bytes from the first block of steps to the last, ``waits`` (what makes a step wait for the device, or
         nothing), ``finite`` (the loss still is); or an ``error``. With a trace, ``overlap`` of its first method.
