@@ -70,11 +70,9 @@ def _all_ask_at_once(rounds, sizes):
         each.start()
     for each in threads:
         each.join()
-    time.sleep(0.2)  # until others have asked
-    TorchCollective().all_reduce(torch.zeros(1))
-    sent = dict(made.sent)
-    made.close()
-    return wrong, sent, made.left, _said(made.check)
+    TorchCollective().all_reduce(torch.zeros(1))  # until others have asked
+    made.close()  # and their goodbyes have come, behind what was answered
+    return wrong, made.sent, made.left, _said(made.check)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
