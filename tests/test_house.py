@@ -26,6 +26,7 @@ ROOMS = [
     ("engine",),
     ("gossip", "backward"),
     ("periodic",),
+    ("asynchronous",),
     ("strategies", "callbacks", "compare", "testing"),
     ("commands",),
     ("pytorch_lightning", "__main__"),
