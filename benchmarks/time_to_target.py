@@ -17,7 +17,8 @@ busy. ``table`` composes both: the sum over phases of batches times the time of 
 PowerSGD's dense start.
 
 Each training run, and each link, is a JSON file in docs/results/time_to_target. It is found by its settings and holds
-until the code that it depends on changes. What is there is not repeated, so every part may be interrupted.
+until the code that it depends on changes. What is there is not repeated, so every part may be interrupted. Training
+runs of earlier code are kept if today's repeats the beginning of one of each method to the last digit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,9 +40,12 @@ from benchmarks._target.steps import Cell, Steps
 from benchmarks._target.store import FOLDER, Store
 from benchmarks._target.tasks import TASKS, Task
 from benchmarks._target.times import GUESS_S, Times
+from benchmarks._target.training import Data
 
 GUESS_BATCH_S = 0.3
 """Seconds of a batch of all ranks, as long as none was timed."""
+DENSE_START = 10
+"""The share of the budget in which some methods begin dense: a tenth. What is repeated goes on for two evaluations."""
 
 
 class Clock:
@@ -68,8 +73,12 @@ def train(steps: Steps, root: Path, clock: Clock) -> int:
     """
     torch.set_num_threads(1)  # before anything computes: a fork has no helpers of its parent's
     data, failed, pace = steps.task.data(root), set[Cell](), GUESS_BATCH_S
+    repeated: dict[tuple[str, str], bool] = {}
     while (cell := _next(steps, failed)) is not None and clock.fits(pace * steps.task.most):
         try:
+            if kept := _kept(steps, cell, data, repeated):
+                steps.put(cell, kept)
+                continue
             given = cell.rate, cell.seed, steps.task.most, list(cell.until) if cell.until else None
             found = run_ranks(steps.task, data, steps.runs[cell.run], *given)
         except Exception as error:
@@ -82,6 +91,26 @@ def train(steps: Steps, root: Path, clock: Clock) -> int:
         print(f"{cell.name}: {last}, {found['seconds']:.0f} s", flush=True)
         pace = found["seconds"] / curve[-1][0] if curve else pace
     return len(failed)
+
+
+def _kept(steps: Steps, cell: Cell, data: Data, repeated: dict[tuple[str, str], bool]) -> dict[str, Any] | None:
+    """Return what a run of earlier code found, if the code of today finds the same.
+
+    Args:
+        steps: of a task.
+        cell: the run.
+        data: of the task.
+        repeated: whether a method's run of some code was the same again; found out once for each.
+    """
+    digest, found = steps.of_any_code(cell)
+    if found is None:
+        return None
+    if (cell.run, digest) not in repeated:
+        batches = steps.task.budget // DENSE_START + 2 * steps.task.every
+        again = run_ranks(steps.task, data, steps.runs[cell.run], cell.rate, cell.seed, batches, None)["curve"]
+        same = repeated[cell.run, digest] = bool(again) and again == found["curve"][: len(again)]
+        print(f"{cell.name}: {'the same' if same else 'not the same'} by the code of today", flush=True)
+    return found if repeated[cell.run, digest] else None
 
 
 def _next(steps: Steps, failed: set[Cell]) -> Cell | None:

@@ -76,6 +76,10 @@ class Steps:
         """Return what a run found, None if it is missing."""
         return self._store.get(f"{self.task.name}/steps", cell.name, self.key(cell), self.code(cell))
 
+    def of_any_code(self, cell: Cell) -> tuple[str, dict[str, Any] | None]:
+        """Return what a run of this or of earlier code found; see ``Store.of_any_code``."""
+        return self._store.of_any_code(f"{self.task.name}/steps", cell.name, self.key(cell))
+
     def put(self, cell: Cell, found: dict[str, Any]) -> None:
         """Keep what a run found."""
         self._store.put(f"{self.task.name}/steps", cell.name, self.key(cell), self.code(cell), found)

@@ -41,11 +41,16 @@ class Store:
             settings: the cell's key.
             code: of ``digest``.
         """
+        digest, found = self.of_any_code(kind, name, settings)
+        return found if digest == code else None
+
+    def of_any_code(self, kind: str, name: str, settings: Any) -> tuple[str, dict[str, Any] | None]:
+        """Return the digest of the code that made a cell, and what it found; "" and None if there is no cell."""
         path = self._path(kind, name, settings)
         if not path.exists():
-            return None
+            return "", None
         cell: dict[str, Any] = json.loads(path.read_text())
-        return cell["found"] if cell["digest"] == code else None
+        return cell["digest"], cell["found"]
 
     def put(self, kind: str, name: str, settings: Any, code: str, found: dict[str, Any]) -> None:
         """Write a cell, all of it or nothing."""

@@ -69,6 +69,33 @@ def test_a_second_start_does_nothing(tmp_path, monkeypatch, capfd):
     assert time_to_target.train(again, tmp_path, time_to_target.Clock(None)) == 0
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_runs_of_earlier_code_are_kept_if_they_begin_alike(known, tmp_path, monkeypatch, same):
+    write_text(tmp_path)
+    files = {path: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
+    monkeypatch.setattr(steps, "digest", lambda *modules: "today's")
+    started = []
+
+    def run_ranks(task, data, run, rate, seed, batches, until):
+        started.append((run["by"], rate, seed, batches))
+        slow = 2.0 if rate != 0.01 else 0.0 if run is TWO[methods.DDP] or seed == 0 else 1.0
+        rows = [
+            [batch, 4 - batch / 10 + slow, 5 - batch / 10 + slow + (not same)] for batch in range(4, batches + 1, 4)
+        ]
+        return {"curve": rows, "finite": True, "seconds": 2.0}
+
+    monkeypatch.setattr(time_to_target, "run_ranks", run_ranks)
+    assert time_to_target.train(known, tmp_path, time_to_target.Clock(None)) == 0
+    short = [each for each in started if each[-1] == 10]  # a tenth of the budget of 20, and two evaluations
+    assert len(short) == (len(TWO) if same else 1)  # where dense is another, so are the targets
+    assert len(started) == len(short) + (0 if same else len(files))
+    for path, before in files.items():
+        now = json.loads(path.read_text())
+        other_targets = not same and now["settings"]["until"] is not None
+        assert (now["found"] == before["found"]) == (same or other_targets)
+        assert (now["digest"] == "today's") == (not other_targets)
+
+
 def test_a_failed_run_is_skipped(tmp_path, monkeypatch, capsys):
     write_text(tmp_path)
     monkeypatch.setattr(steps, "runs", lambda task: TWO)
