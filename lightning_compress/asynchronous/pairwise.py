@@ -18,29 +18,35 @@ from torch import Tensor
 from lightning_compress.asynchronous.shared_model import SharedModel
 from lightning_compress.collectives.links import FIRST_KIND, Links, Message, Reply
 
-MODEL, CHANGE, BUSY = range(FIRST_KIND, FIRST_KIND + 3)
-"""Kinds of messages: a question, its answer, and the answer of a rank that is not to be moved now."""
+MODEL, CHANGE, BUSY, CODES, CELLS, AGAIN = range(FIRST_KIND, FIRST_KIND + 6)
+"""Kinds of messages: a question, its answer, and the answer of a rank that is not to be moved now. By Moniqua: a
+question, its answer, and the answer that codes were not recovered; see ``modulo_pairs.py``."""
+MOVED = (CHANGE, CELLS)
 
 
 class PairwiseAverage:
     """Exact averages in float32.
 
+    Models that many questions move at once would overshoot, since none of these knows of the others. So a rank with
+    open questions moves less far, and of two questions that cross on an edge only that of the lower rank counts.
+
     Args:
         model: of this rank.
-        share: the part of the difference that both sides go towards each other: 0.5 is their average.
+        share: the part of the difference that both sides go towards each other where nothing else is open: 0.5 is
+            their average. With ``n`` open questions of both sides it is at most ``1 / (1 + n)``.
 
     Attributes:
         paused: questions are answered with ``BUSY``.
         answered: number of questions that moved this model.
-        apart: the largest difference of an element from a neighbour's, in the last answer that was given.
     """
 
     def __init__(self, model: SharedModel, share: float = 0.5) -> None:
-        self._model, self._share = model, share
+        self._model, self._most = model, share
         self._turn = threading.Lock()  # of the answering threads, which share the room for this rank's model
         self._own = torch.empty(model.numel)
-        self._asking: dict[int, Tensor] = {}
-        self.paused, self.answered, self.apart = False, 0, 0.0
+        self._rooms: dict[int, Tensor] = {}
+        self._open: dict[int, int] = {}
+        self.paused, self.answered = False, 0
 
     @property
     def kinds(self) -> Mapping[int, int]:
@@ -48,36 +54,66 @@ class PairwiseAverage:
         return {MODEL: 4 * self._model.numel, CHANGE: 4 * self._model.numel, BUSY: 0}
 
     def ask(self, links: Links, peer: int) -> bool:
-        """Average with a neighbour; return False if that one is paused.
+        """Average with a neighbour; return False if it is paused, or asks this rank at the same time.
 
         Raises:
             GoneError: a rank is gone.
         """
-        room = self._asking.setdefault(peer, torch.empty(self._model.numel))
-        self._model.read(room)
-        reply = links.ask(peer, MODEL, parts=[room])
+        self._open[peer] = links.rank
+        try:
+            return self._ask(links, peer)
+        finally:
+            del self._open[peer]
+
+    def _ask(self, links: Links, peer: int) -> bool:
+        room = self._read(peer)
+        reply = links.ask(peer, MODEL, len(self._open), parts=[room])
         if reply.kind == BUSY:
             return False
         self._model.move(reply.body.view(torch.float32), -1.0)
+        self._learn(peer, reply.number)
         return True
+
+    def _read(self, peer: int) -> Tensor:
+        """Return this rank's model, in memory of the thread that asks this neighbour."""
+        room = self._rooms.setdefault(peer, torch.empty(self._model.numel))
+        self._model.read(room)
+        return room
+
+    def _learn(self, peer: int, apart: float) -> None:
+        """Note how far a neighbour's model was from this one."""
 
     def answer(self, rank: int, message: Message) -> Reply:
         """See ``Answer``."""
+        with self._turn:
+            if self.paused or self._open.get(rank, rank) < rank:
+                return Reply(BUSY)
+            reply = self._answer(rank, message, len(self._open) + message.clock)
+            self.answered += reply.kind in MOVED
+            return reply
+
+    def _answer(self, rank: int, message: Message, others: int) -> Reply:
+        """Move this model, and return what moves the other one.
+
+        Args:
+            rank: that asks.
+            message: its question.
+            others: open questions of both.
+        """
         theirs = message.body.view(torch.float32)
         if theirs.numel() != self._model.numel:
             raise ValueError(
                 f"rank {rank} sent a model of {theirs.numel():,} parameters, and this one has {self._model.numel:,}; "
                 "all ranks must train the same model"
             )
-        with self._turn:
-            if self.paused:
-                return Reply(BUSY)
-            self._model.read(self._own)
-            change = theirs.sub_(self._own)
-            self.apart = float(change.abs().max()) if len(change) else 0.0
-            self._model.move(change.mul_(self._share))
-            self.answered += 1
-        return Reply(CHANGE, parts=[change])
+        self._model.read(self._own)
+        change = theirs.sub_(self._own)
+        apart = float(change.abs().max()) if len(change) else 0.0
+        self._model.move(change.mul_(self._share(others)))
+        return Reply(CHANGE, 0, apart, [change])
+
+    def _share(self, others: int) -> float:
+        return min(self._most, 1 / (1 + max(1, others)))
 
     def pause(self) -> None:
         """Move this model no more until ``resume``; answers that are under way are finished first."""

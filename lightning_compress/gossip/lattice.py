@@ -146,6 +146,28 @@ class Lattice:
         if moved is not None:
             moved.copy_(moved.double() + change)
 
+    def differences(self, x: Tensor, step: float, packed: Tensor, most: int) -> tuple[int, int, Tensor]:
+        """Compare ``x`` with a neighbour's codes of one block, rounded to nearest.
+
+        Args:
+            x: see ``encode``.
+            step: width of a cell.
+            packed: the neighbour's codes.
+            most: differences above it become it; those below ``-most - 1`` become that. At most 127.
+
+        Returns:
+            the hash of the recovered cells, the largest difference, and the differences in cells, int8 ``[n]``.
+        """
+        found = torch.empty(len(x), dtype=torch.int8, device=x.device)
+        if self._fast:
+            word, largest = self._fast.differences(x.numpy(), step, self.bits, packed.numpy(), most, found.numpy())
+            return _signed(int(word)), int(largest), found
+        scaled = _scaled(x, Blocks(torch.tensor([len(x)], device=x.device), torch.tensor([step], dtype=torch.float64)))
+        cells = self.recover(scaled, None, packed)
+        apart = cells - torch.floor(scaled).long()
+        found.copy_(apart.clamp(-most - 1, most))
+        return int(_words(cells, 0).sum()), int(apart.abs().max()) if len(x) else 0, found
+
     def recover(self, scaled: Tensor, draws: Tensor | None, packed: Tensor) -> Tensor:
         """Return the cells of a neighbour's codes, int64 ``[n]``: the nearest cells to ``scaled`` with these codes.
 

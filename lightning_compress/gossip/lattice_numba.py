@@ -98,3 +98,17 @@ def move(x, sizes, steps, rounding, draws, bits, codes, weights, extra, moved):
             if len(moved):
                 moved[index] = np.float32(np.float64(moved[index]) + change)
         start += np.uint64(sizes[block])
+
+
+@kernel
+def differences(x, step, bits, packed, most, found):
+    """Write the differences of cells, and return the hash of the recovered ones and the largest difference."""
+    total, largest, inverse = np.uint64(0), np.int64(0), 1 / step
+    for index in range(len(x)):
+        scaled = _scale(x[index], inverse)
+        cell = _cell(packed, index, _least(scaled, 0.0, 0, bits), bits)
+        total += _word(cell, index)
+        apart = cell - np.int64(math.floor(scaled))
+        largest = max(largest, abs(apart))
+        found[index] = min(max(apart, -most - 1), most)
+    return total, largest
