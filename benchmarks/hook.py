@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._arguments import file_to_write, positive
 from benchmarks._gpu.echo import EchoCollective
-from benchmarks._network.methods import PYTORCH
+from benchmarks._network.hooks import PYTORCH
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.compression import Compression

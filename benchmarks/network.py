@@ -34,8 +34,9 @@ from typing import Any
 
 from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives
 from benchmarks._network.cells import measure, record, replay
+from benchmarks._network.hooks import PYTORCH
 from benchmarks._network.lab import bits_per_second, check_delay
-from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, PYTORCH, SETS, make, settings
+from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, SETS, make, settings
 from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw, panels
 from benchmarks._network.show import show, show_paper, title

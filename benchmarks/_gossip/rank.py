@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from benchmarks._network.methods import bf16_mean, power_sgd_state
+from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.ping import round_trip_ms
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World

@@ -19,7 +19,7 @@ from benchmarks._gpu.isolated import FATAL, Row, Task, breaks_device, said
 from benchmarks._gpu.memory import allocated, give_back
 from benchmarks._gpu.trace import overlap
 from benchmarks._models import MODELS, SMALL, Training
-from benchmarks._network.methods import PYTORCH
+from benchmarks._network.hooks import PYTORCH
 from benchmarks._timing import waits_for_device
 from lightning_compress.engine.optimizers import unwatch, watch
 

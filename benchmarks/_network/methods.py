@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._local import LOCAL, Alone, Local
+from benchmarks._network.hooks import PYTORCH
 from lightning_compress import Compression, attach
 from lightning_compress.backward import sufficient_factors
 from lightning_compress.engine.attach import own_bucket_cap_mb
@@ -21,44 +20,6 @@ from lightning_compress.settings.run_state import RunState
 
 LINK = {"latency_s": 1e-4, "bytes_per_s": 1.25e8}
 """What ``auto`` is told, so that a method goes the same way whatever the machine does: 1 Gbit/s."""
-ONE_BUCKET = 1 << 20
-"""Megabytes: more than any model has. PyTorch's PowerSGD hook aborts on Gloo with two buckets."""
-
-
-def nothing(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
-    """No communication at all: the bound that no method can pass."""
-    future: Future[Tensor] = Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def bf16_mean(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
-    """PyTorch's bf16 hook, which DDP refuses by its name where NCCL is missing, though Gloo sums bfloat16 too."""
-    return default_hooks.bf16_compress_hook(state, bucket)
-
-
-def _hooked(hook: Callable[..., Any], state: Callable[[], object] = lambda: None, **ddp: Any) -> Any:
-    def make(module: nn.Module) -> tuple[DistributedDataParallel, None]:
-        model = DistributedDataParallel(module, **ddp)
-        model.register_comm_hook(state(), hook)
-        return model, None
-
-    return make
-
-
-def power_sgd_state(rank: int) -> powerSGD_hook.PowerSGDState:
-    """Of PyTorch's PowerSGD hook; it compresses from the third step on."""
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-
-
-def _power_sgd(rank: int) -> Any:
-    def make(module: nn.Module) -> tuple[DistributedDataParallel, None]:
-        ddp = {"bucket_cap_mb": ONE_BUCKET} if dist.get_backend() == "gloo" else {}
-        model: tuple[DistributedDataParallel, None]
-        model = _hooked(powerSGD_hook.powerSGD_hook, lambda: power_sgd_state(rank), **ddp)(module)
-        return model
-
-    return make
 
 
 def _ours(arguments: dict[str, Any]) -> Any:
@@ -81,15 +42,6 @@ def _factors(dtype: Literal["float32", "bfloat16"], rest: str = "none") -> Any:
 
     return make
 
-
-PYTORCH: dict[str, Any] = {
-    "no communication": _hooked(nothing, broadcast_buffers=False),
-    "DDP": lambda module: (DistributedDataParallel(module), None),
-    "PyTorch fp16": _hooked(default_hooks.fp16_compress_hook),
-    "PyTorch bf16": _hooked(bf16_mean),
-    "PyTorch PowerSGD 1": _power_sgd(1),
-    "PyTorch PowerSGD 4": _power_sgd(4),
-}
 
 OURS: dict[str, dict[str, Any]] = {
     "bf16": {"compressor": "bf16"},

@@ -1,0 +1,160 @@
+"""The map as tables and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._network.lab import bits_per_second
+from benchmarks._target.compose import Cell, Entry
+from benchmarks._target.methods import AUTO, DDP, DENSE
+from benchmarks._target.steps import REPORTED, Steps
+
+TARGETS = ("at 80 % of the budget", "final loss + 1 %")
+MISS = "miss"
+WIDTH = 150
+LINES = {
+    DENSE: "#000000",
+    "fp16 hook": "#7f7f7f",
+    "PowerSGD hook 4": "#8c564b",
+    "accumulation 4, fp16": "#bcbd22",
+    "post-local SGD 16": "#e377c2",
+    "plain DiLoCo 30": "#ff7f0e",
+    "rotated 4": "#1f77b4",
+    "onebit": "#2ca02c",
+    "DiLoCo 30, rotated 4": "#d62728",
+    AUTO: "#9467bd",
+}
+"""Methods that the picture has a line of; the tables have all."""
+
+
+def show_steps(steps: Steps) -> None:
+    """Print every complete method's batches to both targets, and the names of the others."""
+    targets = steps.targets()[REPORTED]
+    said = [f"{loss:.4f} ({which})" for loss, which in zip(targets, TARGETS, strict=True)]
+    table = Table(title=f"{steps.task.title}: batches to a held-out loss of {' and '.join(said)}, by seed")
+    for name in ("run", "rate", *TARGETS, "/ dense", "missed"):
+        table.add_column(name, no_wrap=name == "run")
+    dense = steps.to_target(DDP, 1)
+    for run in steps.runs:
+        both = [steps.to_target(run, place) for place in range(2)]
+        if both[0] is None or both[1] is None or dense is None:
+            table.add_row(run, *["runs are missing"] * 1)
+            continue
+        columns = [" ".join(MISS if each is None else str(each) for each in found) for found in both if found]
+        missed = sum(each is None for each in both[1])
+        pairs = zip(both[1], dense, strict=True)
+        over = [(each or steps.task.most) / (own or steps.task.budget) for each, own in pairs]
+        ratio = f"{sum(over) / len(over):.2f}"
+        table.add_row(run, f"{steps.best_rate(run):g}", *columns, ratio, f"{missed} of {len(dense)}" if missed else "")
+    Console(width=WIDTH).print(table)
+
+
+def show(cells: list[Cell], place: int) -> None:
+    """Print the winner on every link, the factor over the best of theirs, and what ``auto`` cost."""
+    table = Table(title=f"time to target ({TARGETS[place]}), over computing alone")
+    for name in ("rate", "round trip", "kappa", "best of ours", "best of theirs", "factor", "auto / by hand", "/ DDP"):
+        table.add_column(name)
+    for cell in cells:
+        factor, auto = cell.factor(), cell.of_auto()
+        table.add_row(
+            cell.place.rate,
+            f"{cell.place.delay_ms:g} ms",
+            f"{cell.kappa:.2f}",
+            *(_best(cell.best(side)) for side in ("ours", "theirs")),
+            f"{factor:.2f} x{'' if cell.is_clear() else ', seeds overlap'}" if factor else "",
+            *(f"{auto[name]:.2f}" if name in auto else "" for name in ("hand", "ddp")),
+        )
+    Console(width=WIDTH).print(table)
+    if missing := list(dict.fromkeys(name for cell in cells for name in cell.missing)):
+        print(f"not in it, as their runs are missing: {'; '.join(missing)}")
+    missed = {each.method.name: each.missed for cell in cells for each in cell.entries if each.missed}
+    if missed:
+        said = "; ".join(f"{name} ({count} seeds)" for name, count in missed.items())
+        print(f"missed the target, so counted to the end of the run, and never the best: {said}")
+
+
+def _best(found: Entry | None) -> str:
+    return f"{found.method.name}, {found.over:.2f} x" if found else "none reached it"
+
+
+def write_csv(maps: list[list[Cell]], path: Path) -> None:
+    """Write a row for every target, link and method."""
+    columns = ("target", "rate", "round trip ms", "kappa", "method", "side", "seconds by seed", "missed", "over alone")
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        for which, cells in zip(TARGETS, maps, strict=True):
+            for cell in cells:
+                link = cell.place.rate, f"{cell.place.delay_ms:g}", f"{cell.kappa:.4g}"
+                for each in cell.entries:
+                    by_seed = " ".join(f"{took:.1f}" for took in each.seconds)
+                    method = each.method.name, each.method.side
+                    writer.writerow((which, *link, *method, by_seed, each.missed, f"{each.over:.3f}"))
+
+
+def draw(cells: list[Cell], title: str, path: Path) -> None:
+    """Draw time over computing alone against kappa, a panel for each round trip; a PNG of 128 colours.
+
+    Hollow points missed the target. Below the axis: the best of ours, and how many times faster it is.
+
+    Args:
+        cells: of one target.
+        title: of all panels.
+        path: file to write.
+
+    Raises:
+        ValueError: no link was measured.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    delays = sorted({cell.place.delay_ms for cell in cells})
+    if not delays:
+        raise ValueError("there is nothing to draw: no link was measured; --part times does it")
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(5.6 * len(delays) + 1.8, 4.6), layout="constrained", dpi=110)
+        axes = figure.subplots(1, len(delays), squeeze=False, sharey=True).flatten()
+        for axis, delay in zip(axes, delays, strict=True):
+            axis.set_title(f"round trip: {f'+{delay:g} ms' if delay else 'the lab’s own'}")  # noqa: RUF001
+            _panel(axis, sorted((each for each in cells if each.place.delay_ms == delay), key=lambda each: each.kappa))
+        axes[0].set_ylabel("time to target / computing alone")
+        figure.suptitle(title, fontsize=10)
+        known = {text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(known.values(), known.keys(), loc="outside right center", frameon=False)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+    Image.open(picture).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+def _panel(axis: Any, cells: list[Cell]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    for name, color in LINES.items():
+        found = [(cell.kappa, each) for cell in cells for each in cell.entries if each.method.name == name]
+        if found:
+            points = [kappa for kappa, _ in found], [each.over for _, each in found]
+            style = "-" if found[0][1].method.side == "ours" else "--"
+            axis.plot(*points, style, color=color, lw=1.4, label=name)
+            faces = ["white" if each.missed else color for _, each in found]
+            axis.scatter(*points, s=22, edgecolors=color, facecolors=faces, zorder=3)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("kappa: float32 communication / computing")
+    axis.set_xticks([cell.kappa for cell in cells], [_tick(cell) for cell in cells], fontsize=7)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.grid(True, which="both", color="#e5e5e5", lw=0.6)
+
+
+def _tick(cell: Cell) -> str:
+    rate, factor, ours = bits_per_second(cell.place.rate), cell.factor(), cell.best("ours")
+    speed = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+    won = f"\n{ours.method.name}\n{factor:.2f} x" if ours and factor else ""
+    return f"{cell.kappa:.2g}\n{speed}{won}"

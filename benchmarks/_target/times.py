@@ -1,0 +1,119 @@
+"""Step times: a cell is a link's rate and its round trip, with all rows measured in turn in the network lab."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks._network.lab import Lab, bits_per_second
+from benchmarks._network.launch import run_ranks
+from benchmarks._target.methods import FREE, Run, rows
+from benchmarks._target.store import Store, digest
+from benchmarks._target.tasks import Task
+
+RATES = ("10mbit", "20mbit", "50mbit", "100mbit", "200mbit", "500mbit", "1gbit")
+DELAYS = (0.0, 10.0)
+BUSY = 0.1
+"""Share of the machine's time that others may take when a measurement begins."""
+GUESS_S = 600.0
+"""Seconds of a cell, as long as none was measured."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A link, and how long each row is measured on it.
+
+    Args:
+        rate: as tc writes it.
+        delay_ms: that a round trip takes at least.
+        rounds: in which all rows take turns.
+        warm: cycles of each round that do not count.
+        seconds: of a row's round at least, its warm cycles included.
+    """
+
+    rate: str
+    delay_ms: float
+    rounds: int = 2
+    warm: int = 3
+    seconds: float = 4.0
+
+    @property
+    def name(self) -> str:
+        """For people, and the beginning of the file's name."""
+        return f"{self.rate}, {self.delay_ms:g} ms"
+
+
+PLACES = [Place(rate, delay) for delay in DELAYS for rate in RATES]
+
+
+class Times:
+    """The step times of a task.
+
+    Args:
+        task: which.
+        store: where cells are.
+        places: links.
+    """
+
+    def __init__(self, task: Task, store: Store, places: list[Place] | None = None) -> None:
+        self.task, self._store = task, store
+        self.places = PLACES if places is None else places
+        self.rows: dict[str, Run] = rows()
+
+    def get(self, place: Place) -> dict[str, Any] | None:
+        """Return what was measured on a link, None if it is missing."""
+        return self._store.get(*self._key(place))
+
+    def missing(self) -> Iterator[Place]:
+        """Yield links that are not measured."""
+        yield from (place for place in self.places if self.get(place) is None)
+
+    def measure(self, place: Place, root: Path) -> dict[str, Any]:
+        """Measure all rows on a link, and keep it.
+
+        Raises:
+            RuntimeError: the machine is busy, the lab cannot be built, or a rank failed.
+        """
+        if (share := busy()) > BUSY:
+            raise RuntimeError(f"other programs take {share:.0%} of this machine; step times need it idle")
+        told = {"task": self.task.name, "rows": list(self.rows), "root": str(root.absolute())}
+        told |= {name: value for name, value in asdict(place).items() if name not in ("rate", "delay_ms")}
+        start = time.perf_counter()
+        with Lab(self.task.ranks, place.rate, place.delay_ms) as lab:
+            found = run_ranks(lab, told, "benchmarks._target.rank")[0]
+        found["seconds"] = round(time.perf_counter() - start, 1)
+        self._store.put(*self._key(place), found)
+        return found
+
+    def _key(self, place: Place) -> tuple[str, str, Any, str]:
+        settings = {"task": self.task.name, "ranks": self.task.ranks, **asdict(place), "rows": self.rows}
+        code = digest(
+            self.task.data.__module__, *(f"benchmarks._target.{each}" for each in ("rank", "shipped", "ours"))
+        )
+        return f"{self.task.name}/times", place.name, settings, code
+
+
+def kappa(place: Place, found: dict[str, Any], ranks: int) -> float:
+    """Return how long float32's bytes take on the link, over how long a batch computes."""
+    sent: float = 2 * (ranks - 1) / ranks * 4 * found["parameters"]
+    alone: float = found["ms"][FREE]
+    return 8e3 * sent / bits_per_second(place.rate) / alone
+
+
+def busy(seconds: float = 1.0) -> float:
+    """Return the share of all cores' time that was not idle; 0 where the kernel does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+
+    def ticks() -> tuple[int, int]:
+        fields = [int(each) for each in stat.read_text().split("\n", 1)[0].split()[1:]]
+        return sum(fields[:8]), fields[3] + fields[4]
+
+    whole, idle = ticks()
+    time.sleep(seconds)
+    later, idle_later = ticks()
+    return 1 - (idle_later - idle) / max(1, later - whole)

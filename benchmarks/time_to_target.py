@@ -1,0 +1,153 @@
+"""Time to the same quality, for every method on every link: batches to a target times what a batch takes.
+
+    python -m benchmarks.time_to_target --part steps --root data --minutes 170
+    sudo python -m benchmarks.time_to_target --part times --root data --minutes 90
+    python -m benchmarks.time_to_target --part table --csv map.csv --plot map.png
+
+A character LSTM (0.43 M parameters, AdamW, 4 ranks, 16 excerpts of 64 characters a rank and batch) reads the English
+captions of Multi30k (``--root``). Every run has a constant learning rate; a moving average of the weights is evaluated
+every 25 batches. A method's rate is the one of three that reaches the final target first with seed 0, on one half of
+the held-out text; where it is at the edge of the grid, the grid grows by a factor of 2. Everything else is told of the
+other half, with three seeds. Targets come from the dense runs: their loss at 80 % of the budget, and 1 % above their
+final loss. A run ends after 1.5 times the budget; a miss counts as that, is shown, and never wins.
+
+``steps`` trains over this machine's loopback interface, and times nothing. ``times`` measures every phase of every
+method over links of a set speed, as ``benchmarks.network`` does (Linux, root, iproute2), and refuses a machine that is
+busy. ``table`` composes both: the sum over phases of batches times the time of a batch. A phase is, for example,
+PowerSGD's dense start.
+
+Each training run, and each link, is a JSON file in docs/results/time_to_target. It is found by its settings and holds
+until the code that it depends on changes. What is there is not repeated, so every part may be interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks._arguments import above_zero, file_to_write, plain_errors
+from benchmarks._target.compose import compose
+from benchmarks._target.launch import run_ranks
+from benchmarks._target.show import TARGETS, draw, show, show_steps, write_csv
+from benchmarks._target.steps import Cell, Steps
+from benchmarks._target.store import FOLDER, Store
+from benchmarks._target.tasks import TASKS, Task
+from benchmarks._target.times import GUESS_S, Times
+
+GUESS_BATCH_S = 0.3
+"""Seconds of a batch of all ranks, as long as none was timed."""
+
+
+class Clock:
+    """Minutes that are left.
+
+    Args:
+        minutes: to spend; None: as many as it takes.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def fits(self, seconds: float) -> bool:
+        """Return whether something so long ends in time."""
+        return self._end is None or time.monotonic() + seconds <= self._end
+
+
+def train(steps: Steps, root: Path, clock: Clock) -> int:
+    """Do what is missing of the training runs, as far as time allows; return how many failed.
+
+    Args:
+        steps: of a task.
+        root: folder with its data.
+        clock: minutes that are left.
+    """
+    torch.set_num_threads(1)  # before anything computes: a fork has no helpers of its parent's
+    data, failed, pace = steps.task.data(root), set[Cell](), GUESS_BATCH_S
+    while (cell := _next(steps, failed)) is not None and clock.fits(pace * steps.batches(cell)):
+        try:
+            given = cell.rate, cell.seed, steps.batches(cell), list(cell.until) if cell.until else None
+            found = run_ranks(steps.task, data, steps.runs[cell.run], *given)
+        except Exception as error:
+            failed.add(cell)
+            print(f"{cell.name}: failed: {error}", file=sys.stderr, flush=True)
+            continue
+        steps.put(cell, found)
+        curve = found["curve"]
+        last = f"{curve[-1][0]:.0f} batches, loss {curve[-1][2]:.4f}" if curve else "not finite from the start"
+        print(f"{cell.name}: {last}, {found['seconds']:.0f} s", flush=True)
+        pace = found["seconds"] / curve[-1][0] if curve else pace
+    return len(failed)
+
+
+def _next(steps: Steps, failed: set[Cell]) -> Cell | None:
+    """Return the most important run that is missing and did not fail today."""
+    missing: Iterator[Cell] = steps.missing()
+    return next((cell for cell in missing if cell not in failed), None)
+
+
+def measure(times: Times, root: Path, clock: Clock) -> None:
+    """Measure the links that are missing, as far as time allows."""
+    pace = GUESS_S
+    for place in times.missing():
+        if not clock.fits(pace):
+            break
+        found = times.measure(place, root)
+        pace = found["seconds"]
+        print(f"{place.name}: {len(found['ms'])} rows, auto chose {found['chosen']}, {pace:.0f} s", flush=True)
+
+
+def table(steps: Steps, times: Times, plot: Path | None, csv: Path | None) -> None:
+    """Print what is known so far, and write it where it was asked for."""
+    show_steps(steps)
+    maps = [compose(steps, times, place) for place in range(len(TARGETS))]
+    for place, cells in enumerate(maps):
+        show(cells, place)
+    if csv:
+        write_csv(maps, csv)
+    if plot:
+        draw(maps[-1], f"{steps.task.title}, {steps.task.ranks} ranks: {TARGETS[-1]}", plot)
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--part", choices=("steps", "times", "table"), required=True)
+    add("--task", choices=TASKS, default="a")
+    add("--root", type=Path, help="folder that holds multi30k; for steps and times")
+    add("--minutes", type=above_zero, help="start nothing that will not end within so many")
+    add("--folder", type=Path, default=FOLDER, help="of the cells (docs/results/time_to_target)")
+    add("--plot", type=file_to_write, help="draw the map of the final target, a PNG; for table")
+    add("--csv", type=file_to_write, help="write every method on every link; for table")
+    arguments = parser.parse_args()
+    if arguments.part != "table" and arguments.root is None:
+        parser.error(f"--root: give the folder that holds multi30k; --part {arguments.part} reads it")
+    if arguments.part == "table" and (arguments.minutes or arguments.root):
+        parser.error("--root and --minutes change nothing with --part table; leave them out")
+    if arguments.part != "table" and (arguments.plot or arguments.csv):
+        parser.error(f"--plot and --csv are for --part table, not for {arguments.part}")
+    return arguments
+
+
+@plain_errors()
+def main() -> None:
+    """Do one part."""
+    arguments = parse()
+    task: Task = TASKS[arguments.task]
+    store, clock = Store(arguments.folder), Clock(arguments.minutes)
+    if arguments.part == "steps":
+        if failed := train(Steps(task, store), arguments.root, clock):
+            raise RuntimeError(f"{failed} training runs failed; the others are kept")
+    elif arguments.part == "times":
+        measure(Times(task, store), arguments.root, clock)
+    else:
+        table(Steps(task, store), Times(task, store), arguments.plot, arguments.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Time to target: runs are kept and not repeated, and batches and milliseconds are composed as by hand."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import time_to_target
+from benchmarks._target import methods, steps, store, tasks
+from benchmarks._target.compose import Cell, compose, entry, seconds
+from benchmarks._target.show import draw, show, show_steps, write_csv
+from benchmarks._target.steps import Steps, reached
+from benchmarks._target.times import Place, Times, kappa
+from tests.benchmarks.test_error import write_text
+
+TASK = tasks.Task("t", "a test", ranks=2, budget=20, rates=(0.01, 0.02), seeds=(0, 1), every=4)
+TWO = {name: methods.runs(TASK)[name] for name in (methods.DDP, "accumulation 2, fp16")}
+PLACE = Place("10mbit", 0.0)
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch):
+    """Training runs of two methods that were made up: the second one misses with its last seed."""
+    monkeypatch.setattr(steps, "runs", lambda task: TWO)
+    found = Steps(TASK, store.Store(tmp_path))
+    fill(found)
+    return found
+
+
+def fill(found):
+    while (cell := next(found.missing(), None)) is not None:
+        slow = 2.0 if cell.rate != 0.01 else 0.0 if cell.run == methods.DDP or cell.seed == 0 else 1.0
+        losses = [[batch, 4 - batch / 10 + slow, 5 - batch / 10 + slow] for batch in range(4, 21, 4)]
+        found.put(cell, {"curve": losses, "finite": True, "seconds": 1.0})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_second_start_does_nothing(tmp_path, monkeypatch, capfd):
+    write_text(tmp_path)
+    monkeypatch.setattr(steps, "runs", lambda task: TWO)
+    task = dataclasses.replace(TASK, budget=4, rates=(0.01,), every=2)
+    found = Steps(task, store.Store(tmp_path / "cells"))
+    short = time_to_target.Clock(1e-9)
+    assert time_to_target.train(found, tmp_path, short) == 0
+    assert not (tmp_path / "cells").exists()
+
+    assert time_to_target.train(found, tmp_path, time_to_target.Clock(None)) == 0
+    files = sorted((tmp_path / "cells").rglob("*.json"))
+    assert [each.name.rpartition(".")[0].rpartition(".")[0] for each in files] == [
+        "accumulation_2_fp16_rate_0.01_seed_0",
+        "accumulation_2_fp16_rate_0.01_seed_1",
+        "ddp_rate_0.01_seed_0",
+        "ddp_rate_0.01_seed_1",
+    ]
+    cells = [json.loads(each.read_text()) for each in files]
+    assert all(cell["commit"] and cell["digest"] and cell["found"]["finite"] for cell in cells)
+    dense = cells[2]["found"]["curve"]
+    assert [row[0] for row in dense] == [2, 4]
+    assert 1 < dense[-1][steps.REPORTED] < dense[0][steps.REPORTED] < 5
+    assert capfd.readouterr().out.count("batches, loss") == 4
+
+    monkeypatch.setattr(time_to_target, "run_ranks", None)  # nothing is left to do
+    again = Steps(task, store.Store(tmp_path / "cells"))
+    assert time_to_target.train(again, tmp_path, time_to_target.Clock(None)) == 0
+
+
+def test_a_failed_run_is_skipped(tmp_path, monkeypatch, capsys):
+    write_text(tmp_path)
+    monkeypatch.setattr(steps, "runs", lambda task: TWO)
+    found = Steps(dataclasses.replace(TASK, rates=(0.01,)), store.Store(tmp_path / "cells"))
+
+    def fails(*_):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(time_to_target, "run_ranks", fails)
+    assert time_to_target.train(found, tmp_path, time_to_target.Clock(None)) == 1
+    assert "ddp" in capsys.readouterr().err.lower()
+
+
+def test_other_code_or_settings_make_a_cell_missing(known, monkeypatch):
+    assert known.next_of(methods.DDP) is None
+    other = dataclasses.replace(TASK, decay=0.5)
+    assert Steps(other, known._store).next_of(methods.DDP).rate in TASK.rates
+    monkeypatch.setattr(steps, "digest", lambda *modules: "other code")
+    assert known.next_of(methods.DDP) is not None
+
+
+def test_a_digest_knows_what_is_imported():
+    shipped, ours = (store.digest(f"benchmarks._target.{each}") for each in ("shipped", "ours"))
+    assert shipped != ours
+    reached_from = set(store._imports(store.ast.parse("import a\nfrom b import c")))
+    assert reached_from == {"a", "b", "b.c"}
+
+
+def test_targets_and_rates_are_chosen(known):
+    assert known.best_rate(methods.DDP) == 0.01
+    assert sorted(known.grid(methods.DDP)) == [0.005, 0.01, 0.02]
+    assert known.targets()[steps.REPORTED] == (3.4, 3.03)
+    assert known.targets()[steps.CHOOSING] == (2.4, 2.02)
+    assert [known.to_target(methods.DDP, place) for place in range(2)] == [[16, 16], [20, 20]]
+    assert known.to_target("accumulation 2, fp16", 1) == [20, None]
+
+
+def test_a_target_is_reached_at_the_first_evaluation_below_it():
+    curve = [[5, 3.0, 4.0], [10, 2.0, 3.0], [15, 2.5, 3.5]]
+    assert reached(curve, steps.CHOOSING, 2.0) == 10
+    assert reached(curve, steps.REPORTED, 3.9) == 10
+    assert reached(curve, steps.REPORTED, 2.9) is None
+
+
+def test_seconds_are_the_sum_over_phases():
+    ms = {"dense": 100.0, "coarse": 10.0}
+    phases = ((0, "dense"), (4, "coarse"))
+    assert seconds(phases, 10, ms) == pytest.approx(0.4 + 0.06)
+    assert seconds(phases, 3, ms) == pytest.approx(0.3)
+    assert seconds(phases[:1], 10, ms) == pytest.approx(1.0)
+
+
+def test_a_miss_counts_to_the_end_and_never_wins():
+    method = methods.Method("fast", "ours", "fast", ((0, "row"),))
+    other = methods.Method("slow", "theirs", "slow", ((0, "dense"),))
+    ms = {"row": 1.0, "dense": 100.0}
+    missed = entry(TASK, method, [10, None], ms, alone=1.0)
+    assert missed.seconds == pytest.approx((0.01, 0.03))
+    assert missed.missed == 1
+    assert missed.over == pytest.approx(0.02)
+    slow = entry(TASK, other, [20, 20], ms, alone=1.0)
+    cell = Cell(PLACE, 1.0, (missed, slow), ())
+    assert cell.best("ours") is None
+    assert cell.best("theirs") is slow
+    assert cell.factor() is None
+
+    met = entry(TASK, method, [10, 20], ms, alone=1.0)
+    cell = Cell(PLACE, 1.0, (met, slow), ())
+    assert cell.factor() == pytest.approx(2.0 / 0.015)
+    assert cell.is_clear()
+
+
+def test_auto_is_held_against_what_could_be_named():
+    ms = {"DDP 25 MB": 100.0, "rotated 4": 30.0, methods.AUTO: 33.0}
+    named = [methods.Method(name, "ours", run, ((0, name),)) for name, run in (("rotated 4", "rotated 4"),)]
+    dense = methods.Method("DDP 25 MB", "theirs", methods.DDP, ((0, "DDP 25 MB"),))
+    for chosen, hand in (("rotated (bits 4)", 1.0), ("rotated (bits 8)", 1.1)):
+        auto = methods.auto_method(chosen)
+        entries = tuple(entry(TASK, each, [10], ms, 1.0) for each in (*named, dense, auto))
+        assert Cell(PLACE, 1.0, entries, ()).of_auto() == pytest.approx({"hand": hand, "ddp": 0.33})
+    with pytest.raises(ValueError, match="none of"):
+        methods.auto_method("fft")
+
+
+def test_every_phase_has_a_row_and_every_line_a_run():
+    rows, runs = methods.rows(), methods.runs(tasks.TASKS["a"])
+    for method in methods.methods(tasks.TASKS["a"]):
+        assert method.run in runs
+        assert {row for _, row in method.phases} <= rows.keys()
+        assert [first for first, _ in method.phases] == sorted({first for first, _ in method.phases})
+        assert method.phases[0][0] == 0
+    assert set(methods.OF_AUTO.values()) <= runs.keys()
+
+
+def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypatch, capsys):
+    times = Times(TASK, known._store, [PLACE])
+    assert list(times.missing()) == [PLACE]
+    ms = dict.fromkeys(methods.rows(), 100.0) | {methods.FREE: 10.0, "accumulation 2, fp16": 20.0}
+    measured = {"ms": ms, "parameters": 1000, "chosen": "none", "seconds": 1.0}
+    known._store.put(*times._key(PLACE), measured)
+    assert not list(times.missing())
+    assert kappa(PLACE, measured, 2) == pytest.approx(4000 * 8 / 1e7 / 0.010)
+
+    two = [each for each in methods.methods(TASK) if each.run in TWO]
+    monkeypatch.setattr("benchmarks._target.compose.methods", lambda task: two)
+    maps = [compose(known, times, place) for place in range(2)]
+    by_name = {each.method.name: each for each in maps[1][0].entries}
+    assert by_name["DDP 25 MB"].seconds == pytest.approx((2.0, 2.0))
+    assert by_name["DDP 25 MB"].over == pytest.approx(10.0)
+    assert by_name["accumulation 2, fp16"].seconds == pytest.approx((0.4, 0.6))
+    assert by_name["accumulation 2, fp16"].missed == 1
+    show_steps(known)
+    show(maps[1], 1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "20 miss" in said
+    assert "1 of 2" in said
+    assert "missed the target, so counted to the end of the run, and never the best: accumulation 2, fp16" in said
+
+    write_csv(maps, tmp_path / "map.csv")
+    assert "accumulation 2, fp16,theirs,0.4 0.6,1,2.500" in (tmp_path / "map.csv").read_text().replace('"', "")
+    draw(maps[1], "a test", tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw([], "a test", tmp_path / "map.png")
