@@ -49,7 +49,8 @@ def _rank(rank: int, folder: Path, task: Task, data: Data, run: Run, given: tupl
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, rank=rank, world_size=task.ranks, timeout=timedelta(minutes=10))
-    found = train(data, run, *given, task.every, task.decay)
+    given = (*given, task.every, task.decay)
+    found = train(data, run, *given)
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))
     dist.barrier()
