@@ -8,8 +8,8 @@ A character LSTM (0.43 M parameters, AdamW, 4 ranks, 16 excerpts of 64 character
 captions of Multi30k (``--root``). Every run has a constant learning rate; a moving average of the weights is evaluated
 every 25 batches. A method's rate is the one of three that reaches the final target first with seed 0, on one half of
 the held-out text; where it is at the edge of the grid, the grid grows by a factor of 2. Everything else is told of the
-other half, with three seeds. Targets come from the dense runs: their loss at 80 % of the budget, and 1 % above their
-final loss. A run ends after 1.5 times the budget; a miss counts as that, is shown, and never wins.
+other half, with three seeds. Targets come from the dense runs: their loss at 80 % of the budget of 1,000 batches, and
+1 % above their loss at its end. A run ends after 1.5 times the budget; a miss counts as that, is shown, and never wins.
 
 ``steps`` trains over this machine's loopback interface, and times nothing. ``times`` measures every phase of every
 method over links of a set speed, as ``benchmarks.network`` does (Linux, root, iproute2), and refuses a machine that is
@@ -68,9 +68,9 @@ def train(steps: Steps, root: Path, clock: Clock) -> int:
     """
     torch.set_num_threads(1)  # before anything computes: a fork has no helpers of its parent's
     data, failed, pace = steps.task.data(root), set[Cell](), GUESS_BATCH_S
-    while (cell := _next(steps, failed)) is not None and clock.fits(pace * steps.batches(cell)):
+    while (cell := _next(steps, failed)) is not None and clock.fits(pace * steps.task.most):
         try:
-            given = cell.rate, cell.seed, steps.batches(cell), list(cell.until) if cell.until else None
+            given = cell.rate, cell.seed, steps.task.most, list(cell.until) if cell.until else None
             found = run_ranks(steps.task, data, steps.runs[cell.run], *given)
         except Exception as error:
             failed.add(cell)

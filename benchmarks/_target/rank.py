@@ -20,6 +20,8 @@ from benchmarks._target.tasks import TASKS
 from benchmarks._target.training import build
 from lightning_compress.planning.summary import label
 
+MOST = 1000
+"""Cycles of a row in a round."""
 RATE = 1e-3
 """Of learning; small, so that no method's numbers overflow in the few steps that are timed."""
 
@@ -30,6 +32,7 @@ def main(told: dict[str, Any]) -> None:
     address = f"tcp://{told['master']}:29500"
     dist.init_process_group("gloo", init_method=address, rank=told["rank"], world_size=told["ranks"])
     found = Timing(told).run()
+    dist.barrier()
     ping = round_trip_ms(told["rank"], told["ranks"], told["master"])
     Path(told["result"]).write_text(json.dumps(found | {"ping_ms": ping}))
     dist.barrier()
@@ -75,15 +78,17 @@ class Timing:
         if name == AUTO:
             self._chosen = label(averaging.handle.settings.compressor)
         batches = self._data.batches(0, dist.get_rank())
-        begun = time.perf_counter()
-        for number in range(self._told["warm"] + 1000):
+        warm = 1 if averaging.every > 1 else self._told["warm"]  # a cycle warms up by itself
+        for number in range(warm + MOST):
+            if number == warm:
+                begun = time.perf_counter()
             dist.barrier()
             before, start = int(COUNTER.read_text()), time.perf_counter()
             for _ in range(averaging.every):
                 averaging.batch(next(batches))
             took = time.perf_counter() - start
             dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
-            if number >= self._told["warm"] or (averaging.every > 1 and number):  # a cycle warms up by itself
+            if number >= warm:
                 self._ms[name].append(1e3 * took / averaging.every)
                 self._wire[name].append((int(COUNTER.read_text()) - before) / averaging.every)
                 done = torch.tensor(int(time.perf_counter() - begun > self._told["seconds"]))

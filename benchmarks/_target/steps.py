@@ -31,7 +31,7 @@ class Cell:
         run: its name in ``methods``.
         rate: of learning.
         seed: of weights and data.
-        until: losses of both halves that end it; None: dense runs, which go on to their budget.
+        until: losses of both halves that end it; None: dense runs, which set the targets.
     """
 
     run: str
@@ -65,16 +65,12 @@ class Steps:
         """Return all settings that a run depends on."""
         task = self.task
         settings = {"name": task.name, "ranks": task.ranks, "every": task.every, "decay": task.decay}
-        return {"task": settings, **asdict(cell), "run": self.runs[cell.run], "batches": self.batches(cell)}
+        return {"task": settings, **asdict(cell), "run": self.runs[cell.run], "batches": self.task.most}
 
     def code(self, cell: Cell) -> str:
         """Return the digest of the code that a run depends on."""
         by = f"benchmarks._target.{self.runs[cell.run]['by']}"
         return digest("benchmarks._target.training", self.task.data.__module__, by)
-
-    def batches(self, cell: Cell) -> int:
-        """Return how long a run takes at most."""
-        return self.task.budget if cell.run == DDP else self.task.most
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """Return what a run found, None if it is missing."""
@@ -143,9 +139,9 @@ class Steps:
         assert found is not None
         if not found["finite"] or not found["curve"]:
             return (math.inf,) * 3
-        last = found["curve"][-1][CHOOSING]
         if run == DDP:
-            return 0, 0, last
+            return 0, 0, at(found["curve"], CHOOSING, self.task.budget)
+        last = found["curve"][-1][CHOOSING]
         early, final = (reached(found["curve"], CHOOSING, each) for each in self.targets()[CHOOSING])
         return final or math.inf, early or math.inf, last
 
@@ -162,12 +158,12 @@ class Steps:
         curves = [each["curve"] for each in found if each is not None]
         if len(curves) < len(self.task.seeds):
             raise ValueError(NO_DENSE)
-        early = EARLY * self.task.budget
+        budget = self.task.budget
 
         def target(column: int) -> tuple[float, float]:
-            first = statistics.mean(next(row[column] for row in curve if row[0] >= early) for curve in curves)
-            last = statistics.mean(curve[-1][column] for curve in curves)
-            return round(first, 4), round(MARGIN * last, 4)
+            early = statistics.mean(at(curve, column, EARLY * budget) for curve in curves)
+            final = statistics.mean(at(curve, column, budget) for curve in curves)
+            return round(early, 4), round(MARGIN * final, 4)
 
         return {column: target(column) for column in (CHOOSING, REPORTED)}
 
@@ -183,6 +179,11 @@ class Steps:
         target, rate = self.targets()[REPORTED][place], self.best_rate(run)
         found = [self.get(self.cell(run, rate, seed)) for seed in self.task.seeds]
         return [reached(each["curve"], REPORTED, target) for each in found if each is not None]
+
+
+def at(curve: Curve, column: int, batch: float) -> float:
+    """Return the loss at the first evaluation from a batch on; infinity: the run ended before."""
+    return next((row[column] for row in curve if row[0] >= batch), math.inf)
 
 
 def reached(curve: Curve, column: int, target: float) -> int | None:

@@ -20,7 +20,7 @@ class Task:
         title: for people.
         data: takes the folder of the data; see ``training.Data``. Its module is a part of what cells depend on.
         ranks: how many train.
-        budget: batches of a rank in a dense run. Others get ``MOST`` times as many.
+        budget: batches of a rank after which dense runs set the target; every run gets ``MOST`` times as many.
         rates: learning rates that every method tries; the grid grows by a factor of 2 where the best is at its edge.
         seeds: of runs at the best rate; the first one chooses it.
         every: batches between two evaluations.

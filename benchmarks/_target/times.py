@@ -31,7 +31,7 @@ class Place:
         delay_ms: that a round trip takes at least.
         rounds: in which all rows take turns.
         warm: cycles of each round that do not count.
-        seconds: of a row's round at least, its warm cycles included.
+        seconds: of a row's round at least, after its warm cycles.
     """
 
     rate: str
@@ -77,12 +77,13 @@ class Times:
         Raises:
             RuntimeError: the machine is busy, the lab cannot be built, or a rank failed.
         """
+        lab = Lab(self.task.ranks, place.rate, place.delay_ms)
         if (share := busy()) > BUSY:
             raise RuntimeError(f"other programs take {share:.0%} of this machine; step times need it idle")
         told = {"task": self.task.name, "rows": list(self.rows), "root": str(root.absolute())}
         told |= {name: value for name, value in asdict(place).items() if name not in ("rate", "delay_ms")}
         start = time.perf_counter()
-        with Lab(self.task.ranks, place.rate, place.delay_ms) as lab:
+        with lab:
             found = run_ranks(lab, told, "benchmarks._target.rank")[0]
         found["seconds"] = round(time.perf_counter() - start, 1)
         self._store.put(*self._key(place), found)

@@ -90,6 +90,11 @@ REFUSED = [
     ("gossip", "network", "which only root may do"),
     ("choices", "", "which only root may do"),
     ("advise", "", "which only root may do"),
+    ("time_to_target", "--part steps", "--root: give the folder"),
+    ("time_to_target", "--part steps --root /nowhere", "/nowhere"),
+    ("time_to_target", "--part table --minutes 3", "change nothing"),
+    ("time_to_target", "--part times --root data --folder {folder}", "which only root may do"),
+    ("time_to_target", "--part table --folder {folder}", "dense runs, which are missing"),
 ]
 
 

@@ -55,7 +55,7 @@ def test_a_second_start_does_nothing(tmp_path, monkeypatch, capfd):
     cells = [json.loads(each.read_text()) for each in files]
     assert all(cell["commit"] and cell["digest"] and cell["found"]["finite"] for cell in cells)
     dense = cells[2]["found"]["curve"]
-    assert [row[0] for row in dense] == [2, 4]
+    assert [row[0] for row in dense] == [2, 4, 6]
     assert 1 < dense[-1][steps.REPORTED] < dense[0][steps.REPORTED] < 5
     assert capfd.readouterr().out.count("batches, loss") == 4
 
