@@ -44,7 +44,7 @@ def show_steps(steps: Steps) -> None:
     for run in steps.runs:
         both = [steps.to_target(run, place) for place in range(2)]
         if both[0] is None or both[1] is None or dense is None:
-            table.add_row(run, *["runs are missing"] * 1)
+            table.add_row(run, "runs are missing")
             continue
         columns = [" ".join(MISS if each is None else str(each) for each in found) for found in both if found]
         missed = sum(each is None for each in both[1])

@@ -30,6 +30,7 @@ class Store:
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._folder = folder
+        self._commit = commit()  # now: while something runs, there may be a new one
 
     def get(self, kind: str, name: str, settings: Any, code: str) -> dict[str, Any] | None:
         """Return what a cell found, or None if it is missing or other code made it.
@@ -50,7 +51,7 @@ class Store:
         """Write a cell, all of it or nothing."""
         path = self._path(kind, name, settings)
         path.parent.mkdir(parents=True, exist_ok=True)
-        cell = {"name": name, "settings": _plain(settings), "digest": code, "commit": commit(), "found": found}
+        cell = {"name": name, "settings": _plain(settings), "digest": code, "commit": self._commit, "found": found}
         # a number in a line of its own would make long files of curves
         text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", _text(cell, 1))
         beside = path.with_suffix(".part")
@@ -71,7 +72,6 @@ def _text(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent, sort_keys=indent is None, default=dataclasses.asdict)
 
 
-@cache
 def commit() -> str:
     """Return the commit of the working tree, with "+" if files differ from it; "unknown" outside of one."""
     try:
