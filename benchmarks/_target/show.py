@@ -147,7 +147,7 @@ def _panel(axis: Any, cells: list[Cell]) -> None:
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("kappa: float32 communication / computing")
-    axis.set_xticks([cell.kappa for cell in cells], [_tick(cell) for cell in cells], fontsize=7)
+    axis.set_xticks([cell.kappa for cell in cells], [_tick(cell) for cell in cells], fontsize=6.5)
     axis.xaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.grid(True, which="both", color="#e5e5e5", lw=0.6)
@@ -156,5 +156,5 @@ def _panel(axis: Any, cells: list[Cell]) -> None:
 def _tick(cell: Cell) -> str:
     rate, factor, ours = bits_per_second(cell.place.rate), cell.factor(), cell.best("ours")
     speed = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
-    won = f"\n{ours.method.name}\n{factor:.2f} x" if ours and factor else ""
+    won = "\n{}\n{:.2f} x".format(ours.method.name.replace(", ", ",\n"), factor) if ours and factor else ""
     return f"{cell.kappa:.2g}\n{speed}{won}"

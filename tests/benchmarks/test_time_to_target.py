@@ -59,6 +59,10 @@ def test_a_second_start_does_nothing(tmp_path, monkeypatch, capfd):
     assert 1 < dense[-1][steps.REPORTED] < dense[0][steps.REPORTED] < 5
     assert capfd.readouterr().out.count("batches, loss") == 4
 
+    files[0].unlink()
+    assert time_to_target.train(found, tmp_path, time_to_target.Clock(None)) == 0
+    assert json.loads(files[0].read_text())["found"]["curve"] == cells[0]["found"]["curve"]
+
     monkeypatch.setattr(time_to_target, "run_ranks", None)  # nothing is left to do
     again = Steps(task, store.Store(tmp_path / "cells"))
     assert time_to_target.train(again, tmp_path, time_to_target.Clock(None)) == 0
