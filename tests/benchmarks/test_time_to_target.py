@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import time_to_target
 from benchmarks._target import methods, steps, store, tasks
+from benchmarks._target import times as target_times
 from benchmarks._target.compose import Cell, compose, entry, seconds
 from benchmarks._target.show import draw, show, show_steps, write_csv
 from benchmarks._target.steps import Steps, reached
@@ -160,6 +161,14 @@ def test_every_phase_has_a_row_and_every_line_a_run():
         assert [first for first, _ in method.phases] == sorted({first for first, _ in method.phases})
         assert method.phases[0][0] == 0
     assert set(methods.OF_AUTO.values()) <= runs.keys()
+
+
+def test_step_times_need_an_idle_machine(tmp_path, monkeypatch):
+    times = Times(TASK, store.Store(tmp_path), [PLACE])
+    monkeypatch.setattr(target_times, "Lab", lambda *_: None)
+    monkeypatch.setattr(target_times, "busy", lambda: 0.9)
+    with pytest.raises(RuntimeError, match="take 90% of this machine"):
+        times.measure(PLACE, tmp_path)
 
 
 def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypatch, capsys):
