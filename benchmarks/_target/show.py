@@ -34,7 +34,7 @@ LINES = {
 
 
 def show_steps(steps: Steps) -> None:
-    """Print every complete method's batches to both targets, and the names of the others."""
+    """Print every method's batches to both targets; of those that are not complete, by what is there so far."""
     targets = steps.targets()[REPORTED]
     said = [f"{loss:.4f} ({which})" for loss, which in zip(targets, TARGETS, strict=True)]
     table = Table(title=f"{steps.task.title}: batches to a held-out loss of {' and '.join(said)}, by seed")
@@ -42,16 +42,17 @@ def show_steps(steps: Steps) -> None:
         table.add_column(name, no_wrap=name == "run")
     dense = steps.to_target(DDP, 1)
     for run in steps.runs:
-        both = [steps.to_target(run, place) for place in range(2)]
-        if both[0] is None or both[1] is None or dense is None:
-            table.add_row(run, "runs are missing")
+        both = [steps.so_far(run, place) for place in range(2)]
+        columns = [" ".join(MISS if each is None else str(each) for each in found) for found in both]
+        rate = " ".join(f"{each:g}" for each in steps.tried(run)[:1])
+        if dense is None or steps.next_of(run) is not None:
+            table.add_row(run, rate, *columns, "incomplete")
             continue
-        columns = [" ".join(MISS if each is None else str(each) for each in found) for found in both if found]
         missed = sum(each is None for each in both[1])
         pairs = zip(both[1], dense, strict=True)
         over = [(each or steps.task.most) / (own or steps.task.budget) for each, own in pairs]
         ratio = f"{sum(over) / len(over):.2f}"
-        table.add_row(run, f"{steps.best_rate(run):g}", *columns, ratio, f"{missed} of {len(dense)}" if missed else "")
+        table.add_row(run, rate, *columns, ratio, f"{missed} of {len(dense)}" if missed else "")
     Console(width=WIDTH).print(table)
 
 

@@ -81,16 +81,15 @@ class Steps:
         self._store.put(f"{self.task.name}/steps", cell.name, self.key(cell), self.code(cell), found)
 
     def missing(self) -> Iterator[Cell]:
-        """Yield a run to do next of every method that is not complete, the most important first.
+        """Yield a run to do next of every method that is not complete: first of those that have the fewest.
 
         Nothing but dense runs can start before the targets are fixed.
         """
-        for run in self.runs:
-            cell = self.next_of(run)
-            if cell is not None:
-                yield cell
-                if run == DDP:
-                    return
+        if (dense := self.next_of(DDP)) is not None:
+            yield dense
+            return
+        cells = [cell for cell in map(self.next_of, self.runs) if cell is not None]
+        yield from sorted(cells, key=lambda cell: len(self.tried(cell.run)))  # stable: the most important of them first
 
     def next_of(self, run: str) -> Cell | None:
         """Return a method's next run, None if it is complete: the rates with the first seed, then the other seeds."""
@@ -112,6 +111,11 @@ class Steps:
         """Return the run of the next rate to try."""
         cells = [self.cell(run, rate, self.task.seeds[0]) for rate in self.grid(run)]
         return next((each for each in cells if self.get(each) is None), None)
+
+    def tried(self, run: str) -> list[float]:
+        """Return the rates that are done with the first seed, the best first."""
+        cells = [self.cell(run, rate, self.task.seeds[0]) for rate in self.grid(run)]
+        return sorted((each.rate for each in cells if self.get(each)), key=lambda rate: self._score(run, rate))
 
     def grid(self, run: str) -> list[float]:
         """Return the rates of a method as far as they are known to be needed, the middle first."""
@@ -174,10 +178,12 @@ class Steps:
             run: its name.
             place: of the target, 0 for the early one, 1 for the final one.
         """
-        if self.next_of(run) is not None:
-            return None
-        target, rate = self.targets()[REPORTED][place], self.best_rate(run)
-        found = [self.get(self.cell(run, rate, seed)) for seed in self.task.seeds]
+        return self.so_far(run, place) if self.next_of(run) is None else None
+
+    def so_far(self, run: str, place: int) -> list[int | None]:
+        """Return ``to_target`` of those seeds that are done at the best of the rates that are done."""
+        target, rates = self.targets()[REPORTED][place], self.tried(run)[:1]
+        found = [self.get(self.cell(run, rate, seed)) for rate in rates for seed in self.task.seeds]
         return [reached(each["curve"], REPORTED, target) for each in found if each is not None]
 
 

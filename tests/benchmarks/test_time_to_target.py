@@ -104,6 +104,22 @@ def test_targets_and_rates_are_chosen(known):
     assert known.targets()[steps.CHOOSING] == (2.4, 2.02)
     assert [known.to_target(methods.DDP, place) for place in range(2)] == [[16, 16], [20, 20]]
     assert known.to_target("accumulation 2, fp16", 1) == [20, None]
+    assert known.tried("accumulation 2, fp16")[0] == 0.01
+
+
+def test_a_method_that_is_not_complete_shows_what_is_there(known, capsys):
+    name = "accumulation 2, fp16"
+    known._store._path("t/steps", *lost(known, name, 0.01, 1)).unlink()
+    assert known.next_of(name) == known.cell(name, 0.01, 1)
+    assert known.to_target(name, 1) is None
+    assert known.so_far(name, 1) == [20]
+    show_steps(known)
+    assert "incomplete" in capsys.readouterr().out
+
+
+def lost(known, *of):
+    cell = known.cell(*of)
+    return cell.name, known.key(cell)
 
 
 def test_a_target_is_reached_at_the_first_evaluation_below_it():
