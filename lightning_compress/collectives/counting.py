@@ -49,15 +49,11 @@ class _Span:
         self._spans.append((self._name, self._starts.pop(), self._now()))
 
 
-EARLY = (0, 2)
-"""Completed steps before those that are always sampled: the first one, and one that does not load kernels."""
-
-
 class Meter:
     """Counters of one rank.
 
     Attributes:
-        sample_every: measure time and error in every n-th step, and in those of ``EARLY``; 0: never.
+        sample_every: measure time and error in every n-th step, and in the first; 0: never.
         sampling: whether they are measured now.
         encode, exchange, decode: contexts whose time counts as that, in sampled steps.
         steps: completed steps.
@@ -90,7 +86,7 @@ class Meter:
 
     def begin_step(self) -> None:
         """Begin a step, and sample it if that is due."""
-        due = bool(self.sample_every) and (self.steps in EARLY or (self.steps + 1) % self.sample_every == 0)
+        due = self.steps == 0 or (self.steps + 1) % self.sample_every == 0 if self.sample_every else False
         self.sampling = due
         self._started = (self.bytes_sent, self.bytes_dense)
         if due:

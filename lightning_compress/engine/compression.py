@@ -358,7 +358,7 @@ class Compression:
     def stats(self) -> dict[str, float]:
         """Return traffic of the last step and in total, time and error of the last sampled step.
 
-        Waits for the device. Sampled steps are the first, the third and every ``meter.sample_every``-th.
+        Waits for the device. Sampled steps are the first one and every ``meter.sample_every``-th.
 
         Returns:
             of the last step: ``bytes_sent``, ``bytes_dense`` (what stock DistributedDataParallel sends), ``ratio``. Of
