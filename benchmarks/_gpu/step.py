@@ -20,9 +20,15 @@ from benchmarks._gpu.memory import allocated, give_back
 from benchmarks._gpu.trace import overlap
 from benchmarks._models import MODELS, SMALL, Training
 from benchmarks._network.hooks import PYTORCH
+from benchmarks._network.methods import SETS
 from benchmarks._timing import waits_for_device
 from lightning_compress.engine.optimizers import unwatch, watch
 
+PAPERS: dict[str, dict[str, object]] = {
+    name: {"name": each["compressor"]} if isinstance(each["compressor"], str) else each["compressor"]
+    for name, each in SETS["papers"].items()
+}
+"""The compressors that the lab compares as the FFT paper did."""
 METHODS: dict[str, dict[str, object]] = {
     "none": {},
     "onebit": {"name": "onebit"},
@@ -32,10 +38,7 @@ METHODS: dict[str, dict[str, object]] = {
     "dgc": {"name": "dgc"},
     "powersgd": {"name": "powersgd"},
     "fft": {"name": "fft"},
-    "fft, paper": {"name": "fft", "theta": 0.85, "bits": 10},
-    "qsgd, paper": {"name": "qsgd", "bits": 4, "bucket": 512},
-    "terngrad, paper": {"name": "terngrad"},
-    "topk, paper": {"name": "topk", "density": 0.15},
+    **PAPERS,
     "PyTorch bf16": {},
     "PyTorch PowerSGD 1": {},
 }

@@ -88,8 +88,7 @@ class ModuloAverage(PairwiseAverage):
             return super()._ask(links, peer)
         step = float(self._settings.step(torch.tensor(theta, dtype=torch.float64)))
         room, packed = self._read(peer), torch.empty(self._bytes, dtype=torch.uint8)
-        block = Blocks(torch.tensor([len(room)]), torch.tensor([step], dtype=torch.float64))
-        found = self._lattice.encode(room, block, None, 0, packed)
+        found = self._lattice.encode(room, Blocks.single(len(room), step, room.device), None, 0, packed)
         reply = links.ask(peer, CODES, len(self._open), step, [found, packed])
         if reply.kind == BUSY:
             return False

@@ -50,6 +50,11 @@ class Blocks(NamedTuple):
     sizes: Tensor
     steps: Tensor
 
+    @classmethod
+    def single(cls, numel: int, step: float, device: torch.device) -> Blocks:
+        """Return one block of ``numel`` elements."""
+        return cls(torch.tensor([numel], device=device), torch.tensor([step], dtype=torch.float64, device=device))
+
     def spread(self, values: Tensor) -> Tensor:
         """Repeat the value of each block for all of its elements."""
         return torch.repeat_interleave(values, self.sizes)
@@ -162,7 +167,7 @@ class Lattice:
         if self._fast:
             word, largest = self._fast.differences(x.numpy(), step, self.bits, packed.numpy(), most, found.numpy())
             return _signed(int(word)), int(largest), found
-        scaled = _scaled(x, Blocks(torch.tensor([len(x)], device=x.device), torch.tensor([step], dtype=torch.float64)))
+        scaled = _scaled(x, Blocks.single(len(x), step, x.device))
         cells = self.recover(scaled, None, packed)
         apart = cells - torch.floor(scaled).long()
         found.copy_(apart.clamp(-most - 1, most))
