@@ -22,7 +22,7 @@ from benchmarks._local import Alone, Local
 from benchmarks._network import replay
 from benchmarks._network.methods import local, make, optimizer
 from benchmarks._network.models import MODELS, batch
-from benchmarks._network.ping import round_trip_ms
+from benchmarks._network.report import report
 from benchmarks._network.trace import Recorder, Turn
 from lightning_compress.exchanges.message import MessagePlan
 
@@ -31,15 +31,8 @@ COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 def main(arguments: dict[str, Any]) -> None:
     """Join the others and do what is told."""
-    torch.set_num_threads(1)
-    address = f"tcp://{arguments['master']}:29500"
-    dist.init_process_group("gloo", init_method=address, rank=arguments["rank"], world_size=arguments["ranks"])
-    found = replay.play(arguments, COUNTER) if "traces" in arguments else Measuring(arguments).run()
-    dist.barrier()
-    ping = round_trip_ms(arguments["rank"], arguments["ranks"], arguments["master"])
-    Path(arguments["result"]).write_text(json.dumps(found | {"ping_ms": ping}))
-    dist.barrier()
-    dist.destroy_process_group()
+    replayed = "traces" in arguments
+    report(arguments, lambda: replay.play(arguments, COUNTER) if replayed else Measuring(arguments).run())
 
 
 class Measuring:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._network.ping import round_trip_ms
 from benchmarks._network.rank import COUNTER
+from benchmarks._network.report import report
 from benchmarks._target.methods import AUTO, rows
 from benchmarks._target.tasks import TASKS
 from benchmarks._target.training import build
@@ -28,15 +28,7 @@ RATE = 1e-3
 
 def main(told: dict[str, Any]) -> None:
     """Measure what is told: ``task``, ``rows``, ``root``, ``rounds``, and ``warm`` and ``seconds`` of each round."""
-    torch.set_num_threads(1)
-    address = f"tcp://{told['master']}:29500"
-    dist.init_process_group("gloo", init_method=address, rank=told["rank"], world_size=told["ranks"])
-    found = Timing(told).run()
-    dist.barrier()
-    ping = round_trip_ms(told["rank"], told["ranks"], told["master"])
-    Path(told["result"]).write_text(json.dumps(found | {"ping_ms": ping}))
-    dist.barrier()
-    dist.destroy_process_group()
+    report(told, lambda: Timing(told).run())
 
 
 class Timing:
