@@ -22,25 +22,27 @@ def launched(monkeypatch):
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    seen, within, device_of = [], [], torch.cuda.device_of
+    from lightning_compress.kernels.triton import launch
+
+    seen, within, on_device_of = [], [], launch.on_device_of
 
     @contextmanager
     def recorded(tensor):
         seen.append(tensor)
         within.append(tensor)
-        with device_of(tensor):
+        with on_device_of(tensor):
             yield
         within.pop()
 
     def checked(run):
-        def launch(self, *given, **options):
+        def checked_run(self, *given, **options):
             ours = self.fn.__module__.startswith("lightning_compress.")
             assert within or not ours, f"{self.fn.__name__} is no kernel of kernels/triton/launch.py"
             return run(self, *given, **options)
 
-        return launch
+        return checked_run
 
-    monkeypatch.setattr(torch.cuda, "device_of", recorded)
+    monkeypatch.setattr(launch, "on_device_of", recorded)
     for each in (JITFunction, InterpretedFunction):
         monkeypatch.setattr(each, "run", checked(each.run))
     return seen

@@ -8,7 +8,7 @@ from lightning_compress.core.layout import Layout
 from tests.triton.cases import TOLERANT
 
 CPU = torch.device("cpu")
-NUMELS = {"whole": 1, "odd": 2.3, "short": 0.4}
+NUMELS = {"whole": 1, "odd": 2.3, "short": 0.4, "shorter": 0.2, "shortest": 0.1}
 
 
 def _plan(given, layout, device):
@@ -32,7 +32,7 @@ def _cases():
     first = {each["name"]: each for each in reversed(TOLERANT)}
     for given in TOLERANT:
         for name, share in NUMELS.items():
-            usual = name != "whole" or given == first[given["name"]]
+            usual = name in ("odd", "short") or given == first[given["name"]] or given["block"] == 64
             label = "-".join(map(str, (name, *given.values())))
             yield pytest.param(given, share, id=label, marks=() if usual else pytest.mark.thorough)
 

@@ -76,11 +76,11 @@ def limit(length):
 def measure(
     first, second, errors, table, step: tl.int64, start, length: tl.int64,
     L: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
-    BITS: tl.constexpr, SUM: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Write the squared error of each block of the sample with each candidate, one program per pair."""
+    """Write the squared error of each block of the sample with each candidate, one program, of equal rows, per pair."""
     mantissa = tl.program_id(1)
-    number = tl.program_id(0) * step + tl.arange(0, 1)
+    number = tl.program_id(0) * step + tl.zeros([ROWS], tl.int64)
     index, inside = indices(number, number >= 0, start, length, L)
     numbers = read_sum(first, second, index, inside, SUM, False)
     _, kept, last, _, _, _ = _select(numbers, table, L, KEEP)
@@ -90,7 +90,8 @@ def measure(
         minifloat_triton.error(last, *format).to(tl.float64),
     )
     total = tl.sum(error * error, axis=1) + tl.sum(final * final, axis=1)
-    tl.store(errors + tl.program_id(0) * tl.num_programs(1) + mantissa + tl.arange(0, 1), total)
+    row = tl.arange(0, ROWS)
+    tl.store(errors + tl.program_id(0) * tl.num_programs(1) + mantissa + row, total, mask=row == 0)
 
 
 @triton.jit

@@ -26,6 +26,8 @@ LONGEST = 8192
 """Largest number of elements of a block, because one program holds it in registers."""
 _TILE = 2048
 """Elements that a program handles: several blocks if they are shorter."""
+_LEAST_TILE = 128
+"""Least of them: a compiled program in which threads of a warp hold copies of a number chose other coefficients."""
 _CODES = 1 << 24
 """Largest number of codes that wait to be packed: 64 MiB."""
 _PACKED = 2048
@@ -47,7 +49,12 @@ class _Launch:
     @property
     def rows(self) -> int:
         """Blocks that a program handles."""
-        return max(1, min(_TILE // self.area.padded, triton.next_power_of_2(self.area.blocks)))
+        return max(self.least_rows, min(_TILE // self.area.padded, triton.next_power_of_2(self.area.blocks)))
+
+    @property
+    def least_rows(self) -> int:
+        """Least number of rows of a program; those beyond the last block are not written."""
+        return max(1, _LEAST_TILE // self.area.padded)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -123,7 +130,7 @@ class Spectra:
         area = launch.area
         coefficients_triton.measure[(len(area.sample), errors.shape[1])](
             first, second, errors, launch.table, area.sample.step, area.start, area.length, **launch.constants,
-            SUM=both, num_warps=max(1, area.padded // 512),
+            ROWS=launch.least_rows, SUM=both, num_warps=max(1, area.padded // 512),
         )  # fmt: skip
 
     def _encode(

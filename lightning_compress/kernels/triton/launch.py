@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,11 +30,19 @@ def kernel(function: Callable[..., None] | None = None, **settings: Any) -> Any:
     compiled = triton.jit(function, **settings)
 
     def run(*arguments: Any, **options: Any) -> Any:
-        with torch.cuda.device_of(arguments[0]):
+        with on_device_of(arguments[0]):
             return type(compiled).run(compiled, *arguments, **options)
 
     compiled.run = run
     return compiled
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return the context in which a tensor's device is the current one: none if it is, because entering one is slow."""
+    device = tensor.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def sources(vector: Tensor, summands: Summands) -> tuple[Tensor, Tensor, bool]:
