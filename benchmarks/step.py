@@ -37,7 +37,12 @@ def tasks_of(arguments: argparse.Namespace) -> list[isolated.Task]:
     pairs = [(model, precision) for model in arguments.models for precision in arguments.precisions]
     each = 0.4 * arguments.seconds / len(pairs)  # the rest is setting up
     shared = {"methods": arguments.methods, "ranks": arguments.ranks, "device": arguments.device}
-    shared |= {"small": arguments.small, "seconds": each, "setup": min(150.0, 0.5 * arguments.seconds)}
+    shared |= {
+        "bucket_mb": arguments.bucket_mb,
+        "small": arguments.small,
+        "seconds": each,
+        "setup": min(150.0, 0.5 * arguments.seconds),
+    }
     tasks = [{"model": model, "precision": precision, **shared, "trace": None} for model, precision in pairs]
     tasks[0]["trace"] = arguments.trace
     return tasks
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--bucket-mb", type=float, help="the most that a bucket has (default: PyTorch's 25)")
     parser.add_argument("--ranks", type=int, default=8, help="whose work is done (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="for all of it (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._gpu import echo
@@ -19,7 +20,7 @@ from benchmarks._gpu.isolated import FATAL, Row, Task, breaks_device, said
 from benchmarks._gpu.memory import allocated, give_back
 from benchmarks._gpu.trace import overlap
 from benchmarks._models import MODELS, SMALL, Training
-from benchmarks._network.hooks import PYTORCH
+from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.methods import SETS
 from benchmarks._timing import waits_for_device
 from lightning_compress.engine.optimizers import unwatch, watch
@@ -43,6 +44,11 @@ METHODS: dict[str, dict[str, object]] = {
     "PyTorch PowerSGD 1": {},
 }
 """What is compared; "none" has no hook. PyTorch's reduce over this process alone, by its back end."""
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "PyTorch bf16": (lambda: None, bf16_mean),
+    "PyTorch PowerSGD 1": (lambda: power_sgd_state(1), powerSGD_hook),
+}
+"""PyTorch's: what makes the state of each, and the hook."""
 WARM = 6
 """Steps before anything is measured: buckets are rebuilt after the first, kernels compiled, memory taken."""
 BLOCK = 6
@@ -62,17 +68,27 @@ class Trainer:
         ranks: that are pretended.
         precision: "tf32", or "bf16" for autocast.
         device: where.
+        bucket_mb: the most that a bucket of gradients has; None: PyTorch's 25.
     """
 
-    def __init__(self, training: Training, name: str, ranks: int, precision: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        training: Training,
+        name: str,
+        ranks: int,
+        precision: str,
+        device: torch.device,
+        bucket_mb: float | None = None,
+    ) -> None:
         method = METHODS[name]
         torch.manual_seed(0)
         module = training.make().to(device)
         self._device, self._bf16 = device, precision == "bf16"
-        if name in PYTORCH:
-            self._ddp = PYTORCH[name](module)[0]
-        else:
-            self._ddp = DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
+        devices = [device.index] if device.type == "cuda" else None
+        self._ddp = DistributedDataParallel(module, device_ids=devices, bucket_cap_mb=bucket_mb)
+        if name in HOOKS:
+            make, hook = HOOKS[name]
+            self._ddp.register_comm_hook(make(), hook)
         self._compression = echo.compress(self._ddp, method, ranks) if method else None
         if self._compression is not None:
             unwatch(self._compression)
@@ -125,7 +141,8 @@ def measure(task: Task) -> Row:
 
     Args:
         task: ``model``, ``precision``, ``methods``, ``ranks``, ``device``, ``small``, ``seconds`` for timing,
-            ``setup``, seconds after which no method is made ready any more, and ``trace``, a file or None.
+            ``setup``, seconds after which no method is made ready any more, ``bucket_mb``, see ``Trainer``, and
+            ``trace``, a file or None.
 
     Returns:
         the task, ``numel``, and in ``measured`` a row for each: ``ms`` (median), ``blocks`` (medians of each block),
@@ -180,7 +197,7 @@ def _begin(name: str, trainers: dict[str, Trainer], training: Training, task: Ta
     give_back(device)
     before = allocated(device)
     try:
-        trainer = Trainer(training, name, task["ranks"], task["precision"], device)
+        trainer = Trainer(training, name, task["ranks"], task["precision"], device, task["bucket_mb"])
         trainer.steps(WARM)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
