@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.contrib.mesimp import MeSimp
     from lightning_compress.contrib.theta_recovery import ThetaRecovery
+    from lightning_compress.strategies.asynchronous import AsyncGossipStrategy
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
     from lightning_compress.strategies.constructors import GossipStrategy, LocalSGDStrategy
 
 _LIGHTNING = {
+    "AsyncGossipStrategy": "strategies.asynchronous",
     "CommunicationMonitor": "callbacks.monitor",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
     "GossipStrategy": "strategies.constructors",
@@ -52,6 +54,7 @@ def _register(_: ModuleType) -> None:
     """Register our strategies with Lightning, whichever of the two packages is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
     import_module("lightning_compress.strategies.constructors")
+    import_module("lightning_compress.strategies.asynchronous")
 
 
 @when_imported("pytorch_lightning")
@@ -66,6 +69,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "AsyncGossipStrategy",
     "Codec",
     "CommunicationMonitor",
     "Comparison",

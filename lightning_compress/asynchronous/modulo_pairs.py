@@ -14,6 +14,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,21 +50,7 @@ class ModuloAverage(PairwiseAverage):
     """
 
     def __init__(self, model: SharedModel, settings: Moniqua) -> None:
-        if settings.bits not in BITS:
-            raise ValueError(
-                f"moniqua: bits={settings.bits}: models that are averaged at different times by codes so coarse drift "
-                "apart; use 4 or 8 bits, or an algorithm whose ranks wait for each other, such as 'dpsgd'"
-            )
-        if settings.rounding not in (None, "nearest"):
-            raise ValueError(
-                f"moniqua: rounding={settings.rounding!r} needs random numbers that are equal on all ranks, and ranks "
-                "that do not wait have none; use rounding='nearest' or leave it out"
-            )
-        if settings.theta != "estimated" or not settings.verify:
-            raise ValueError(
-                f"moniqua: theta={settings.theta!r} and verify={settings.verify}: ranks that do not wait learn theta "
-                "from their answers, and need the hashes; leave both out"
-            )
+        check_settings(settings)
         super().__init__(model, settings.share)
         self._settings = Moniqua(settings.bits, "nearest", settings.slack)
         self._bits = settings.bits
@@ -98,6 +85,15 @@ class ModuloAverage(PairwiseAverage):
         self._model.move(self._change(self._unpacked(reply.body), step, reply.clock), -1.0)
         self._learn(peer, reply.number)
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``PairwiseAverage``: the theta of each edge, and the number of questions."""
+        return {"theta": _by_text(self._theta), "count": _by_text(self._count)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``PairwiseAverage``."""
+        self._theta = {int(peer): float(theta) for peer, theta in state["theta"].items()}
+        self._count = Counter({int(peer): int(count) for peer, count in state["count"].items()})
 
     def _learn(self, peer: int, apart: float) -> None:
         self._theta[peer] = max(MARGIN * apart, SHRINK * self._theta.get(peer, 0.0), LEAST)
@@ -137,3 +133,26 @@ class ModuloAverage(PairwiseAverage):
         unpack_plane(packed, 0, self._bits, codes)
         cells: Tensor = codes[: self._model.numel].to(torch.int16) - 2 ** (self._bits - 1)
         return cells
+
+
+def check_settings(settings: Moniqua) -> None:
+    """Raise ValueError for settings that ranks cannot have that do not wait for each other."""
+    if settings.bits not in BITS:
+        raise ValueError(
+            f"moniqua: bits={settings.bits}: models that are averaged at different times by codes so coarse drift "
+            "apart; use 4 or 8 bits, or an algorithm whose ranks wait for each other, such as 'dpsgd'"
+        )
+    if settings.rounding not in (None, "nearest"):
+        raise ValueError(
+            f"moniqua: rounding={settings.rounding!r} needs random numbers that are equal on all ranks, and ranks "
+            "that do not wait have none; use rounding='nearest' or leave it out"
+        )
+    if settings.theta != "estimated" or not settings.verify:
+        raise ValueError(
+            f"moniqua: theta={settings.theta!r} and verify={settings.verify}: ranks that do not wait learn theta "
+            "from their answers, and need the hashes; leave both out"
+        )
+
+
+def _by_text(numbers: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(peer): number for peer, number in numbers.items()}

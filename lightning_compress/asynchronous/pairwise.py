@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_compress.asynchronous.shared_model import SharedModel
 from lightning_compress.collectives.links import FIRST_KIND, Links, Message, Reply
+from lightning_compress.gossip.algorithm import LARGEST
 
 MODEL, CHANGE, BUSY, CODES, CELLS, AGAIN = range(FIRST_KIND, FIRST_KIND + 6)
 """Kinds of messages: a question, its answer, and the answer of a rank that is not to be moved now. By Moniqua: a
@@ -38,6 +41,8 @@ class PairwiseAverage:
     Attributes:
         paused: questions are answered with ``BUSY``.
         answered: number of questions that moved this model.
+        asked: number of answers that moved this model, by neighbour.
+        lags: steps of this rank from its questions to their answers, summed, by neighbour.
     """
 
     def __init__(self, model: SharedModel, share: float = 0.5) -> None:
@@ -47,6 +52,7 @@ class PairwiseAverage:
         self._rooms: dict[int, Tensor] = {}
         self._open: dict[int, int] = {}
         self.paused, self.answered = False, 0
+        self.asked, self.lags = Counter[int](), Counter[int]()  # the thread that asks a neighbour writes its own
 
     @property
     def kinds(self) -> Mapping[int, int]:
@@ -58,12 +64,17 @@ class PairwiseAverage:
 
         Raises:
             GoneError: a rank is gone.
+            ValueError: this rank's model is not finite.
         """
-        self._open[peer] = links.rank
+        self._open[peer], begun = links.rank, self._model.steps
         try:
-            return self._ask(links, peer)
+            moved = self._ask(links, peer)
         finally:
             del self._open[peer]
+        if moved:
+            self.asked[peer] += 1
+            self.lags[peer] += self._model.steps - begun
+        return moved
 
     def _ask(self, links: Links, peer: int) -> bool:
         room = self._read(peer)
@@ -78,6 +89,8 @@ class PairwiseAverage:
         """Return this rank's model, in memory of the thread that asks this neighbour."""
         room = self._rooms.setdefault(peer, torch.empty(self._model.numel))
         self._model.read(room)
+        if len(room) and not float(torch.linalg.vector_norm(room, torch.inf)) < LARGEST:
+            raise ValueError("its model is not finite, and was not given to others; lower the learning rate")
         return room
 
     def _learn(self, peer: int, apart: float) -> None:
@@ -108,12 +121,21 @@ class PairwiseAverage:
             )
         self._model.read(self._own)
         change = theirs.sub_(self._own)
-        apart = float(change.abs().max()) if len(change) else 0.0
+        apart = float(torch.linalg.vector_norm(change, torch.inf)) if len(change) else 0.0
+        if not apart < LARGEST:  # this rank's model is not finite; its next question says so
+            return Reply(BUSY)
         self._model.move(change.mul_(self._share(others)))
         return Reply(CHANGE, 0, apart, [change])
 
     def _share(self, others: int) -> float:
         return min(self._most, 1 / (1 + max(1, others)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of the neighbours."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a ``state_dict``."""
 
     def pause(self) -> None:
         """Move this model no more until ``resume``; answers that are under way are finished first."""

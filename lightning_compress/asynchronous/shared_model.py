@@ -21,6 +21,7 @@ class SharedModel:
 
     Attributes:
         numel: elements of all parameters.
+        steps: how many times ``end`` was reached, after ``begin``.
         moved: float32 ``[numel]``.
     """
 
@@ -28,7 +29,7 @@ class SharedModel:
         self._parameters = [each.detach() for each in parameters]
         self.numel = sum(each.numel() for each in self._parameters)
         self.moved = torch.zeros(self.numel)
-        self._lock, self._held, self._touched = threading.Lock(), False, False
+        self._lock, self._held, self._touched, self.steps = threading.Lock(), False, False, 0
 
     def read(self, out: Tensor) -> None:
         """Write the model to ``out``, float32 ``[numel]``. Waits for the optimizer while it steps."""
@@ -64,4 +65,5 @@ class SharedModel:
             self.moved.zero_()
             self._touched = False
         self._held = False
+        self.steps += 1
         self._lock.release()

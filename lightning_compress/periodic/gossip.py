@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import Collective, CountingCollective
-from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core import errors
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.vector import squares
 from lightning_compress.engine.checks import check_initialized
 from lightning_compress.gossip.algorithm import LARGEST, Algorithm, Mixing
 from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
@@ -212,17 +210,8 @@ class Gossip(Synchroniser):
     def _averaged(self, plain: bool) -> dict[str, Tensor]:
         if self._alone or (self.evaluate == "local" and not plain):
             return {}
-        named = self.named()
-        self._heal(named)
-        doing = f"averaging all models after {self.attempts} steps"
-        means = mean_of({name: named[name] for name in self._mixes}, self.counted, doing)
-        distance, norm = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
-        for name, mean in means.items():
-            distance += squares(named[name].detach(), mean)
-            norm += squares(mean)
-        with errors.explained(doing, self.ranks.rank):
-            self.counted.all_reduce(distance)
-        self._consensus = (float(distance) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
+        self._heal(self.named())
+        means, self._consensus = self._means(self._mixes)
         return means | self._rest(self._mixes)
 
     def finish(self) -> None:

@@ -28,6 +28,7 @@ from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core import errors
 from lightning_compress.core.state_dict import checksum
+from lightning_compress.core.vector import squares
 from lightning_compress.periodic.module_buffers import BufferRules, mean_buffers
 
 
@@ -108,7 +109,8 @@ class Synchroniser(ABC):
         may_unfreeze: parameters that are frozen at the start may be trained later. Set it before ``start``.
         steps_per_count: optimizer steps that the meters count as one step.
         epoch: current epoch, for schedules. The training loop sets it.
-        attempts: optimizer steps so far, equal on all ranks; includes those that a GradScaler skipped.
+        attempts: optimizer steps so far; includes those that a GradScaler skipped. Equal on all ranks, unless the ranks
+            do not wait for each other.
         model, optimizers, ranks, device, meeting: of the current fit.
         counted: ``ranks``, with a meter that counts the bytes.
 
@@ -240,6 +242,10 @@ class Synchroniser(ABC):
     def _averaged(self, plain: bool) -> dict[str, Tensor]:
         """See ``averaged_model``."""
 
+    def furthest(self) -> int:
+        """Return the largest number of steps of any rank. Collective: every rank must call it."""
+        return self.attempts
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state besides model and optimizers. What is under ``"common"`` is equal on all ranks."""
@@ -325,6 +331,18 @@ class Synchroniser(ABC):
         """Raise on all ranks if one of them has a problem, or if their settings differ."""
         advice = f"{consensus.SAME_ARGUMENTS}. Rank {ranks.rank} has {settings!r}"
         consensus.check({f"settings of {self.kind}": settings}, problem, ranks, device, advice)
+
+    def _means(self, names: Iterable[str]) -> tuple[dict[str, Tensor], float]:
+        """Return the means of parameters over the ranks, and how far the models are from it, as a share of its norm."""
+        named, doing = self.named(), f"averaging all models after {self.attempts} steps"
+        means = mean_of({name: named[name] for name in names}, self.counted, doing)
+        distance, norm = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
+        for name, mean in means.items():
+            distance += squares(named[name].detach(), mean)
+            norm += squares(mean)
+        with errors.explained(doing, self.ranks.rank):
+            self.counted.all_reduce(distance)
+        return means, (float(distance) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
 
     def _rest(self, averaged: Collection[str], buffers: bool = True) -> dict[str, Tensor]:
         """Return what else differs between ranks: means of frozen parameters, and buffers by the rules. Collective."""

@@ -72,8 +72,6 @@ class PeriodicMixin(CommonMixin):
         """
         return self.synchroniser.attempts
 
-    # a fit
-
     def setup(self, trainer: Any) -> None:
         """Set up the fit and start the synchroniser; before that, raise on every rank if settings cannot work."""
         if trainer.state.fn != "fit":
@@ -87,7 +85,7 @@ class PeriodicMixin(CommonMixin):
         self.synchroniser.check(module, ranks, self.root_device)
         self._trainer, self._shared, self._replaced, self._counts = trainer, None, None, {}
         self._started = self._ended = self._swa = False
-        self.rendezvous, self._fitting = Rendezvous.apart(trainer, self._timeout), True
+        self.rendezvous, self._fitting = self._make_rendezvous(trainer), True
         self._resume.begin(ranks, self.root_device)
         loop = trainer.fit_loop
         vars(loop)["on_run_end"] = lambda: self._end(type(loop).on_run_end.__get__(loop))
@@ -100,6 +98,9 @@ class PeriodicMixin(CommonMixin):
         self._recount = Recount(module, self.synchroniser.rules, wanted=self.synchroniser.needs_recount)
         watched = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
         self._watched = [optimizer.register_step_post_hook(self._after_step) for optimizer in watched]
+
+    def _make_rendezvous(self, trainer: Any) -> Rendezvous:
+        return Rendezvous.apart(trainer, self._timeout)
 
     def configure_ddp(self) -> None:
         """Broadcast rank 0's parameters and buffers; the model is not wrapped."""
@@ -293,7 +294,9 @@ class PeriodicMixin(CommonMixin):
                     del tree["model"][name]
             path = str(filepath) if self.gives_up else self.broadcast(str(filepath))  # may contain a rank's own metric
             method = self.synchroniser.method
-            self._resume.save(self.checkpoint_io, path, checkpoint, method, self.attempts, tree, self.gives_up)
+            self._resume.save(
+                self.checkpoint_io, path, checkpoint, method, self._final_synchroniser.furthest(), tree, self.gives_up
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _frozen_in(self, saved: Mapping[str, Any]) -> set[str]:
@@ -342,8 +345,6 @@ class PeriodicMixin(CommonMixin):
             self.precision_plugin.load_state_dict(tree["precision"])
         synchroniser.load_state_dict(state_dict.moved(tree["own"] | {"common": tree["common"]["own"]}, device))
         self._recount.last = state_dict.moved(tree["common"]["counted"], device)
-
-    # figures
 
     def comm_stats(self) -> dict[str, Any]:
         """Return the traffic of the last round and in total; ``bytes_dense``: what stock DDP sends in as many steps.

@@ -1,0 +1,373 @@
+"""Asynchronous gossip: each rank averages its model with one neighbour at a time, and none waits for another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_compress.asynchronous.board import FIRST, Board
+from lightning_compress.asynchronous.modulo_pairs import ModuloAverage, check_settings
+from lightning_compress.asynchronous.pairwise import Askers, PairwiseAverage
+from lightning_compress.asynchronous.shared_model import SharedModel
+from lightning_compress.collectives import Collective, CountingCollective
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
+from lightning_compress.collectives.links import GoneError, Links
+from lightning_compress.core.errors import ExchangeError
+from lightning_compress.core.registry import build
+from lightning_compress.engine.checks import check_initialized
+from lightning_compress.gossip.build import COMPRESSORS
+from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.gossip.topology import Topology, build_topology
+from lightning_compress.periodic.synchroniser import Synchroniser
+from lightning_compress.settings.parsing import truth
+
+ALGORITHMS = ("adpsgd",)
+BATCHES = FIRST
+"""The counter of batches that ranks have taken in an epoch."""
+_NAMED_S = 1.0
+"""Seconds in which the links can name a rank whose death has broken a collective."""
+
+
+class AsyncGossip(Synchroniser):
+    """Decentralised training without waiting (AD-PSGD): after each step, a rank averages its model with a neighbour.
+
+    A rank asks a neighbour at random, in a thread, and goes on; a thread of the neighbour answers, and both move
+    towards each other by the same numbers, so that the mean of all models stays as it is. So a rank that is slow, or
+    behind a slow link, holds up nobody. All ranks wait for each other only where they need one model, for validation,
+    checkpoints and the end of the fit: there it is the exact mean. Optimizer states and buffers stay per-rank.
+
+    Args:
+        algorithm: "adpsgd".
+        topology: who is whose neighbour: "ring", "complete", "star", "exponential", or a matrix, see ``Gossip``; its
+            weights do not matter here.
+        compressor: None or "none" for exact averages, 8 bytes a parameter and average; or "moniqua" and its settings,
+            with 8 or 4 bits.
+        share_work: ranks take their batches from one list, so that a slow rank takes fewer in an epoch. False: every
+            rank has as many, and at an epoch's end all wait for the slowest.
+        answer_timeout: seconds after which a neighbour that does not answer is taken for dead; above 0.
+        buffers: see ``Gossip``.
+        seed: of the choice among neighbours, 0 or more.
+
+    Attributes:
+        share_work: as given.
+        called: whether some rank has called all others together; then ``join`` is due.
+        on_call: what to do while this rank waits for others who call it; ``join`` must be part of it.
+
+    Raises:
+        ValueError: a name or setting is unknown, or a value is out of range.
+
+    Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
+    1710.06952.
+    """
+
+    kind = "asynchronous gossip"
+    meters: Sequence[Meter] = ()
+    on_call: Callable[[], object]
+
+    def __init__(
+        self,
+        algorithm: str = "adpsgd",
+        topology: Topology | str | dict[str, Any] | list[Any] = "ring",
+        compressor: Moniqua | str | dict[str, Any] | None = None,
+        share_work: bool = True,
+        answer_timeout: float = 30.0,
+        buffers: dict[str, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__("mean", ("mean",), buffers)
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(map(repr, ALGORITHMS))}")
+        number = isinstance(answer_timeout, int | float) and not isinstance(answer_timeout, bool)
+        if not number or not 0 < answer_timeout < float("inf"):
+            raise ValueError(f"answer_timeout={answer_timeout!r} must be a number of seconds above 0, such as 30")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed={seed!r} must be an integer of 0 or more")
+        self.share_work = truth("share_work", share_work)
+        self._algorithm, self._topology_given, self._seed = algorithm, topology, seed
+        self._compressor, self._timeout = _moniqua(compressor), float(answer_timeout)
+        self.on_call = self.join
+        self._links: Links | None = None
+
+    # a fit
+
+    def check(self, model: nn.Module, ranks: Collective, device: torch.device) -> None:
+        """See ``Synchroniser``; parameters must be float32, on the CPU."""
+        problem, graph = None, None
+        try:
+            check_initialized(model)
+            if device.type != "cpu":
+                raise ValueError(f"{self.kind} trains on CPUs as yet, and the model is on {device}; use GossipStrategy")
+            self._topology = build_topology(self._topology_given, ranks.size)
+            if self._topology.varies:
+                raise ValueError(
+                    f"topology {self._topology.name}: its edges change from round to round, and ranks that do not wait "
+                    "have no rounds; use 'ring', 'exponential' or 'complete'"
+                )
+            graph = self._topology.checksum
+            if kinds := {str(each.dtype) for each in self._trained(model).values()} - {"torch.float32"}:
+                raise ValueError(
+                    f"parameters are {', '.join(sorted(kinds))}, and gossip averages float32 parameters only; use "
+                    "precision='32-true', '16-mixed' or 'bf16-mixed'"
+                )
+        except ValueError as error:  # a file may be missing on one rank only
+            problem = error
+        settings = self._algorithm, self._compressor, graph, self.share_work, self._timeout, self._seed, self.rules
+        self._compare(settings, problem, ranks, device)
+        self.rules.check(dict(model.named_buffers()))
+
+    def _trained(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: each for name, each in model.named_parameters() if each.requires_grad or self.may_unfreeze}
+
+    def _start(self) -> None:
+        if any(isinstance(each, LBFGS) for each in self.optimizers):
+            raise ValueError(
+                "LBFGS calls its closure several times a step, with other parameters each time, while neighbours move "
+                "them; use another optimizer, or GossipStrategy"
+            )
+        trained, ranks = self._trained(self.model), self.ranks
+        self._names = dict.fromkeys(trained)
+        self.meters = [Meter(self.device)]
+        self._apart = ranks.apart()
+        self.counted = CountingCollective(self._apart, self.meter)
+        self._shared = SharedModel(trained.values())
+        if self._compressor is None:
+            self._pairs = PairwiseAverage(self._shared)
+        else:
+            self._pairs = ModuloAverage(self._shared, self._compressor)
+        self._paused, self._joined, self._sent = True, 0, 0
+        self._consensus = self.waited = 0.0
+        self._links = None
+        if ranks.size > 1:
+            self._pairs.pause()
+            peers = list(self._topology.weights(ranks.rank, 0))
+            self._board = Board(ranks, self._timeout, self.device)
+            self._links = links = Links(ranks, peers, self._pairs.answer, self._pairs.kinds, self._timeout, self.device)
+            self._askers = Askers(
+                lambda peer: self._pairs.ask(links, peer), peers, self._seed * ranks.size + ranks.rank
+            )
+            self._askers.pause()
+        self._hooks = [each.register_step_post_hook(lambda *_: self._shared.end()) for each in self.optimizers]
+
+    def _rebase(self) -> None:
+        self._shared.moved.zero_()
+
+    def before_step(self, optimizer: Optimizer, scaled: bool = False) -> None:
+        """See ``Synchroniser``: from here on the optimizer changes the parameters, and nobody reads them."""
+        self._shared.begin()
+
+    def _after_step(self) -> None:
+        self._shared.end()  # if the GradScaler has skipped the step
+        meter = self.meter
+        meter.begin_step()
+        if self._links is not None and not self._alone:
+            self._askers.step()
+            self._look()
+            sent = sum(self._links.sent.values())
+            meter.bytes_sent, self._sent = meter.bytes_sent + sent - self._sent, sent
+        meter.bytes_dense += all_reduce_bytes(4 * self._shared.numel, self.ranks.size)
+        meter.end_step()
+
+    def _look(self) -> None:
+        """Raise what has happened in other threads, or to other ranks."""
+        assert self._links is not None
+        try:
+            self._links.check()
+            self._board.links.check()
+        except GoneError as gone:
+            raise ExchangeError(f"{self._where}: {gone}") from gone
+        if (error := self._askers.error) is not None:
+            raise (ValueError if isinstance(error, ValueError) else ExchangeError)(f"{self._where}: {error}") from error
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.ranks.rank}, after {self.attempts} steps"
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """If something inside fails because a rank died, say which one."""
+        try:
+            yield
+        except (GoneError, ExchangeError) as error:
+            end = time.monotonic() + (_NAMED_S if isinstance(error, ExchangeError) else 0.0)
+            while self._links is not None:
+                self._look()
+                if time.monotonic() >= end:
+                    break
+                time.sleep(0.01)
+            if isinstance(error, ExchangeError):
+                raise
+            raise ExchangeError(f"{self._where}: {error}") from error
+
+    # where all ranks meet
+
+    def take(self, number: int) -> int:
+        """Take a batch of the epoch: return how many all ranks have taken; see ``SharedBatches``."""
+        with self._named():
+            return self._board.add((BATCHES, number))
+
+    def pause(self) -> None:
+        """Wait for all ranks; from then on, until ``resume``, no model changes but by its own rank. Collective."""
+        if self._paused or self._alone:
+            return
+        began = time.monotonic()
+        with self._named():
+            self._askers.pause()
+            self._look()
+            self._board.meet(self._wait_step)
+        self._settle()
+        self.waited += time.monotonic() - began
+
+    def _wait_step(self) -> None:
+        self._look()
+        if self.called:
+            self.on_call()
+
+    def _settle(self) -> None:
+        """Apply what neighbours have moved; nobody asks any more."""
+        self._pairs.pause()
+        self._shared.begin()
+        self._shared.end()
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on averaging."""
+        if self._paused and self._links is not None and not self._alone:
+            self._pairs.resume()
+            self._askers.resume()
+            self._paused = False
+
+    def call(self) -> None:
+        """Have all ranks come together, between two batches or where they wait anyway; see ``called``."""
+        if self._links is not None:
+            with self._named():
+                self._board.call(self._joined + 1)
+
+    @property
+    def called(self) -> bool:
+        """Whether this rank is called by another, or by itself."""
+        return self._links is not None and self._board.called > self._joined
+
+    def look_for_calls(self) -> None:
+        """Ask whether there is a call: a round trip to rank 0."""
+        if self._links is not None:
+            with self._named():
+                self._board.add((BATCHES, 0), 0)
+
+    def join(self) -> None:
+        """Come to a call, and wait for all others; like ``pause``. Collective."""
+        self._joined += 1
+        with self._named():
+            self._askers.pause()
+            self._look()
+            self._board.come(self._joined, self._look)
+        self._settle()
+
+    def _averaged(self, plain: bool) -> dict[str, Tensor]:
+        if self._alone:
+            return {}
+        self.pause()
+        with self._named():
+            means, self._consensus = self._means(self._names)
+            return means | self._rest(self._names)
+
+    def furthest(self) -> int:
+        """See ``Synchroniser``."""
+        own = torch.tensor([self.attempts], dtype=torch.int64)
+        if not self._alone:
+            with self._named():
+                self._apart.all_reduce(own, "max")
+        return int(own)
+
+    def finish(self) -> None:
+        """See ``Synchroniser``: all ranks get the exact mean."""
+        self.put(self.averaged_model(plain=True))
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell the others why this rank stops, and wait for nobody."""
+        if self._links is not None and not self._alone:
+            self.abandon()
+            said = failure.__cause__ if isinstance(failure.__cause__, GoneError) else failure
+            word = said if isinstance(said, Exception) else RuntimeError(type(said).__name__)
+            for links in (self._board.links, self._links):
+                links.close(word)
+
+    def close(self) -> None:
+        """See ``Synchroniser``."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._links is None or self._alone:
+            return
+        with suppress(GoneError):
+            self._askers.pause()
+            self._askers.close()
+            self._links.close()
+            self._board.links.close()
+        self._apart.close()
+
+    # what is saved and reported
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Synchroniser``; ranks are at different steps."""
+        return {"common": {}, "attempts": self.attempts, "pairs": self._pairs.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Synchroniser``. The run after it is another one: what ranks ask, and when, is never the same."""
+        self.attempts = state["attempts"]
+        self._pairs.load_state_dict(state["pairs"])
+        self._shared.moved.zero_()
+
+    @property
+    def method(self) -> str:
+        """See ``Synchroniser``."""
+        return f"{self._title}, {self._topology.checksum:08x}"
+
+    @property
+    def _title(self) -> str:
+        how = "none" if self._compressor is None else f"moniqua of {self._compressor.bits} bits"
+        return f"{self.kind} by {self._algorithm} with {how} on {self._topology.name}"
+
+    @property
+    def summary(self) -> str:
+        """See ``Synchroniser``."""
+        work = "batches from one list" if self.share_work else "as many batches on each rank"
+        return f"{self._title} of {self.ranks.size} ranks, {work}; keeps 4 bytes a parameter"
+
+    def stats(self) -> dict[str, Any]:
+        """See ``Synchroniser``; also answers and bytes by neighbour, and how late answers were.
+
+        ``staleness``: mean number of steps of this rank between a question and its answer. ``wait_s``: seconds that
+        this rank has waited where all meet.
+        """
+        sent = self._links.sent if self._links else {}
+        answers, lags = sum(self._pairs.asked.values()), sum(self._pairs.lags.values())
+        return {
+            **self.meter.read(),
+            **{f"bytes_to_{peer}": float(count) for peer, count in sorted(sent.items())},
+            **{f"answers_of_{peer}": float(count) for peer, count in sorted(self._pairs.asked.items())},
+            "answers": float(answers),
+            "answered": float(self._pairs.answered),
+            "staleness": lags / answers if answers else 0.0,
+            "wait_s": self.waited,
+            "consensus_distance": self._consensus,
+            "summary": self.summary,
+        }
+
+
+def _moniqua(given: object) -> Moniqua | None:
+    """Return what ``compressor=`` means: None for exact averages."""
+    if given in (None, "none", "auto"):
+        return None
+    built = build("compressor", given, COMPRESSORS, (Moniqua,))
+    if not isinstance(built, Moniqua):
+        raise ValueError(
+            f"compressor={given!r}: models that are averaged at different times have no residual in common; use None "
+            "or 'moniqua'"
+        )
+    check_settings(built)
+    return built

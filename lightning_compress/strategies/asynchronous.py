@@ -1,0 +1,236 @@
+"""``AsyncGossipStrategy``: ranks train at their own pace, and meet only to validate, to save and to end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_compress.asynchronous.async_gossip import AsyncGossip
+from lightning_compress.asynchronous.shared_work import SharedBatches
+from lightning_compress.strategies.common import register
+from lightning_compress.strategies.constructors import constructor
+from lightning_compress.strategies.periodic import PeriodicMixin
+from lightning_compress.strategies.rendezvous import EVERY, STEP, Rendezvous
+
+NAMES: dict[str, dict[str, object]] = {
+    "async_gossip": {},
+    "async_gossip_moniqua": {"compressor": "moniqua"},
+}
+"""Arguments of ``AsyncGossipStrategy`` by registered name."""
+_ALONE = "give share_work=False, so that every rank has as many batches"
+
+
+class AsyncRendezvous(Rendezvous):
+    """The agreement of ranks that are at different batches: they pause before it.
+
+    A rank that is asked to end or to save calls the others, which come between two batches, or where they wait.
+    """
+
+    synchroniser: AsyncGossip
+    unsized = True
+
+    def compare_batches(self, needed: float = 0.0) -> None:
+        """Check that all ranks have equally many batches, unless they share them. Collective."""
+        if not self.synchroniser.share_work:
+            super().compare_batches(needed)
+        self.unsized = True
+
+    def vote(self) -> torch.Tensor:
+        """See ``Meeting``; ranks are at different batches."""
+        told = self.signals
+        return torch.tensor([self.joined, -self.joined, told.end, told.save, told.stop])
+
+    def apply_votes(self, votes: torch.Tensor) -> None:
+        """See ``Meeting``."""
+        self.check_joined(votes)
+        self.signals.agreed(*map(bool, votes[2:].tolist()))
+
+    def agree(self, own: Sequence[int] = (), where: int = STEP) -> list[int]:
+        """Wait for all ranks, then see ``Meeting``."""
+        self.synchroniser.pause()
+        return super().agree(own, where)
+
+    def between_batches(self, number: int) -> None:
+        """Call the others if this rank was asked to end, save or stop, and come if some rank has called."""
+        synchroniser, told = self.synchroniser, self.signals
+        if told.taken and (told.end or told.save or told.stop) and not synchroniser.called:
+            synchroniser.call()
+        elif number % EVERY == 0:
+            synchroniser.look_for_calls()
+        if synchroniser.called:
+            self.hold()
+
+    def hold(self) -> None:
+        """Agree on signals with all others, and save if they say so. Collective.
+
+        Raises:
+            SIGTERMException: this rank was waiting for others, and all are to end.
+        """
+        self.synchroniser.join()
+        super().agree()
+        self.signals.act()
+
+    def hold_while_waiting(self) -> None:
+        """See ``hold``."""
+        self.hold()
+        if self._trainer.received_sigterm:
+            raise SIGTERMException
+
+
+class AsyncGossipMixin(PeriodicMixin):
+    """Turn a ``DDPStrategy`` into one without waiting; see ``AsyncGossipStrategy``."""
+
+    __init__ = constructor(AsyncGossip)
+
+    synchroniser: AsyncGossip
+    rendezvous: AsyncRendezvous
+    _training_data = False
+    """Whether the loaders of the training are being made."""
+
+    def setup(self, trainer: Any) -> None:
+        """See ``PeriodicStrategy``; also give all ranks one list of batches."""
+        if trainer.state.fn == "fit":
+            self.synchroniser.share_work = self._given_share_work(trainer)
+            loop = trainer.fit_loop
+            made = type(loop).setup_data.__get__(loop)
+
+            def setup_data() -> None:
+                self._training_data = True
+                try:
+                    made()
+                finally:
+                    self._training_data = False
+
+            vars(loop)["setup_data"] = setup_data
+        super().setup(trainer)
+
+    def _given_share_work(self, trainer: Any) -> bool:
+        if not hasattr(self, "_shares"):
+            self._shares = self.synchroniser.share_work
+        return self._shares and not trainer.fast_dev_run
+
+    def _make_rendezvous(self, trainer: Any) -> AsyncRendezvous:
+        made = AsyncRendezvous.apart(trainer, self._timeout)
+        assert isinstance(made, AsyncRendezvous)
+        made.synchroniser = self.synchroniser
+        self.synchroniser.on_call = self._hold
+        if self.synchroniser.share_work:
+            check_shared_work(trainer)
+        return made
+
+    def _hold(self) -> None:
+        self.rendezvous.hold_while_waiting()
+        self._shared = None  # the other ranks train on from here
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Replace the batches of the training's loader by those that all ranks share.
+
+        Raises:
+            ValueError: it is of a kind whose batches cannot be shared.
+        """
+        if not (self._training_data and self._fitting and self.synchroniser.share_work and self.world_size > 1):
+            return super().process_dataloader(dataloader)
+        old = getattr(dataloader, "sampler", None)
+        if not isinstance(dataloader, DataLoader) or type(old) is not DistributedSampler or not dataloader.batch_size:
+            raise ValueError(
+                f"the training's {type(dataloader).__name__} takes indices from {type(old).__name__}, and only batches "
+                f"of a DataLoader with Lightning's own DistributedSampler can be shared among ranks; {_ALONE}"
+            )
+        whole = DistributedSampler(dataloader.dataset, 1, 0, old.shuffle, old.seed)
+        size, last = dataloader.batch_size, dataloader.drop_last
+        batches = SharedBatches(whole, size, last, self.global_rank, self.world_size, self.synchroniser.take)
+        shared = copy.copy(dataloader)  # with workers and all else; attributes of a loader cannot be set
+        vars(shared).update(batch_sampler=batches, sampler=whole)
+        return super().process_dataloader(shared)
+
+    def on_train_start(self) -> None:
+        """See ``PeriodicStrategy``; log what a resumed run is."""
+        super().on_train_start()
+        if self.attempts:
+            rank_zero_info(
+                "lightning_compress: each rank goes on with its own model, from its own step; what follows is not bit "
+                "for bit what would have followed, because nobody knows when neighbours ask"
+            )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Come if some rank has called; then go on averaging."""
+        if self.world_size > 1:
+            self.rendezvous.between_batches(batch_idx)
+            self._shared = None
+        super().on_train_batch_start(batch, batch_idx)
+        if not self._trainer.received_sigterm:
+            self.synchroniser.resume()
+
+    def meet(self) -> None:
+        """Pause all ranks before a collective of Lightning's."""
+        if self._started and self.world_size > 1:
+            super().meet()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """See ``PeriodicStrategy``; the step is this rank's own."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._fitting:
+            self._counts = dict.fromkeys(map(id, self.optimizers), 0)
+            self._counts[id(self.optimizers[0])] = self.attempts
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the others why this rank stops."""
+        if self._started and self.world_size > 1 and not isinstance(exception, SIGTERMException):
+            self.synchroniser.fail(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """See ``PeriodicStrategy``."""
+        if self._fitting:
+            vars(self._trainer.fit_loop).pop("setup_data", None)
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``NAMES``, each with its variants."""
+        register(strategy_registry, cls, "Asynchronous gossip", NAMES)
+
+
+class AsyncGossipStrategy(AsyncGossipMixin, DDPStrategy):
+    """Decentralised training in which no rank waits for another: a slow one, or a slow link, holds up nobody.
+
+    The arguments are those of ``lightning_compress.asynchronous.AsyncGossip`` and of ``PeriodicStrategy`` (``state``,
+    ``strict_state``, Lightning's own). When it pays, and what it costs: docs/async.md.
+
+    Raises:
+        ValueError: a name or setting is unknown, a value is out of range, or an argument belongs to
+            DistributedDataParallel, which does not wrap the model here.
+    """
+
+
+def check_shared_work(trainer: Any) -> None:
+    """Raise if something counts the batches or steps of a rank, which differ where ranks share their batches.
+
+    Raises:
+        ValueError: the trainer or a callback does.
+    """
+    counted = {
+        f"max_steps={trainer.max_steps}": trainer.max_steps != -1,
+        f"limit_train_batches={trainer.limit_train_batches}": trainer.limit_train_batches != 1.0,
+        f"val_check_interval={trainer.val_check_interval}": trainer.val_check_interval != 1.0,
+        f"overfit_batches={trainer.overfit_batches}": trainer.overfit_batches != 0.0,
+    }
+    saves = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each._every_n_train_steps]
+    counted |= {f"every_n_train_steps={each._every_n_train_steps}": True for each in saves}
+    for setting, given in counted.items():
+        if given:
+            raise ValueError(
+                f"share_work=True and {setting}: ranks that share their batches are at different steps, and would "
+                f"count apart; use epochs, or {_ALONE}"
+            )
+
+
+AsyncGossipStrategy.register_strategies(StrategyRegistry)
