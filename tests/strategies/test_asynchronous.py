@@ -79,3 +79,59 @@ def test_one_model_is_evaluated_and_left(pools, size, compressor, share):
         assert stats["answers"] > 0
         assert stats["bytes_sent"] >= 0
         assert 0 < stats["consensus_distance"] < 1
+
+
+class Slow(Validated):
+    """Rank 1 takes a while for each batch."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.1 if dist.get_rank() == 1 else 0.005)
+        return super().training_step(batch, batch_idx)
+
+
+def _shares():
+    watch = Watch()
+    fit(AsyncGossipStrategy(), Slow, [watch], epochs=1)
+    return watch.steps[0]
+
+
+def test_a_slow_rank_takes_fewer_batches(pools):
+    fast, slow, other = pools[3].run(_shares)
+    assert fast + slow + other == 60
+    assert 1 <= slow < min(fast, other) / 2
+
+
+class Saves(Callback):
+    """Notes what a rank has when a checkpoint is written, and when it goes on."""
+
+    def __init__(self):
+        self.saved = self.began = None
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        self.saved = parameters(module).numpy(), trainer.strategy.attempts
+
+    def on_train_start(self, trainer, module):
+        self.began = parameters(module).numpy(), trainer.strategy.attempts
+
+
+def _resumes(folder, compressor):
+    saves = Saves()
+    save = ModelCheckpoint(folder, "last", save_top_k=1)
+    trainer, model = fit(AsyncGossipStrategy(compressor=compressor), Slow, [saves, save], epochs=1)
+    mean = parameters(model).numpy()
+    again = Saves()
+    fit(AsyncGossipStrategy(compressor=compressor, strict_state=True), Slow, [again], f"{folder}/last.ckpt", epochs=2)
+    kept = torch.load(f"{folder}/last.ckpt", weights_only=True)["state_dict"]
+    kept = torch.cat([kept[name].reshape(-1) for name, _ in model.named_parameters()]).numpy()
+    return saves.saved, again.began, mean, kept
+
+
+@pytest.mark.parametrize("compressor", [None, "moniqua"])
+def test_each_rank_goes_on_with_its_own_model_and_step(pools, tmp_path, compressor):
+    ranks = pools[3].run(_resumes, str(tmp_path), compressor)
+    for (saved, step), (began, at), mean, kept in ranks:
+        assert np.array_equal(saved, began)
+        assert step == at > 0
+        np.testing.assert_allclose(mean, kept, atol=1e-6)
+    assert len({rank[0][1] for rank in ranks}) > 1
+    np.testing.assert_allclose(np.mean([rank[0][0] for rank in ranks], 0), ranks[0][3], atol=1e-6)
