@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_compress.asynchronous.shared_model import SharedModel
 from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.collectives.links import GoneError, Links
+from lightning_compress.core import errors
 from lightning_compress.core.errors import ExchangeError
 from lightning_compress.core.registry import build
 from lightning_compress.engine.checks import check_initialized
@@ -141,6 +142,7 @@ class AsyncGossip(Synchroniser):
         else:
             self._pairs = ModuloAverage(self._shared, self._compressor)
         self._paused, self._joined, self._sent = True, 0, 0
+        self._furthest, self._sent_to = 0, dict[int, int]()
         self._consensus = self.waited = 0.0
         self._links = None
         if ranks.size > 1:
@@ -229,11 +231,15 @@ class AsyncGossip(Synchroniser):
             self.on_call()
 
     def _settle(self) -> None:
-        """Apply what neighbours have moved; nobody asks any more."""
+        """Apply what neighbours have moved; nobody asks any more. Collective."""
         self._pairs.pause()
         self._shared.begin()
         self._shared.end()
         self._paused = True
+        most = torch.tensor([self.attempts])
+        with self._named(), errors.explained("meeting the others", self.ranks.rank):
+            self._apart.all_reduce(most, "max")
+        self._furthest = int(most)
 
     def resume(self) -> None:
         """Go on averaging."""
@@ -277,38 +283,34 @@ class AsyncGossip(Synchroniser):
             return means | self._rest(self._names)
 
     def furthest(self) -> int:
-        """See ``Synchroniser``."""
-        own = torch.tensor([self.attempts], dtype=torch.int64)
-        if not self._alone:
-            with self._named():
-                self._apart.all_reduce(own, "max")
-        return int(own)
+        """See ``Synchroniser``: the largest number where the ranks have met last."""
+        return self._furthest
 
     def finish(self) -> None:
         """See ``Synchroniser``: all ranks get the exact mean."""
         self.put(self.averaged_model(plain=True))
 
-    def fail(self, failure: BaseException) -> None:
-        """Tell the others why this rank stops, and wait for nobody."""
-        if self._links is not None and not self._alone:
-            self.abandon()
-            said = failure.__cause__ if isinstance(failure.__cause__, GoneError) else failure
-            word = said if isinstance(said, Exception) else RuntimeError(type(said).__name__)
-            for links in (self._board.links, self._links):
-                links.close(word)
+    def leave(self, failure: BaseException | None = None) -> None:
+        """End the fit for this rank: say goodbye to the others, or tell them why it stops and wait for nobody."""
+        links, self._links = self._links, None
+        if links is None:
+            return
+        self._sent_to = links.sent
+        said = failure.__cause__ if isinstance(getattr(failure, "__cause__", None), GoneError) else failure
+        word = RuntimeError(type(said).__name__) if said and not isinstance(said, Exception) else said
+        if word is None:
+            self._askers.pause()
+        self._askers.close()
+        for each in (links, self._board.links):
+            each.close(word)  # type: ignore[arg-type]  # an Exception or None
 
     def close(self) -> None:
         """See ``Synchroniser``."""
         for hook in self._hooks:
             hook.remove()
-        if self._links is None or self._alone:
-            return
-        with suppress(GoneError):
-            self._askers.pause()
-            self._askers.close()
-            self._links.close()
-            self._board.links.close()
-        self._apart.close()
+        self.leave(RuntimeError("stops") if self._alone else None)
+        if not self._alone:
+            self._apart.close()
 
     # what is saved and reported
 
@@ -344,7 +346,7 @@ class AsyncGossip(Synchroniser):
         ``staleness``: mean number of steps of this rank between a question and its answer. ``wait_s``: seconds that
         this rank has waited where all meet.
         """
-        sent = self._links.sent if self._links else {}
+        sent = self._links.sent if self._links else self._sent_to
         answers, lags = sum(self._pairs.asked.values()), sum(self._pairs.lags.values())
         return {
             **self.meter.read(),

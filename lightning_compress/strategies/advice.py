@@ -23,12 +23,13 @@ def warn(text: str | None) -> None:
 
 
 def untested(device: torch.device) -> str:
-    """Return a warning about devices on which this package was never run, or nothing."""
+    """Return a warning about devices on which this package has hardly or never run, or nothing."""
     if device.type == "cpu":
         return ""
+    ran = "with several GPUs and a network between them" if device.type == "cuda" else f"on {device.type}"
     return (
-        f"lightning_compress was measured on CPUs over Gloo and has never run on {device.type}; "
-        "'python -m benchmarks.gpu' in its repository tests it on yours"
+        f"lightning_compress was measured on CPUs over Gloo and has never run {ran}; 'python -m benchmarks.gpu' in its "
+        "repository tests it on yours"
     )
 
 
@@ -61,9 +62,9 @@ def few_steps(settings: RunState, steps: float) -> str:
 
 
 def short_round(synchroniser: Synchroniser, steps: float) -> str:
-    """Return a warning if a fit of so many steps ends before its first round does, or nothing."""
+    """Return a warning if a fit of so many steps ends before its first round does, or nothing; -1: nobody knows."""
     every = synchroniser.steps_per_count
-    if steps - synchroniser.averaged_steps >= every:
+    if steps < 0 or steps - synchroniser.averaged_steps >= every:
         return ""
     return (
         f"this fit has {steps:g} steps, fewer than a round of sync_every={every}: the ranks average once, when it ends."

@@ -72,16 +72,12 @@ class AsyncRendezvous(Rendezvous):
         """Agree on signals with all others, and save if they say so. Collective.
 
         Raises:
-            SIGTERMException: this rank was waiting for others, and all are to end.
+            SIGTERMException: all ranks are to end.
         """
         self.synchroniser.join()
         super().agree()
         self.signals.act()
-
-    def hold_while_waiting(self) -> None:
-        """See ``hold``."""
-        self.hold()
-        if self._trainer.received_sigterm:
+        if self._trainer.received_sigterm:  # here all ranks end together, at the end of a batch they would not
             raise SIGTERMException
 
 
@@ -127,7 +123,7 @@ class AsyncGossipMixin(PeriodicMixin):
         return made
 
     def _hold(self) -> None:
-        self.rendezvous.hold_while_waiting()
+        self.rendezvous.hold()
         self._shared = None  # the other ranks train on from here
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -166,8 +162,7 @@ class AsyncGossipMixin(PeriodicMixin):
             self.rendezvous.between_batches(batch_idx)
             self._shared = None
         super().on_train_batch_start(batch, batch_idx)
-        if not self._trainer.received_sigterm:
-            self.synchroniser.resume()
+        self.synchroniser.resume()
 
     def meet(self) -> None:
         """Pause all ranks before a collective of Lightning's."""
@@ -183,8 +178,8 @@ class AsyncGossipMixin(PeriodicMixin):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others why this rank stops."""
-        if self._started and self.world_size > 1 and not isinstance(exception, SIGTERMException):
-            self.synchroniser.fail(exception)
+        if self._started and self.world_size > 1:
+            self.synchroniser.leave(None if isinstance(exception, SIGTERMException) else exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:

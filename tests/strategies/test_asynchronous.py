@@ -1,15 +1,21 @@
 """Asynchronous gossip by Lightning: who waits, what is evaluated and saved, and what is refused."""
 
+import os
+import signal
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_compress import AsyncGossipStrategy
+from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 
 METHODS = {"exact": None, "8 bits": "moniqua", "4 bits": {"name": "moniqua", "bits": 4}}
@@ -117,7 +123,7 @@ class Saves(Callback):
 def _resumes(folder, compressor):
     saves = Saves()
     save = ModelCheckpoint(folder, "last", save_top_k=1)
-    trainer, model = fit(AsyncGossipStrategy(compressor=compressor), Slow, [saves, save], epochs=1)
+    _, model = fit(AsyncGossipStrategy(compressor=compressor), Slow, [saves, save], epochs=1)
     mean = parameters(model).numpy()
     again = Saves()
     fit(AsyncGossipStrategy(compressor=compressor, strict_state=True), Slow, [again], f"{folder}/last.ckpt", epochs=2)
@@ -135,3 +141,57 @@ def test_each_rank_goes_on_with_its_own_model_and_step(pools, tmp_path, compress
         np.testing.assert_allclose(mean, kept, atol=1e-6)
     assert len({rank[0][1] for rank in ranks}) > 1
     np.testing.assert_allclose(np.mean([rank[0][0] for rank in ranks], 0), ranks[0][3], atol=1e-6)
+
+
+class Terminated(Callback):
+    """SIGTERM comes to one rank in its third batch."""
+
+    def __init__(self, rank):
+        self.rank, self.ended = rank, None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 2 and dist.get_rank() == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer, module, exception):
+        self.ended = type(exception).__name__, trainer.strategy.attempts
+
+
+def _terminates(folder, rank):
+    terminated = Terminated(rank)
+    save = ModelCheckpoint(folder, "stopped", save_on_exception=True)
+    with pytest.raises(SIGTERMException):
+        fit(AsyncGossipStrategy(), Slow, [terminated, save], epochs=3)
+    again = Saves()
+    fit(AsyncGossipStrategy(strict_state=True), Slow, [again], f"{folder}/stopped.ckpt", epochs=1)
+    return terminated.ended, again.began[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_sigterm_of_one_rank_ends_all_and_each_goes_on_from_its_step(pools, tmp_path, rank):
+    for (said, step), again in pools[3].run(_terminates, str(tmp_path), rank):
+        assert said == "SIGTERMException"
+        assert 1 <= step == again
+
+
+def _dies(told, rank, step, number):
+    class Dies(Slow):
+        def on_train_batch_start(self, batch, batch_idx):
+            if dist.get_rank() == rank and batch_idx == step:
+                Path(told).write_text(str(time.time()))
+                os.kill(os.getpid(), number)
+
+    try:
+        fit(AsyncGossipStrategy(answer_timeout=2.0), Dies, epochs=3)
+    except Exception:
+        print(f"\nended {time.time() - float(Path(told).read_text()):.2f} s later", file=sys.stderr)
+        raise
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 1), (2, 4)])
+def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path, rank, step):
+    codes, said = live(4, tmp_path / "ranks", _dies, str(tmp_path / "told"), rank, step, signal.SIGKILL)
+    assert codes[rank] == -signal.SIGKILL
+    for other in {0, 1, 2, 3} - {rank}:
+        assert codes[other] == 1
+        assert f"rank {rank} died" in said[other]
